@@ -1,0 +1,35 @@
+"""Errors that a user can act on.
+
+Every message says what was asked, what was found and what to do. The command line prints the
+message and exits with ``exit_code``; a traceback is kept for bugs of headprune itself.
+"""
+
+from __future__ import annotations
+
+
+class HeadpruneError(Exception):
+    """The user's input cannot be used as it is."""
+
+    exit_code = 2
+
+
+class FamilyError(HeadpruneError):
+    """The model's family, or a setting of its config, is not supported."""
+
+
+class PlanError(HeadpruneError):
+    """A plan does not fit the model, or what it asks for cannot be saved."""
+
+
+class DataError(HeadpruneError):
+    """The examples cannot be read, or there are too few of them."""
+
+
+class CheckpointError(HeadpruneError):
+    """A model or gates folder cannot be read or written."""
+
+
+class ProofError(HeadpruneError):
+    """The cut model does not compute what the gated original computes; nothing was written."""
+
+    exit_code = 1

@@ -1,0 +1,68 @@
+"""The one registry: families today, criteria and merges the same way."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+from headprune.errors import HeadpruneError
+
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """Returns ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A read-mostly name-to-entry table with helpful errors.
+
+    Args:
+        kind: What an entry is, for messages: "family", "criterion".
+        error: The error to raise for an unknown name.
+    """
+
+    def __init__(self, kind: str, error: type[HeadpruneError] = HeadpruneError) -> None:
+        self.kind = kind
+        self._error = error
+        self._entries: dict[str, T] = {}
+        self._frozen = False
+
+    def add(self, name: str, entry: T) -> T:
+        """Adds an entry.
+
+        Raises:
+            ValueError: If the name is taken, or the registry is frozen.
+        """
+        if self._frozen:
+            raise ValueError(f"the {self.kind} registry is frozen; add '{name}' in its own module")
+        if name in self._entries:
+            raise ValueError(f"{self.kind} '{name}' is registered twice")
+        self._entries[name] = entry
+        return entry
+
+    def freeze(self) -> None:
+        """Refuses further entries, so that a table cannot change under a running command."""
+        self._frozen = True
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            known = sorted(self._entries)
+            raise self._error(
+                f"No {self.kind} named '{name}'.{did_you_mean(name, known)} "
+                f"Supported: {', '.join(known)}."
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,1 @@
+"""Code that runs a cut model; ``modeling_headprune.py`` travels with every result that needs it."""

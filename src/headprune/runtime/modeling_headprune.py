@@ -1,0 +1,258 @@
+# Copyright The headprune authors. Licensed under the Apache License, Version 2.0.
+"""Runs a transformer whose attention has fewer heads than its config says, layer by layer.
+
+This file is complete in itself (torch and transformers only). It lies beside the weights of every
+model that headprune cut unevenly, so that
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+loads it where headprune is not installed. What it needs to know stands in ``config.headprune``:
+
+    family   where attention sits, its projections, and which attributes follow the head counts
+    layout   per attention module, the ids of the heads that are left
+
+``modeling_headprune.LlamaForCausalLM`` (any class name of transformers will do) is the stock class
+with its attention resized after ``__init__``. No modelling code is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass
+class ProjectionModule:
+    """A projection of one attention module: its full path, its module, what it holds."""
+
+    path: str
+    module: nn.Module
+    holds: str
+    interleaved: bool
+
+
+@dataclass
+class Attention:
+    """One attention module of a live model, with the sizes its weights have now.
+
+    Attributes:
+        path: Full path of the module in the model.
+        module: The module itself.
+        projections: Its projections.
+        head_dim: Width of a head.
+        query_heads: Query heads, from the width of the output projection's input.
+        kv_heads: KV heads, from the width of the key projection's output.
+    """
+
+    path: str
+    module: nn.Module
+    projections: tuple[ProjectionModule, ...]
+    head_dim: int
+    query_heads: int
+    kv_heads: int
+
+    @property
+    def output_projection(self) -> nn.Module:
+        return next(p.module for p in self.projections if p.holds == "o")
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return {"q": self.query_heads, "k": self.kv_heads, "v": self.kv_heads}
+
+
+def input_dim(projection: nn.Module) -> int:
+    """The dimension of ``weight`` that runs over the inputs: Conv1D stores (in, out)."""
+    return 0 if isinstance(projection, Conv1D) else 1
+
+
+def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[Attention]:
+    """Finds the attention modules that a family row describes, in the order of the layers.
+
+    Raises:
+        ValueError: If no module matches, or a projection is missing.
+    """
+    base = model.base_model
+    prefix = next(name for name, module in model.named_modules() if module is base)
+    pattern = re.escape(family["attention"]).replace(r"\*", r"[^.]+")
+    found = []
+    for name, module in base.named_modules():
+        if not re.fullmatch(pattern, name):
+            continue
+        path = f"{prefix}.{name}" if prefix else name
+        projections = []
+        for row in family["projections"]:
+            below, relative = path, row["path"]
+            while relative.startswith("../"):
+                below, relative = below.rpartition(".")[0], relative[3:]
+            full = f"{below}.{relative}" if below else relative
+            try:
+                projection = model.get_submodule(full)
+            except AttributeError:
+                raise ValueError(f"'{path}' has no projection '{row['path']}'") from None
+            projections.append(ProjectionModule(full, projection, row["holds"], row["interleaved"]))
+        found.append(_measured(path, module, tuple(projections), family["head_dim"]))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no module '{family['attention']}'")
+    return found
+
+
+def _measured(
+    path: str, module: nn.Module, projections: tuple[ProjectionModule, ...], head_dim_attribute: str
+) -> Attention:
+    head_dim = int(getattr(module, head_dim_attribute))
+    by_role = {p.holds: p.module for p in projections}
+    output = by_role["o"]
+    query_heads = output.weight.shape[input_dim(output)] // head_dim
+    if "k" in by_role:
+        kv_heads = by_role["k"].weight.shape[1 - input_dim(by_role["k"])] // head_dim
+    else:
+        fused = by_role["qkv"]
+        kv_heads = (fused.weight.shape[1 - input_dim(fused)] // head_dim - query_heads) // 2
+    return Attention(path, module, projections, head_dim, query_heads, kv_heads)
+
+
+def resize(attention: Attention, family: Mapping[str, Any], query_heads: int, kv_heads: int) -> None:
+    """Gives one attention module the sizes of ``query_heads`` and ``kv_heads``.
+
+    Tensors that already have the new size keep their values; wider ones are cut to their first
+    entries, as a place for weights that are loaded next.
+    """
+    counts = {"q": query_heads, "k": kv_heads, "v": kv_heads}
+    for projection in attention.projections:
+        width = sum(counts[role] for role in projection.holds.replace("o", "q"))
+        _resize_projection(projection.module, projection.holds == "o", width * attention.head_dim)
+    sizes = {
+        "query_heads": query_heads,
+        "kv_heads": kv_heads,
+        "queries_per_kv": query_heads // max(kv_heads, 1),
+        "query_width": query_heads * attention.head_dim,
+    }
+    for attribute, size in family["follows"].items():
+        setattr(attention.module, attribute, sizes[size])
+    if query_heads == 0:
+        output_inside = any(m is attention.output_projection for m in attention.module.modules())
+        attention.module.__class__ = empty_class(type(attention.module))
+        attention.module.headprune_output = (
+            next(n for n, m in attention.module.named_modules() if m is attention.output_projection)
+            if output_inside
+            else None
+        )
+    attention.query_heads, attention.kv_heads = query_heads, kv_heads
+
+
+def _resize_projection(module: nn.Module, is_output: bool, width: int) -> None:
+    dim = input_dim(module) if is_output else 1 - input_dim(module)
+    if module.weight.shape[dim] != width:
+        module.weight = _narrowed(module.weight, dim, width)
+        if not is_output and module.bias is not None:
+            module.bias = _narrowed(module.bias, 0, width)
+    names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
+    setattr(module, names[0 if is_output else 1], width)
+
+
+def _narrowed(parameter: nn.Parameter, dim: int, width: int) -> nn.Parameter:
+    data = parameter.data.narrow(dim, 0, width).clone()
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+class EmptyAttention:
+    """Mixed into an attention class whose heads are all gone: what is left is the output bias."""
+
+    headprune_output: str | None
+
+    def forward(self, hidden_states, *args, past_key_values=None, **kwargs):  # type: ignore
+        batch, length = hidden_states.shape[:2]
+        keys = length
+        if past_key_values is not None and self.layer_idx == 0:
+            keys = self._keep_cache_length(hidden_states, past_key_values)
+        output = hidden_states.new_zeros(batch, length, 0)
+        if self.headprune_output is not None:
+            output = self.get_submodule(self.headprune_output)(output)
+        if self.config._attn_implementation != "eager":
+            return output, None
+        return output, hidden_states.new_zeros(batch, 0, length, keys)
+
+    def _keep_cache_length(self, hidden_states, past_key_values):  # type: ignore
+        """Puts a stub into the cache: generate() reads the sequence length off layer 0."""
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        layers = cache.layers
+        heads, width = 1, 1
+        if layers and layers[0].is_initialized:
+            heads, width = layers[0].keys.shape[1], layers[0].keys.shape[3]
+        stub = hidden_states.new_zeros(hidden_states.shape[0], heads, hidden_states.shape[1], width)
+        keys, _ = cache.update(stub, stub, self.layer_idx)
+        return keys.shape[2]
+
+
+@functools.cache
+def empty_class(attention_class: type[nn.Module]) -> type[nn.Module]:
+    """The attention class without heads; a subclass, so that isinstance checks still hold."""
+    body = {"__module__": __name__, "__doc__": EmptyAttention.__doc__}
+    return type(f"Empty{attention_class.__name__}", (EmptyAttention, attention_class), body)
+
+
+def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None:
+    """Resizes the attention of a freshly built stock model to the layout in its config.
+
+    Raises:
+        ValueError: If the layout names modules that the model does not have.
+    """
+    prefix = f"{model.base_model_prefix}."
+    layout = {key.removeprefix(prefix): heads for key, heads in description["layout"].items()}
+    for attention in find_attention(model, description["family"]):
+        heads = layout.pop(attention.path.removeprefix(prefix), None)
+        if heads is not None:
+            counts = len(heads["query_heads"]), len(heads["kv_heads"])
+            resize(attention, description["family"], *counts)
+    if layout:
+        raise ValueError(
+            f"config.json describes heads of modules that {type(model).__name__} does not have: "
+            + ", ".join(sorted(layout))
+        )
+
+
+@functools.cache
+def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The stock class under its own name, resized by ``config.headprune`` after ``__init__``."""
+
+    def __init__(self, config, *inputs, **kwargs):  # type: ignore
+        native.__init__(self, config, *inputs, **kwargs)
+        apply_layout(self, config.headprune)
+
+    body = {
+        "__init__": __init__,
+        "__module__": __name__,
+        "__doc__": f"{native.__name__} with uneven heads.",
+        # makes save_pretrained copy this file and name it in the config's auto_map
+        "_auto_class": next(iter(auto_classes(native)), "AutoModel"),
+    }
+    return type(native.__name__, (native,), body)
+
+
+def auto_classes(native: type[PreTrainedModel]) -> list[str]:
+    """The AutoModel classes of transformers that lead to ``native``."""
+    names = []
+    for name in sorted(vars(modeling_auto)):
+        mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
+        if name.startswith("AutoModel") and mapping is not None and native.config_class in mapping:
+            classes = mapping[native.config_class]
+            if native in (classes if isinstance(classes, tuple) else (classes,)):
+                names.append(name)
+    return names
+
+
+def __getattr__(name: str) -> type[PreTrainedModel]:
+    """Makes ``modeling_headprune.X`` the pruned form of ``transformers.X``."""
+    native = None if name.startswith("_") else getattr(transformers, name, None)
+    if not (isinstance(native, type) and issubclass(native, PreTrainedModel)):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pruned_class(native)

@@ -1,0 +1,49 @@
+"""The hard-concrete distribution (Louizos et al. 2018, arXiv 1712.01312, eqs. 10-12).
+
+    u ~ U(0, 1)
+    s = sigmoid((log u - log(1 - u) + log_alpha) / beta)
+    z = clip(s (zeta - gamma) + gamma, 0, 1)
+
+A gate ``z`` lies in [0, 1] and is exactly 0, and exactly 1, with positive probability, so a head
+can be switched off by gradient descent. ``gamma = -0.1`` and ``zeta = 1.1`` as in the paper.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+GAMMA = -0.1
+ZETA = 1.1
+_EPS = 1e-6
+
+
+def sample(
+    log_alpha: Float[Tensor, " gates"], temperature: float, draws: int
+) -> Float[Tensor, "draws gates"]:
+    """Draws gates; the gradient reaches ``log_alpha`` through the draw (reparametrised).
+
+    Args:
+        log_alpha: Location of every gate; large means open.
+        temperature: beta of the paper, > 0.
+        draws: Number of independent draws, for instance one per sequence of the batch.
+    """
+    u = torch.rand(draws, *log_alpha.shape, dtype=log_alpha.dtype, device=log_alpha.device)
+    u = u.clamp(_EPS, 1 - _EPS)
+    s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / temperature)
+    return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def open_probability(
+    log_alpha: Float[Tensor, " gates"], temperature: float
+) -> Float[Tensor, " gates"]:
+    """P(z != 0) = sigmoid(log_alpha - beta log(-gamma / zeta)); its sum is the expected L0 norm."""
+    return torch.sigmoid(log_alpha - temperature * math.log(-GAMMA / ZETA))
+
+
+def value(log_alpha: Float[Tensor, " gates"]) -> Float[Tensor, " gates"]:
+    """The gate at test time: z = clip(sigmoid(log_alpha)(zeta - gamma) + gamma, 0, 1)."""
+    return (torch.sigmoid(log_alpha) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
