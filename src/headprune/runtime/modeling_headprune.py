@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,24 +49,28 @@ class Attention:
         module: The module itself.
         projections: Its projections.
         head_dim: Width of a head.
-        query_heads: Query heads, from the width of the output projection's input.
-        kv_heads: KV heads, from the width of the key projection's output.
+        query_ids: Ids of the query heads, in order; ids are those of the model before any cut.
+        kv_ids: Ids of the KV heads, in order.
     """
 
     path: str
     module: nn.Module
     projections: tuple[ProjectionModule, ...]
     head_dim: int
-    query_heads: int
-    kv_heads: int
+    query_ids: tuple[int, ...]
+    kv_ids: tuple[int, ...]
+
+    @property
+    def query_heads(self) -> int:
+        return len(self.query_ids)
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.kv_ids)
 
     @property
     def output_projection(self) -> nn.Module:
         return next(p.module for p in self.projections if p.holds == "o")
-
-    @property
-    def totals(self) -> dict[str, int]:
-        return {"q": self.query_heads, "k": self.kv_heads, "v": self.kv_heads}
 
 
 def input_dim(projection: nn.Module) -> int:
@@ -76,6 +80,9 @@ def input_dim(projection: nn.Module) -> int:
 
 def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[Attention]:
     """Finds the attention modules that a family row describes, in the order of the layers.
+
+    Head counts are read off the weights, never off the config: the number of query heads from the
+    width of the output projection's input, the number of KV heads from that of the key projection.
 
     Raises:
         ValueError: If no module matches, or a projection is missing.
@@ -100,9 +107,25 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
                 raise ValueError(f"'{path}' has no projection '{row['path']}'") from None
             projections.append(ProjectionModule(full, projection, row["holds"], row["interleaved"]))
         found.append(_measured(path, module, tuple(projections), family["head_dim"]))
+    description = getattr(model.config, "headprune", None) or {}
+    layout = _below_base(model, description.get("layout", {}))
+    for attention in found:
+        heads = layout.get(_base_path(model, attention.path))
+        if heads and len(heads["query_heads"]) == attention.query_heads:
+            attention.query_ids = tuple(heads["query_heads"])
+            attention.kv_ids = tuple(heads["kv_heads"])
     if not found:
         raise ValueError(f"{type(model).__name__} has no module '{family['attention']}'")
     return found
+
+
+def _base_path(model: PreTrainedModel, path: str) -> str:
+    """The path below the base model: the same for LlamaModel and LlamaForCausalLM."""
+    return path.removeprefix(f"{model.base_model_prefix}.")
+
+
+def _below_base(model: PreTrainedModel, layout: Mapping[str, Any]) -> dict[str, Any]:
+    return {_base_path(model, key): heads for key, heads in layout.items()}
 
 
 def _measured(
@@ -117,15 +140,22 @@ def _measured(
     else:
         fused = by_role["qkv"]
         kv_heads = (fused.weight.shape[1 - input_dim(fused)] // head_dim - query_heads) // 2
-    return Attention(path, module, projections, head_dim, query_heads, kv_heads)
+    ids = tuple(range(query_heads)), tuple(range(kv_heads))
+    return Attention(path, module, projections, head_dim, *ids)
 
 
-def resize(attention: Attention, family: Mapping[str, Any], query_heads: int, kv_heads: int) -> None:
-    """Gives one attention module the sizes of ``query_heads`` and ``kv_heads``.
+def resize(
+    attention: Attention,
+    family: Mapping[str, Any],
+    query_ids: Sequence[int],
+    kv_ids: Sequence[int],
+) -> None:
+    """Gives one attention module the sizes that the heads left need.
 
     Tensors that already have the new size keep their values; wider ones are cut to their first
     entries, as a place for weights that are loaded next.
     """
+    query_heads, kv_heads = len(query_ids), len(kv_ids)
     counts = {"q": query_heads, "k": kv_heads, "v": kv_heads}
     for projection in attention.projections:
         width = sum(counts[role] for role in projection.holds.replace("o", "q"))
@@ -146,7 +176,7 @@ def resize(attention: Attention, family: Mapping[str, Any], query_heads: int, kv
             if output_inside
             else None
         )
-    attention.query_heads, attention.kv_heads = query_heads, kv_heads
+    attention.query_ids, attention.kv_ids = tuple(query_ids), tuple(kv_ids)
 
 
 def _resize_projection(module: nn.Module, is_output: bool, width: int) -> None:
@@ -157,11 +187,20 @@ def _resize_projection(module: nn.Module, is_output: bool, width: int) -> None:
             module.bias = _narrowed(module.bias, 0, width)
     names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
     setattr(module, names[0 if is_output else 1], width)
+    if is_output and width == 0 and isinstance(module, Conv1D):
+        module.__class__ = EmptyConv1D
 
 
 def _narrowed(parameter: nn.Parameter, dim: int, width: int) -> nn.Parameter:
     data = parameter.data.narrow(dim, 0, width).clone()
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+class EmptyConv1D(Conv1D):
+    """A Conv1D without inputs: its bias. The stock forward cannot view an empty tensor."""
+
+    def forward(self, x):  # type: ignore
+        return self.bias.expand(*x.shape[:-1], self.nf)
 
 
 class EmptyAttention:
@@ -206,13 +245,11 @@ def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None
     Raises:
         ValueError: If the layout names modules that the model does not have.
     """
-    prefix = f"{model.base_model_prefix}."
-    layout = {key.removeprefix(prefix): heads for key, heads in description["layout"].items()}
+    layout = _below_base(model, description["layout"])
     for attention in find_attention(model, description["family"]):
-        heads = layout.pop(attention.path.removeprefix(prefix), None)
+        heads = layout.pop(_base_path(model, attention.path), None)
         if heads is not None:
-            counts = len(heads["query_heads"]), len(heads["kv_heads"])
-            resize(attention, description["family"], *counts)
+            resize(attention, description["family"], heads["query_heads"], heads["kv_heads"])
     if layout:
         raise ValueError(
             f"config.json describes heads of modules that {type(model).__name__} does not have: "
@@ -233,21 +270,23 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__module__": __name__,
         "__doc__": f"{native.__name__} with uneven heads.",
         # makes save_pretrained copy this file and name it in the config's auto_map
-        "_auto_class": next(iter(auto_classes(native)), "AutoModel"),
+        "_auto_class": next(
+            (auto for auto, cls in auto_classes(native.config_class).items() if cls is native),
+            "AutoModel",
+        ),
     }
     return type(native.__name__, (native,), body)
 
 
-def auto_classes(native: type[PreTrainedModel]) -> list[str]:
-    """The AutoModel classes of transformers that lead to ``native``."""
-    names = []
+def auto_classes(config_class: type) -> dict[str, type[PreTrainedModel]]:
+    """The AutoModel classes that know a config class, each with the stock class it leads to."""
+    found = {}
     for name in sorted(vars(modeling_auto)):
         mapping = getattr(getattr(modeling_auto, name), "_model_mapping", None)
-        if name.startswith("AutoModel") and mapping is not None and native.config_class in mapping:
-            classes = mapping[native.config_class]
-            if native in (classes if isinstance(classes, tuple) else (classes,)):
-                names.append(name)
-    return names
+        if name.startswith("AutoModel") and mapping is not None and config_class in mapping:
+            classes = mapping[config_class]
+            found[name] = classes[0] if isinstance(classes, tuple) else classes
+    return found
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:

@@ -1,0 +1,1 @@
+"""Live models: loading, locating attention, gating it, cutting it, counting what it costs."""

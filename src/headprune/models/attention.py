@@ -1,0 +1,69 @@
+"""From a live model to its attention modules, and who the model is."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headprune.errors import FamilyError
+from headprune.families import FAMILIES, Family
+from headprune.plan import ModelIdentity
+from headprune.runtime.modeling_headprune import Attention, find_attention
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The row of a config's family.
+
+    Raises:
+        FamilyError: If there is none, or the config has a setting that the row refuses.
+    """
+    family = FAMILIES[config.model_type]
+    for attribute, reason in family.refused.items():
+        if getattr(config, attribute, None):
+            raise FamilyError(
+                f"This {config.model_type} model sets {attribute}={getattr(config, attribute)}: "
+                f"{reason}."
+            )
+    return family
+
+
+def attention_of(model: PreTrainedModel) -> list[Attention]:
+    """Finds the attention modules of a model, first layer first.
+
+    Raises:
+        FamilyError: If the family is unknown or its row does not match the model.
+    """
+    try:
+        return find_attention(model, family_of(model.config).for_runtime())
+    except ValueError as error:
+        raise FamilyError(
+            f"The model says it is '{model.config.model_type}' but does not look like one: {error}."
+        ) from None
+
+
+def identity(model: PreTrainedModel, name: str | Path) -> ModelIdentity:
+    """Names a model so that gates or a plan of another one can be told apart."""
+    return ModelIdentity(
+        name=Path(name).name if Path(name).is_dir() else str(name),
+        model_type=model.config.model_type,
+        architecture=type(model).__name__,
+        fingerprint=fingerprint(attention_of(model)),
+    )
+
+
+def fingerprint(attentions: list[Attention]) -> str:
+    """Digest of geometry and of 64 output-projection weights per module.
+
+    The weights are rounded to bfloat16 first, so that a model has one fingerprint whether it is
+    read in float32 or in bfloat16.
+    """
+    digest = hashlib.sha256()
+    for attention in attentions:
+        geometry = (attention.query_ids, attention.kv_ids, attention.head_dim)
+        digest.update(repr(geometry).encode())
+        weights = attention.output_projection.weight.detach().flatten()[:64]
+        digest.update(weights.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

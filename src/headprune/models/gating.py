@@ -1,0 +1,67 @@
+"""Gates on the input of the output projection. The model's code is never touched.
+
+A head's output enters W_O as ``head_dim`` columns. Multiplying them by the head's gate ``z`` is
+
+    sum_h z_h W_O,h x_h
+
+the gate of Voita et al. 2019 (arXiv 1905.09418, eq. 6); with z in {0, 1} it is exactly the model
+without the closed heads, and any other z folds into W_O (see ``models.surgery``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from headprune.runtime.modeling_headprune import Attention
+
+GateSource = Callable[[int], Tensor | None]
+
+
+def apply_gate(
+    inputs: Float[Tensor, "batch length width"], gate: Float[Tensor, "#batch heads"]
+) -> Float[Tensor, "batch length width"]:
+    """Multiplies every head's slice of ``inputs`` by its gate."""
+    heads = inputs.unflatten(-1, (gate.shape[-1], -1))
+    return (heads * gate[:, None, :, None].to(inputs.dtype)).flatten(-2)
+
+
+@contextmanager
+def gated(attentions: Sequence[Attention], source: GateSource) -> Iterator[None]:
+    """Gates the given attention modules for the time of a ``with`` block.
+
+    Args:
+        attentions: The modules.
+        source: Called with the position of a module in ``attentions`` at every forward; returns
+            gates of shape (1 or batch, query heads), or None to leave the module ungated.
+    """
+    handles = []
+    for position, attention in enumerate(attentions):
+        if attention.query_heads:
+            hook = _hook(position, source)
+            handles.append(attention.output_projection.register_forward_pre_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(
+    position: int, source: GateSource
+) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...] | None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        gate = source(position)
+        return None if gate is None else (apply_gate(args[0], gate), *args[1:])
+
+    return hook
+
+
+def fixed(gates: Sequence[Float[Tensor, " heads"]]) -> GateSource:
+    """A gate source with one constant vector per attention module."""
+    rows = [torch.as_tensor(gate)[None] for gate in gates]
+    return lambda position: rows[position]

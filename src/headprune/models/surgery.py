@@ -1,0 +1,228 @@
+"""Cutting heads out of a live model, in place, by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.errors import PlanError
+from headprune.families import Family
+from headprune.models.attention import attention_of, family_of, fingerprint
+from headprune.models.loading import native_class
+from headprune.plan import AttentionPlan, Plan, check_heads, check_module
+from headprune.runtime import modeling_headprune
+from headprune.runtime.modeling_headprune import Attention, input_dim
+from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
+
+CONFIG_SCHEMA = 1
+
+
+class Shape(str, Enum):
+    """How a result is stored."""
+
+    NATIVE = "native"  # a plain config: loads anywhere
+    RUNTIME = "runtime"  # uneven heads: modeling_headprune.py travels with the weights
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What happens to one attention module; positions index its present heads."""
+
+    attention: Attention
+    query_positions: tuple[int, ...]
+    kv_positions: tuple[int, ...]
+    scale: tuple[float, ...] | None
+
+    @property
+    def query_ids(self) -> list[int]:
+        """Ids of the query heads that stay."""
+        return [self.attention.query_ids[p] for p in self.query_positions]
+
+    @property
+    def kv_ids(self) -> list[int]:
+        """Ids of the KV heads that stay."""
+        return [self.attention.kv_ids[p] for p in self.kv_positions]
+
+    def gate(self) -> Tensor:
+        """The gates whose model this cut equals: 0 for removed heads. Shape (present heads,)."""
+        gate = torch.zeros(self.attention.query_heads)
+        scale = self.scale or (1.0,) * len(self.query_positions)
+        gate[list(self.query_positions)] = torch.tensor(scale)
+        return gate
+
+
+def resolve(plan: Plan, model: PreTrainedModel, physical: bool = True) -> list[Cut]:
+    """Checks a plan against a model and turns ids into positions.
+
+    Args:
+        plan: The plan.
+        model: The model it is for.
+        physical: Whether the heads will be removed; a mask may leave groups ragged.
+
+    Raises:
+        PlanError: If the plan is for another model, names what is not there, leaves out a module,
+            or would leave the groups of a grouped-query attention with unequal sizes.
+    """
+    attentions = attention_of(model)
+    present = {attention.path: attention for attention in attentions}
+    for name, part in plan.attentions.items():
+        check_module(name, present)
+        check_heads(name, set(part.keep), present[name].query_ids)
+    for attention in attentions:
+        _check_counts(plan.attentions.get(attention.path), attention)
+    if plan.model is not None and plan.model.fingerprint != fingerprint(attentions):
+        raise PlanError(
+            f"The plan was made for '{plan.model.name}' ({plan.model.architecture}, fingerprint "
+            f"{plan.model.fingerprint}), but this model's fingerprint is {fingerprint(attentions)}. "
+            "Give the model it was made for."
+        )
+    return [_cut(attention, plan.attentions[attention.path], physical) for attention in attentions]
+
+
+def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:
+    if part is None:
+        raise PlanError(
+            f"The plan says nothing of '{attention.path}'. A full plan names every attention "
+            "module; to name only some, use the short form (module path to heads to remove)."
+        )
+    counts = (attention.query_heads, attention.kv_heads)
+    if (part.query_heads, part.kv_heads) != counts:
+        raise PlanError(
+            f"The plan is for {part.query_heads} query and {part.kv_heads} KV heads in "
+            f"'{attention.path}', which has {counts[0]} and {counts[1]}. Give the model it was "
+            "made for."
+        )
+
+
+def _cut(attention: Attention, part: AttentionPlan, physical: bool) -> Cut:
+    kept = tuple(attention.query_ids.index(head) for head in part.keep)
+    group = attention.query_heads // max(attention.kv_heads, 1)
+    sizes = {g: sum(p // group == g for p in kept) for g in range(attention.kv_heads)}
+    used = {g: size for g, size in sizes.items() if size}
+    if physical and len(set(used.values())) > 1:
+        raise PlanError(
+            f"The plan leaves the KV heads of '{attention.path}' with "
+            f"{', '.join(map(str, used.values()))} query heads each; a folder that loads needs "
+            "equal groups. Train or plan with --unit kv-group (removes whole KV heads) or "
+            "--unit query-slot (the same query of every group)."
+        )
+    return Cut(attention, kept, tuple(used), part.scale)
+
+
+def index_maps(cut: Cut) -> list[IndexMap]:
+    """The slices of the attention's tensors that stay, with gate values folded into W_O."""
+    attention = cut.attention
+    total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
+    kept = {"q": cut.query_positions, "k": cut.kv_positions, "v": cut.kv_positions}
+    maps = []
+    for projection in attention.projections:
+        module, holds = projection.module, projection.holds
+        rows = projection_slices(holds, projection.interleaved, kept, total, attention.head_dim)
+        weight, bias = f"{projection.path}.weight", f"{projection.path}.bias"
+        if holds == "o":
+            scale = None
+            if cut.scale is not None:
+                scale = torch.tensor(cut.scale).repeat_interleave(attention.head_dim)
+            maps.append(IndexMap(weight, input_dim(module), rows, scale))
+            continue
+        maps.append(IndexMap(weight, 1 - input_dim(module), rows))
+        if module.bias is not None:
+            maps.append(IndexMap(bias, 0, rows))
+    return maps
+
+
+def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
+    """Cuts heads out of a model in place and rewrites its config; one operation.
+
+    Args:
+        model: The model; afterwards it computes what it computed with ``cut.gate()`` applied.
+        cuts: One per attention module, as ``resolve`` returns them.
+
+    Returns:
+        How the result must be stored.
+    """
+    family = family_of(model.config)
+    shape = result_shape(cuts, family)
+    for cut in cuts:
+        for index_map in index_maps(cut):
+            _replace(model, index_map)
+        modeling_headprune.resize(cut.attention, family.for_runtime(), cut.query_ids, cut.kv_ids)
+    (_write_native_config if shape is Shape.NATIVE else _write_runtime_config)(model, cuts, family)
+    return shape
+
+
+def result_shape(cuts: Sequence[Cut], family: Family) -> Shape:
+    """Native where the stock class and a plain config can hold the result."""
+    counts = {(len(cut.query_positions), len(cut.kv_positions)) for cut in cuts}
+    untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
+    even = len(counts) == 1 and min(counts)[0] > 0 and family.native_uniform
+    # an uncut model of any family is what its config already says
+    return Shape.NATIVE if even or (untouched and not _already_cut(cuts)) else Shape.RUNTIME
+
+
+def _already_cut(cuts: Sequence[Cut]) -> bool:
+    return any(
+        cut.attention.query_ids != tuple(range(cuts[0].attention.query_heads)) for cut in cuts
+    )
+
+
+def _replace(model: nn.Module, index_map: IndexMap) -> None:
+    path, _, name = index_map.tensor.rpartition(".")
+    owner = model.get_submodule(path)
+    old = getattr(owner, name)
+    new = nn.Parameter(index_map.apply(old.data), requires_grad=old.requires_grad)
+    setattr(owner, name, new)
+
+
+def _write_native_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Family) -> None:
+    config = model.config
+    for attribute in ("headprune", "auto_map", "allow_global_per_layer_attribute_access"):
+        config.__dict__.pop(attribute, None)
+    config.per_layer_config = None
+    model.__class__ = native_class(type(model))
+    if family.kv_heads_key is not None:
+        config.head_dim = cuts[0].attention.head_dim
+        setattr(config, family.kv_heads_key, cuts[0].attention.kv_heads)
+    setattr(config, family.query_heads_key, cuts[0].attention.query_heads)
+
+
+def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Family) -> None:
+    config, native = model.config, native_class(type(model))
+    config.headprune = {
+        "schema_version": CONFIG_SCHEMA,
+        "family": family.for_runtime(),
+        "layout": {
+            cut.attention.path: {
+                "query_heads": list(cut.attention.query_ids),
+                "kv_heads": list(cut.attention.kv_ids),
+            }
+            for cut in cuts
+        },
+    }
+    # transformers' cache code sizes static caches from these
+    config.head_dim = cuts[0].attention.head_dim
+    config.per_layer_config = None
+    config.allow_global_per_layer_attribute_access = True
+    config.per_layer_config = {
+        layer: _layer_overrides(cut, family) for layer, cut in enumerate(cuts)
+    }
+    config.auto_map = {
+        auto: f"modeling_headprune.{cls.__name__}"
+        for auto, cls in modeling_headprune.auto_classes(type(config)).items()
+    }
+    model.__class__ = modeling_headprune.pruned_class(native)
+
+
+def _layer_overrides(cut: Cut, family: Family) -> dict[str, object]:
+    if not cut.attention.query_heads:
+        return {"skip": ["attention"]}
+    overrides: dict[str, object] = {family.query_heads_key: cut.attention.query_heads}
+    if family.kv_heads_key is not None:
+        overrides[family.kv_heads_key] = cut.attention.kv_heads
+    return overrides
+

@@ -1,0 +1,198 @@
+"""The plan: which heads of which attention module stay. The waist between evidence and surgery.
+
+A plan is a small JSON file, keyed by module path, holding ids of heads and never weights:
+
+    {"schema_version": 1, "unit": "kv-group", "model": {...},
+     "attentions": {"model.layers.0.self_attn":
+                    {"query_heads": 9, "kv_heads": 3, "keep": [0, 1, 2, 6, 7, 8],
+                     "scale": [1, 1, 1, 0.93, 0.93, 0.93]}, ...}}
+
+For heads chosen by hand there is a short form, the one that ``prune_heads`` of transformers 4 took:
+module path to the heads that are **removed**; modules it does not name keep all their heads.
+
+    {"model.layers.0.self_attn": [0, 3]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headprune.errors import PlanError
+from headprune.registry import did_you_mean
+from headprune.tensors.units import Unit
+
+SCHEMA_VERSION = 1
+
+
+class ModelIdentity(BaseModel):
+    """Which model evidence or a plan belongs to.
+
+    Attributes:
+        name: The folder name or hub id it was read from.
+        model_type: Its family.
+        architecture: Its class.
+        fingerprint: Digest of its geometry and of samples of its output projections.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    model_type: str
+    architecture: str
+    fingerprint: str
+
+
+class AttentionPlan(BaseModel):
+    """What stays of one attention module.
+
+    Attributes:
+        query_heads: Query heads it has before the cut.
+        kv_heads: KV heads it has before the cut.
+        keep: Ids of the query heads that stay, ascending.
+        scale: Gate value per kept head, folded into the output projection; None for all 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    query_heads: Annotated[int, Field(ge=0)]
+    kv_heads: Annotated[int, Field(ge=0)]
+    keep: tuple[Annotated[int, Field(ge=0)], ...]
+    scale: tuple[float, ...] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttentionPlan:
+        if list(self.keep) != sorted(set(self.keep)):
+            raise ValueError(f"kept heads must be ascending and distinct, not {list(self.keep)}")
+        if self.scale is not None and len(self.scale) != len(self.keep):
+            raise ValueError(f"{len(self.scale)} gate values for {len(self.keep)} kept heads")
+        return self
+
+
+class Plan(BaseModel):
+    """Which heads of a model stay.
+
+    Attributes:
+        unit: What was removed as one piece.
+        model: The model it was made for; None if it was written by hand.
+        attentions: Per module path, what stays.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    unit: Unit
+    model: ModelIdentity | None = None
+    attentions: dict[str, AttentionPlan]
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads before the cut."""
+        return sum(a.query_heads for a in self.attentions.values())
+
+    @property
+    def kept_heads(self) -> int:
+        """Query heads after the cut."""
+        return sum(len(a.keep) for a in self.attentions.values())
+
+    def write(self, path: Path) -> None:
+        """Writes the plan as indented JSON with one line per module, so that diffs are readable."""
+        head = self.model_dump(mode="json", exclude={"attentions"})
+        rows = [
+            f"    {json.dumps(name)}: {a.model_dump_json(exclude_none=True)}"
+            for name, a in self.attentions.items()
+        ]
+        body = json.dumps(head, indent=2)[:-2] + ',\n  "attentions": {\n' + ",\n".join(rows)
+        path.write_text(body + "\n  }\n}\n", encoding="utf-8")
+
+
+def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> Plan:
+    """Reads a plan file, in its full or its short form.
+
+    Args:
+        path: The JSON file.
+        present: The model's attention modules: path to (ids of its query heads, number of KV
+            heads). The short form needs it; the full form is checked by ``models.surgery``.
+
+    Raises:
+        PlanError: If the file is missing, is no plan, or names modules or heads that are not there.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"There is no plan file at '{path}'.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanError(f"'{path}' is not readable as JSON ({error}); see a plan.json.") from None
+    if isinstance(content, dict) and "attentions" in content:
+        version = content.get("schema_version")
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise PlanError(
+                f"'{path}' has plan schema {version}; this headprune reads up to {SCHEMA_VERSION}. "
+                "Upgrade headprune."
+            )
+        try:
+            return Plan.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise PlanError(f"'{path}' is not a valid plan: {where}: {first['msg']}.") from None
+    return _from_removed(content, present, path)
+
+
+def _from_removed(
+    content: object, present: Mapping[str, tuple[Sequence[int], int]], path: Path
+) -> Plan:
+    valid = isinstance(content, dict) and all(
+        isinstance(heads, list) and all(type(h) is int for h in heads) for heads in content.values()
+    )
+    if not isinstance(content, dict) or not valid:
+        raise PlanError(
+            f"'{path}' is neither a full plan (it has no 'attentions') nor a map from module path "
+            'to a list of heads to remove, such as {"model.layers.0.self_attn": [0, 3]}.'
+        )
+    removed = {name: set(heads) for name, heads in content.items()}
+    for name, heads in removed.items():
+        check_module(name, present)
+        check_heads(name, heads, present[name][0])
+    return Plan(
+        unit=Unit.HEAD,
+        attentions={
+            name: AttentionPlan(
+                query_heads=len(ids),
+                kv_heads=kv_heads,
+                keep=tuple(h for h in ids if h not in removed.get(name, set())),
+            )
+            for name, (ids, kv_heads) in present.items()
+        },
+    )
+
+
+def check_module(name: str, present: Mapping[str, object]) -> None:
+    """Refuses a module path that the model does not have, by name."""
+    if name not in present:
+        known = list(present)
+        raise PlanError(
+            f"The plan names the module '{name}', which this model does not have."
+            f"{did_you_mean(name, known)} Its {len(known)} attention modules run from '{known[0]}' "
+            f"to '{known[-1]}'."
+        )
+
+
+def check_heads(name: str, asked: set[int], ids: Sequence[int]) -> None:
+    """Refuses head ids that a module does not have, by number."""
+    unknown = sorted(asked - set(ids))
+    if unknown:
+        raise PlanError(
+            f"The plan names head {unknown[0]} of '{name}', which has the {len(ids)} heads "
+            f"{_ranges(ids)}."
+        )
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    if list(ids) == list(range(len(ids))):
+        return f"0 to {len(ids) - 1}" if ids else "(none)"
+    return ", ".join(map(str, ids))
