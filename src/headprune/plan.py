@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +28,13 @@ from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
 
 SCHEMA_VERSION = 1
+
+
+class Shape(str, Enum):
+    """How a result is stored."""
+
+    NATIVE = "native"  # a plain config: loads anywhere
+    RUNTIME = "runtime"  # uneven heads: modeling_headprune.py travels with the weights
 
 
 class ModelIdentity(BaseModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +13,12 @@ from headprune.errors import PlanError
 from headprune.families import Family
 from headprune.models.attention import attention_of, family_of, fingerprint
 from headprune.models.loading import native_class
-from headprune.plan import AttentionPlan, Plan, check_heads, check_module
+from headprune.plan import AttentionPlan, Plan, Shape, check_heads, check_module
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
 
 CONFIG_SCHEMA = 1
-
-
-class Shape(str, Enum):
-    """How a result is stored."""
-
-    NATIVE = "native"  # a plain config: loads anywhere
-    RUNTIME = "runtime"  # uneven heads: modeling_headprune.py travels with the weights
 
 
 @dataclass(frozen=True)

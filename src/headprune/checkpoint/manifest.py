@@ -1,0 +1,147 @@
+"""headprune.json and README.md: what a result is, where it comes from, and its proof."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from pydantic import BaseModel, ConfigDict
+
+from headprune._version import __version__
+from headprune.checkpoint.folders import sha256_of
+from headprune.plan import ModelIdentity, Plan, Shape
+
+MANIFEST = "headprune.json"
+
+
+class Manifest(BaseModel):
+    """The record beside the weights of a result.
+
+    Attributes:
+        created: UTC time.
+        versions: Versions of headprune, torch and transformers that made it.
+        source: The model it was made from.
+        lineage: Manifests of the source, oldest first, if headprune made that as well.
+        shape: "native" if a plain config describes the result, else "runtime".
+        query_heads: Query heads before and after.
+        kv_heads: KV heads before and after.
+        parameters: Parameters before and after.
+        proof: What the proof measured.
+        files: SHA-256 of every other file of the folder, but for the model card.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    created: str
+    versions: dict[str, str]
+    source: ModelIdentity
+    lineage: tuple[dict[str, Any], ...]
+    shape: Shape
+    query_heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    parameters: tuple[int, int]
+    proof: dict[str, Any]
+    files: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    return {
+        "headprune": __version__,
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+    }
+
+
+def write_manifest(folder: Path, **facts: Any) -> Manifest:
+    """Hashes the files of a finished folder and writes its manifest beside them.
+
+    Args:
+        folder: The result.
+        **facts: The other fields of ``Manifest``.
+    """
+    files = {
+        str(file.relative_to(folder)): sha256_of(file)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in (MANIFEST, "README.md")
+    }
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    manifest = Manifest(created=created, versions=versions(), files=files, **facts)
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def read_lineage(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The manifests that lead to a folder, oldest first; none if headprune did not make it."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return ()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    earlier = content.pop("lineage", ())
+    content.pop("files", None)
+    return (*earlier, content)
+
+
+_CARD = """---
+library_name: transformers
+tags: [headprune, attention-pruning]
+---
+
+# {title}
+
+`{source}` with {kept} of its {heads} attention heads ({share:.1%}), cut by headprune {version}.
+{after:,} parameters instead of {before:,}.
+
+## Load it
+
+```python
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained({arguments})
+```
+
+{needs}
+
+## Proof
+
+The gated original, the cut model and the model read back from this folder gave the same outputs on
+probe inputs: the largest difference is {difference:.1e} of the largest output ({dtype}).{control}
+
+`plan.json` lists the heads that are left; `headprune.json` holds versions, hashes and measurements.
+"""
+
+_NEEDS = {
+    Shape.NATIVE: "The config is a plain one; no other code is needed.",
+    Shape.RUNTIME: "Its layers differ in their number of heads, which the stock class cannot "
+    "express, so `modeling_headprune.py` lies beside the weights. Where headprune is installed, "
+    "`headprune.from_pretrained` loads the folder without remote code.",
+}
+
+
+def write_card(folder: Path, title: str, auto_class: str, plan: Plan, manifest: Manifest) -> None:
+    """Writes the model card, README.md."""
+    proof, quoted = manifest.proof, f'"{title}"'
+    remote = manifest.shape is Shape.RUNTIME
+    control = proof["control"]
+    text = _CARD.format(
+        title=title,
+        source=manifest.source.name,
+        kept=plan.kept_heads,
+        heads=plan.query_heads,
+        share=plan.kept_heads / max(plan.query_heads, 1),
+        version=__version__,
+        before=manifest.parameters[0],
+        after=manifest.parameters[1],
+        auto_class=auto_class,
+        arguments=f"{quoted}, trust_remote_code=True" if remote else quoted,
+        needs=_NEEDS[manifest.shape],
+        difference=proof["gated_vs_reloaded"],
+        dtype=proof["dtype"],
+        control=f" Gates shifted by one head would differ by {control:.1e}." if control else "",
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,175 @@
+"""What a command is asked to do: frozen, validated, written beside every result."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headprune.errors import HeadpruneError
+from headprune.registry import did_you_mean
+from headprune.tensors.units import Unit
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Objective(str, Enum):
+    """What the gates are trained on."""
+
+    AUTO = "auto"
+    LM = "lm"
+    MLM = "mlm"
+    DISTILL = "distill"
+    TASK = "task"
+
+
+class Train(str, Enum):
+    """Which weights move beside the gates."""
+
+    GATES = "gates"
+    ATTENTION = "attention"
+    ALL = "all"
+
+
+class Dtype(str, Enum):
+    """Element type that the model is loaded in; "auto" is that of the checkpoint."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataConfig(_Config):
+    """Where examples come from.
+
+    Attributes:
+        source: A file (text, JSONL, CSV, TSV or parquet, also .gz), a folder of them, or a hub id
+            with an optional configuration: ``wikitext:wikitext-2-raw-v1``.
+        split: Split of a hub data set.
+        text_column: Column with the text; two, comma-separated, for sentence pairs. By default
+            the column named "text", or the only one that holds text.
+        label_column: Column with the label or, for pairs, the similarity score.
+    """
+
+    source: str
+    split: str = "train"
+    text_column: str | None = None
+    label_column: str | None = None
+
+
+class TrainGatesConfig(_Config):
+    """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set.
+
+    Attributes:
+        target_heads: Query heads to keep: a share (a float up to 1.0) or a count.
+        l0_penalty: Constant penalty per expected open head (Voita et al. 2019), instead of a
+            target; the count is then what training ends with.
+        unit: What is removed as one piece; None for "head" with one query per KV head and
+            "kv-group" otherwise.
+        train: Which weights move beside the gates.
+        objective: The loss; "auto" is "task" for a classifier with labels, "lm" or "mlm" for a
+            language model, and "distill" otherwise.
+        steps: Optimiser steps; None for as many as ``epochs`` take.
+        epochs: Passes over the data, where ``steps`` is not given.
+        batch_size: Sequences per step.
+        seq_len: Tokens per sequence; documents are packed for language models and cut off at
+            this length otherwise.
+        gate_lr: Learning rate of the gates.
+        weight_lr: Learning rate of the weights, if any move.
+        temperature: beta of the hard-concrete distribution.
+        init_log_alpha: Where the gates start; 3 is almost surely open.
+        warmup: Share of the steps in which the target falls from all heads to the target.
+        settle: Share of the steps at the end in which the heads are chosen and only the values
+            of the gates that stay are trained.
+        gradient_checkpointing: Recompute activations in the backward pass, to save memory.
+        dtype: Element type of the model's weights.
+        seed: Seed of the gates' noise and the order of the data.
+        save_every: Steps between checkpoints that ``--resume`` can go on from; None for a tenth
+            of the run.
+    """
+
+    target_heads: Annotated[float | int | None, Field(union_mode="left_to_right")] = None
+    l0_penalty: Positive | None = None
+    unit: Unit | None = None
+    train: Train = Train.GATES
+    objective: Objective = Objective.AUTO
+    steps: Count | None = None
+    epochs: Positive = 1.0
+    batch_size: Count = 8
+    seq_len: Annotated[int, Field(ge=2)] = 128
+    gate_lr: Positive = 1.0
+    weight_lr: Positive = 5e-5
+    temperature: Positive = 2 / 3
+    init_log_alpha: float = 3.0
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.5
+    settle: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    gradient_checkpointing: bool = False
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+    save_every: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> TrainGatesConfig:
+        if (self.target_heads is None) == (self.l0_penalty is None):
+            raise ValueError("give exactly one of target_heads and l0_penalty")
+        return self
+
+
+class EvaluateConfig(_Config):
+    """How a model is evaluated.
+
+    Attributes:
+        seq_len: Tokens per window (language models) or at most per text (others).
+        batch_size: Sequences per forward pass.
+        max_windows: Use only the first so many windows or examples; None for all.
+        confidence: Level of the interval of a paired difference.
+        resamples: Bootstrap resamples behind it.
+        speed: Whether to time prefill and decoding.
+        dtype: Element type of the model's weights.
+        seed: Seed of masked positions and of the bootstrap.
+    """
+
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    batch_size: Count = 4
+    max_windows: Count | None = None
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    resamples: Count = 2000
+    speed: bool = True
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+
+
+def build(model: type[_Config], values: dict[str, Any]) -> Any:
+    """Validates values into a config.
+
+    Raises:
+        HeadpruneError: Naming the first setting that is unknown or out of range.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            raise HeadpruneError(
+                f"There is no setting '{name}'.{did_you_mean(name, list(model.model_fields))}"
+            ) from None
+        option = f"--{name.replace('_', '-')}" if name else "These settings"
+        raise HeadpruneError(f"{option}: {first['msg']} (got {first['input']!r}).") from None
+
+
+def write_yaml(content: dict[str, Any], path: Path) -> None:
+    """Writes a resolved config."""
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+

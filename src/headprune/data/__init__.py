@@ -1,0 +1,1 @@
+"""From files or hub ids to batches."""

@@ -1,0 +1,94 @@
+"""From evidence and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headprune.errors import PlanError
+from headprune.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.selection import attainable, keep_best
+from headprune.tensors.units import Unit, members
+
+
+def default_unit(attentions: Sequence[Attention]) -> Unit:
+    """A head where every query has its own KV head, else a KV head with all its queries."""
+    grouped = any(a.query_heads != a.kv_heads for a in attentions)
+    return Unit.KV_GROUP if grouped else Unit.HEAD
+
+
+def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
+    """Query heads per unit, for all units of all modules in order."""
+    return [len(m) for a in attentions for m in members(unit, a.query_heads, a.kv_heads)]
+
+
+def head_budget(target: float | int, sizes: Sequence[int]) -> int:
+    """The number of query heads to keep.
+
+    Args:
+        target: A share (a float up to 1.0), rounded to the nearest count that whole units reach,
+            or a count (an int), which they must reach exactly.
+        sizes: Query heads per unit.
+
+    Raises:
+        PlanError: If the target is out of range, or a count cannot be hit.
+    """
+    total, counts = sum(sizes), sorted(attainable(sizes))
+    if isinstance(target, float):
+        if not 0 <= target <= 1:
+            raise PlanError(
+                f"The share of heads to keep must lie between 0 and 1, not {target}. For a count, "
+                f"give a whole number up to {total}."
+            )
+        return min(counts, key=lambda count: (abs(count - target * total), count))
+    if not 0 <= target <= total:
+        raise PlanError(f"The model has {total} query heads; {target} cannot be kept.")
+    if target not in counts:
+        below = max(c for c in counts if c < target)
+        above = min(c for c in counts if c > target)
+        raise PlanError(
+            f"{target} heads cannot be kept exactly: the units hold {_sizes(sizes)} query heads "
+            f"each. The nearest counts are {below} and {above}; --unit head removes single heads."
+        )
+    return target
+
+
+def plan_from_scores(
+    attentions: Sequence[Attention],
+    unit: Unit,
+    scores: Sequence[float],
+    budget: int,
+    model: ModelIdentity | None = None,
+    scale: Sequence[float] | None = None,
+) -> Plan:
+    """Keeps the best units, exactly ``budget`` query heads.
+
+    Args:
+        attentions: The attention modules, in order.
+        unit: What is removed as one piece.
+        scores: One score per unit, in order; higher is kept first.
+        budget: Query heads to keep.
+        model: The model that the plan is for.
+        scale: Gate value per unit, folded into the output projection; None for all 1.
+    """
+    kept = set(keep_best(scores, unit_sizes(attentions, unit), budget))
+    parts, index = {}, 0
+    for attention in attentions:
+        chosen: list[tuple[int, float]] = []
+        for unit_heads in members(unit, attention.query_heads, attention.kv_heads):
+            if index in kept:
+                factor = 1.0 if scale is None else scale[index]
+                chosen += [(attention.query_ids[position], factor) for position in unit_heads]
+            index += 1
+        chosen.sort()
+        parts[attention.path] = AttentionPlan(
+            query_heads=attention.query_heads,
+            kv_heads=attention.kv_heads,
+            keep=tuple(head for head, _ in chosen),
+            scale=None if scale is None else tuple(factor for _, factor in chosen),
+        )
+    return Plan(unit=unit, model=model, attentions=parts)
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sorted(set(sizes))))

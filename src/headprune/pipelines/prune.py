@@ -1,0 +1,203 @@
+"""headprune prune: from gates or a plan to a folder that loads, with its proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
+
+from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
+from headprune.checkpoint.gates import read_gates
+from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, write_manifest
+from headprune.config import Dtype
+from headprune.errors import PlanError
+from headprune.models import proof
+from headprune.models.attention import attention_of, family_of, identity
+from headprune.models.loading import from_pretrained, native_class, parse_dtype
+from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
+from headprune.models.surgery import cut_heads, resolve, result_shape
+from headprune.plan import ModelIdentity, Plan, Shape, read_plan
+from headprune.runtime.modeling_headprune import auto_classes
+
+Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a cut would do.
+
+    Attributes:
+        plan: The plan.
+        shape: How the result would be stored.
+        parameters: Parameters before and after.
+        kv_heads: KV heads before and after.
+    """
+
+    plan: Plan
+    shape: Shape
+    parameters: tuple[int, int]
+    kv_heads: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A finished cut."""
+
+    output: Path
+    plan: Plan
+    manifest: Manifest
+
+
+def prune(
+    model: str | Path,
+    output: Path,
+    gates: Path | None = None,
+    plan: Path | Plan | None = None,
+    keep: float | int | None = None,
+    overwrite: bool = False,
+    dtype: Dtype = Dtype.AUTO,
+    trust_remote_code: bool = False,
+    on_stage: Stage = lambda stage: None,
+) -> Pruned:
+    """Cuts heads out of a model and writes the result, proven, to ``output``.
+
+    Args:
+        model: Folder or hub id.
+        output: Folder to write; it appears whole or not at all.
+        gates: Folder that train-gates wrote. Exactly one of ``gates`` and ``plan`` is given.
+        plan: A plan, or the path of a plan file.
+        keep: With ``gates``: keep another share (float) or count (int) of heads than trained for.
+        overwrite: Replace an existing output.
+        dtype: Element type to load, and so to write.
+        trust_remote_code: Allow code that comes with the model.
+        on_stage: Called with a few words before every stage.
+
+    Raises:
+        HeadpruneError: If the input does not fit together, or the output cannot be written.
+        ProofError: If the result does not compute what the gated original computes.
+    """
+    check_output(output, overwrite)
+    on_stage("loading the model")
+    net, source = _load(model, dtype, trust_remote_code)
+    chosen = _plan(net, source, gates, plan, keep)
+    cuts = resolve(chosen, net)
+    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+
+    on_stage("probing the gated original")
+    inputs = proof.probe_inputs(net.config)
+    wanted = proof.probe_gated(net, cuts, inputs)
+    control = proof.probe_control(net, cuts, inputs)
+
+    on_stage("cutting")
+    shape = cut_heads(net, cuts)
+    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    cut_outputs = proof.probe(net, inputs)
+
+    with whole_folder(output) as folder:
+        on_stage("writing")
+        net.save_pretrained(folder)
+        origin = _source_folder(model)
+        copy_companions(origin, folder)
+        chosen.write(folder / "plan.json")
+        auto_class, model_dtype = _auto_class(net), net.dtype
+        del net
+
+        on_stage("proving the folder")
+        reloaded = proof.probe(from_pretrained(folder), inputs)
+        proven = proof.conclude(wanted, cut_outputs, reloaded, control, model_dtype)
+        manifest = write_manifest(
+            folder,
+            source=source,
+            lineage=read_lineage(origin),
+            shape=shape,
+            query_heads=(chosen.query_heads, chosen.kept_heads),
+            kv_heads=(before[1], after[1]),
+            parameters=(before[0], after[0]),
+            proof=asdict(proven),
+        )
+        write_card(folder, output.name, auto_class, chosen, manifest)
+    return Pruned(output, chosen, manifest)
+
+
+def preview(
+    model: str | Path,
+    gates: Path | None = None,
+    plan: Path | Plan | None = None,
+    keep: float | int | None = None,
+    dtype: Dtype = Dtype.AUTO,
+    trust_remote_code: bool = False,
+) -> Preview:
+    """Says what ``prune`` would do with the same arguments, and writes nothing."""
+    net, source = _load(model, dtype, trust_remote_code)
+    chosen = _plan(net, source, gates, plan, keep)
+    cuts = resolve(chosen, net)
+    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    shape = result_shape(cuts, family_of(net.config))
+    cut_heads(net, cuts)
+    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    return Preview(chosen, shape, (before[0], after[0]), (before[1], after[1]))
+
+
+def _load(
+    model: str | Path, dtype: Dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, ModelIdentity]:
+    net = from_pretrained(
+        model, dtype=parse_dtype(dtype.value), trust_remote_code=trust_remote_code
+    )
+    return net, identity(net, model)
+
+
+def _plan(
+    net: PreTrainedModel,
+    source: ModelIdentity,
+    gates: Path | None,
+    plan: Path | Plan | None,
+    keep: float | int | None,
+) -> Plan:
+    if (gates is None) == (plan is None):
+        raise PlanError("Give either --gates (from train-gates) or --plan (a file), and not both.")
+    if isinstance(plan, Plan):
+        return plan
+    if plan is not None:
+        if keep is not None:
+            raise PlanError("--keep goes with --gates; a plan already says which heads stay.")
+        return read_plan(plan, {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)})
+    assert gates is not None
+    return _plan_from_gates(net, source, gates, keep)
+
+
+def _plan_from_gates(
+    net: PreTrainedModel, source: ModelIdentity, folder: Path, keep: float | int | None
+) -> Plan:
+    trained = read_gates(folder, source)
+    attentions = attention_of(net)
+    sizes = unit_sizes(attentions, trained.metadata.unit)
+    budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
+    if trained.weights is not None:
+        with torch.no_grad():
+            parameters = dict(net.named_parameters())
+            for name, value in trained.weights.items():
+                parameters[name].copy_(value)
+    # units that training kept come first; one that --keep brings back is as open as it was
+    scores = trained.log_alpha + 1e6 * trained.kept
+    scale = torch.where(trained.kept, trained.value, 1.0)
+    return plan_from_scores(
+        attentions, trained.metadata.unit, scores.tolist(), budget, source, scale.tolist()
+    )
+
+
+def _auto_class(net: PreTrainedModel) -> str:
+    native = native_class(type(net))
+    known = auto_classes(native.config_class)
+    return next((auto for auto, cls in known.items() if cls is native), "AutoModel")
+
+
+def _source_folder(model: str | Path) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    return Path(snapshot_download(str(model), allow_patterns=patterns))

@@ -1,0 +1,294 @@
+"""headprune train-gates: hard-concrete gates on every head, trained to an exact count."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from transformers import DataCollatorWithPadding, PreTrainedModel
+
+from headprune._version import __version__
+from headprune.checkpoint.folders import check_output
+from headprune.checkpoint.gates import GatesMetadata, write_gates
+from headprune.config import DataConfig, Objective, Train, TrainGatesConfig, write_yaml
+from headprune.data.sources import read_examples
+from headprune.data.windows import masked, packed_windows, tokenized_rows
+from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.models.attention import attention_of, identity
+from headprune.models.gating import gated
+from headprune.models.loading import from_pretrained, load_tokenizer, parse_dtype, task_of
+from headprune.models.planning import default_unit, head_budget, unit_sizes
+from headprune.tensors.units import Unit
+from headprune.training.gates import Gates
+from headprune.training.objectives import Batch, Distillation, Loss, labelled
+from headprune.training.sparsity import ConstantPenalty, HeadTarget, Sparsity
+from headprune.training.trainer import (
+    GateCallback,
+    GatedModel,
+    GateTrainer,
+    StepRecord,
+    freeze,
+    last_complete_checkpoint,
+    training_arguments,
+)
+
+
+@dataclass(frozen=True)
+class GatesRun:
+    """A finished training."""
+
+    output: Path
+    metadata: GatesMetadata
+
+
+class Interrupted(HeadpruneError):
+    """The user stopped the training; it can go on from its last checkpoint."""
+
+    exit_code = 130
+
+
+def train_gates(
+    model: str | Path,
+    data: DataConfig,
+    output: Path,
+    config: TrainGatesConfig,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    on_step: Callable[[StepRecord], None] = lambda record: None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> GatesRun:
+    """Trains gates for a model and writes them to ``output``.
+
+    Args:
+        model: Folder or hub id.
+        data: Where the training text comes from.
+        output: The gates folder (see ``checkpoint.gates``).
+        config: How to train.
+        resume: Go on from the last checkpoint in ``output``; the settings must be the same.
+        overwrite: Start anew in an existing ``output``.
+        trust_remote_code: Allow code that comes with the model.
+        on_step: Called after every optimiser step.
+        on_stage: Called with a few words before every stage.
+
+    Raises:
+        HeadpruneError: If model, data and settings do not fit together.
+        Interrupted: After Ctrl-C; a checkpoint has been written.
+    """
+    _prepare(output, model, data, config, resume, overwrite)
+    on_stage("loading the model")
+    net = from_pretrained(
+        model, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
+    )
+    attentions, source = attention_of(net), identity(net, model)
+    unit = config.unit or default_unit(attentions)
+    gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
+    sparsity = _sparsity(config, unit_sizes(attentions, unit), len(attentions))
+
+    on_stage("reading the data")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    objective = _objective(config.objective, net, data)
+    rows, collate = _batches(objective, net, tokenizer, data, config)
+    loss: Loss = labelled
+    if objective is Objective.DISTILL:
+        frozen = config.train is Train.GATES
+        loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
+    freeze(net, attentions, config.train)
+
+    steps = config.steps or math.ceil(config.epochs * len(rows) / config.batch_size)
+    trainer = GateTrainer(
+        config,
+        sparsity,
+        GatedModel(net, gates, loss),
+        args=training_arguments(config, output / "checkpoints", steps),
+        train_dataset=rows,
+        data_collator=collate,
+    )
+    on_stage("training")
+    with gated(attentions, gates.source), _stop_on_interrupt() as stopped:
+        callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
+        trainer.add_callback(callback)
+        checkpoint = last_complete_checkpoint(output / "checkpoints") if resume else None
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if callback.interrupted:
+        raise Interrupted(
+            f"Stopped after step {trainer.state.global_step} of {steps}; a checkpoint is in "
+            f"'{output}'. Go on with the same command and --resume."
+        )
+    return _finish(output, trainer, source, unit, objective, data, [a.path for a in attentions])
+
+
+def _prepare(
+    output: Path,
+    model: str | Path,
+    data: DataConfig,
+    config: TrainGatesConfig,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    settings = {
+        "model": str(model),
+        "data": data.model_dump(mode="json"),
+        "train_gates": config.model_dump(mode="json"),
+    }
+    path = output / "config.yaml"
+    if resume and path.is_file():
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        changed = _changed(before, settings)
+        if changed:
+            raise CheckpointError(
+                f"The run in '{output}' was started with other settings ({changed}). Resume it "
+                "with the same ones, or start anew with --overwrite."
+            )
+        return
+    if resume:
+        raise CheckpointError(f"There is no run in '{output}' to resume; leave out --resume.")
+    check_output(output, overwrite)
+    if overwrite:
+        shutil.rmtree(output, ignore_errors=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        write_yaml(settings, path)
+    except OSError as error:
+        raise CheckpointError(f"Could not write '{output}': {error}.") from None
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    def flat(settings: dict[str, Any]) -> dict[str, Any]:
+        nested = {f"{k}.{n}": v for k in ("data", "train_gates") for n, v in settings[k].items()}
+        return {"model": settings["model"], **nested}
+
+    old, new = flat(before), flat(now)
+    return ", ".join(f"{k}: {old.get(k)} then, {new[k]} now" for k in new if old.get(k) != new[k])
+
+
+def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
+    if config.target_heads is not None:
+        return HeadTarget(head_budget(config.target_heads, sizes), config.warmup)
+    assert config.l0_penalty is not None
+    return ConstantPenalty(config.l0_penalty, modules)
+
+
+def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Objective:
+    task = task_of(net)
+    natural = {
+        "causal-lm": Objective.LM,
+        "masked-lm": Objective.MLM,
+        "classification": Objective.TASK if data.label_column else Objective.DISTILL,
+        "features": Objective.DISTILL,
+    }[task]
+    if asked is Objective.AUTO:
+        return natural
+    if asked not in (natural, Objective.DISTILL):
+        without = " without --label-column" if asked is Objective.TASK else ""
+        raise HeadpruneError(
+            f"--objective {asked.value} does not fit {type(net).__name__}{without}; use "
+            f"{natural.value}" + ("." if natural is Objective.DISTILL else " or distill.")
+        )
+    return asked
+
+
+def _batches(
+    objective: Objective,
+    net: PreTrainedModel,
+    tokenizer: Any,
+    data: DataConfig,
+    config: TrainGatesConfig,
+) -> tuple[Dataset, Callable[[list[dict[str, Any]]], Batch]]:
+    examples = read_examples(data)
+    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
+    if config.seq_len > positions:
+        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
+    decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
+    if task_of(net) in ("causal-lm", "masked-lm"):
+        rows = packed_windows(examples, tokenizer, config.seq_len, need=config.batch_size)
+
+        def collate(features: list[dict[str, Any]]) -> Batch:
+            batch = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
+            batch["labels"] = batch["input_ids"]
+            if objective is Objective.MLM:
+                batch["input_ids"], batch["labels"] = masked(
+                    batch["input_ids"], tokenizer, config.seed
+                )
+            return {**batch, **decoder}
+
+        return rows, collate
+    labels = net.config.label2id if objective is Objective.TASK else None
+    rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
+    if len(rows) < config.batch_size:
+        raise DataError(
+            f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
+            "Give more data or a smaller --batch-size."
+        )
+    return rows, DataCollatorWithPadding(tokenizer)
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[threading.Event]:
+    """The first Ctrl-C ends the training after the current step; a second one ends it at once."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def handler(signum: int, frame: Any) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _finish(
+    output: Path,
+    trainer: GateTrainer,
+    source: Any,
+    unit: Unit,
+    objective: Objective,
+    data: DataConfig,
+    modules: list[str],
+) -> GatesRun:
+    gates, net = trainer.gates.cpu(), trainer.model.model
+    if not gates.chosen:  # settle = 0: the choice falls after the last step
+        gates.choose(trainer.sparsity.choice(gates))
+    weights = {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in net.named_parameters()
+        if parameter.requires_grad
+    }
+    metadata = GatesMetadata(
+        headprune_version=__version__,
+        model=source,
+        unit=unit,
+        modules=tuple(modules),
+        query_heads=int(gates.sizes.sum()),
+        kept_heads=int((gates.sizes * gates.kept).sum()),
+        steps=trainer.state.global_step,
+        objective=objective.value,
+        data=data.source,
+        final_loss=trainer.last_loss,
+        trained_weights=bool(weights),
+    )
+    tensors = {
+        "log_alpha": gates.log_alpha.detach(),
+        "value": gates.values().detach(),
+        "kept": gates.kept,
+    }
+    write_gates(output, metadata, tensors, weights or None)
+    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    return GatesRun(output, metadata)

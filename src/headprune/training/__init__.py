@@ -1,0 +1,1 @@
+"""Training hard-concrete gates, on transformers.Trainer."""

@@ -1,0 +1,90 @@
+"""Trainable gates for all units of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors import hard_concrete
+from headprune.tensors.units import Unit, members
+
+
+class Gates(nn.Module):
+    """One hard-concrete gate per unit, over all attention modules in order.
+
+    While gates are being chosen they are drawn anew for every sequence of a batch: each sequence
+    then measures another set of heads, which cuts the variance of the gradient by the batch size
+    (Voita et al. 2019 draw once per batch). After ``choose`` they are deterministic.
+
+    Attributes:
+        log_alpha: Location of every gate, shape (units,), float32.
+        kept: Which units stay, shape (units,); meaningful once ``chosen``.
+    """
+
+    log_alpha: Float[Tensor, " units"]
+    kept: Bool[Tensor, " units"]
+    chosen: Bool[Tensor, ""]
+
+    def __init__(
+        self,
+        attentions: Sequence[Attention],
+        unit: Unit,
+        init_log_alpha: float,
+        temperature: float,
+    ) -> None:
+        super().__init__()
+        units, heads, self._rows = 0, [], []
+        for attention in attentions:
+            start, of_head = len(heads), [0] * attention.query_heads
+            for positions in members(unit, attention.query_heads, attention.kv_heads):
+                for position in positions:
+                    of_head[position] = units
+                units += 1
+            heads += of_head
+            self._rows.append(slice(start, len(heads)))
+        self.temperature = temperature
+        self.log_alpha = nn.Parameter(torch.full((units,), init_log_alpha, dtype=torch.float32))
+        self.register_buffer("unit_of_head", torch.tensor(heads, dtype=torch.long))
+        self.register_buffer("sizes", torch.bincount(self.unit_of_head, minlength=units).float())
+        self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
+        self.register_buffer("chosen", torch.tensor(False))
+        self._gates: Tensor | None = None
+
+    unit_of_head: Tensor
+    sizes: Tensor
+
+    def draw(self, batch: int) -> None:
+        """Sets the gates of the next forward: one draw per sequence, or the settled values."""
+        if self.chosen:
+            gates = self.values()[None]
+        else:
+            gates = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
+        self._gates = gates.index_select(1, self.unit_of_head)
+
+    def release(self) -> None:
+        """Leaves the model ungated in the next forward."""
+        self._gates = None
+
+    def source(self, position: int) -> Tensor | None:
+        """The current gates of one attention module, shape (1 or batch, query heads)."""
+        return None if self._gates is None else self._gates[:, self._rows[position]]
+
+    def values(self) -> Float[Tensor, " units"]:
+        """The gates at test time; exactly 0 for units that do not stay."""
+        return hard_concrete.value(self.log_alpha) * self.kept
+
+    def expected_heads(self) -> Float[Tensor, ""]:
+        """Expected number of open query heads: the L0 norm."""
+        if self.chosen:
+            return (self.kept * self.sizes).sum()
+        return (hard_concrete.open_probability(self.log_alpha, self.temperature) * self.sizes).sum()
+
+    def choose(self, kept: Sequence[int]) -> None:
+        """Fixes which units stay; from here on only their values are trained."""
+        self.kept.zero_()
+        self.kept[list(kept)] = True
+        self.chosen.fill_(True)
