@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -41,6 +42,16 @@ class Preview:
     shape: Shape
     parameters: tuple[int, int]
     kv_heads: tuple[int, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--dry-run --json``."""
+        return {
+            "shape": self.shape.value,
+            "query_heads": [self.plan.query_heads, self.plan.kept_heads],
+            "kv_heads": list(self.kv_heads),
+            "parameters": list(self.parameters),
+            "plan": self.plan.model_dump(mode="json"),
+        }
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ def train_gates(
         frozen = config.train is Train.GATES
         loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
     freeze(net, attentions, config.train)
+    if config.gradient_checkpointing:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
 
     steps = config.steps or math.ceil(config.epochs * len(rows) / config.batch_size)
     trainer = GateTrainer(

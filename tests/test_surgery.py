@@ -1,0 +1,225 @@
+"""Gate = slice = reloaded, for every family, layout, attention implementation and dtype."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.errors import FamilyError, PlanError, ProofError
+from headprune.models import proof
+from headprune.models.attention import attention_of, fingerprint, identity
+from headprune.models.planning import default_unit, plan_from_scores, unit_sizes
+from headprune.models.surgery import Cut, cut_heads, resolve
+from headprune.plan import AttentionPlan, Plan, Shape, read_plan
+from headprune.tensors.units import Unit
+from tests import tiny
+
+
+def uneven_plan(model: PreTrainedModel, empty: int | None = None) -> Plan:
+    """Another number of units in every layer, gate values that are not 1, one layer without."""
+    attentions = attention_of(model)
+    unit = default_unit(attentions)
+    parts = {}
+    for layer, attention in enumerate(attentions):
+        group = attention.query_heads // attention.kv_heads
+        units = [] if layer == empty else [g for g in range(attention.kv_heads) if g != layer]
+        units = units[: max(1, attention.kv_heads - layer)] if units else units
+        if attention.kv_heads == 1 and layer != empty:
+            units = [0]
+        keep = [g * group + j for g in units for j in range(group)]
+        parts[attention.path] = AttentionPlan(
+            query_heads=attention.query_heads,
+            kv_heads=attention.kv_heads,
+            keep=tuple(keep),
+            scale=tuple(1 - 0.05 * h for h in keep),
+        )
+    return Plan(unit=unit, model=identity(model, "tiny"), attentions=parts)
+
+
+def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
+    """Gates, cuts, writes, reloads and compares."""
+    inputs = proof.probe_inputs(model.config)
+    dtype = model.dtype
+    wanted = proof.probe_gated(model, cuts, inputs)
+    control = proof.probe_control(model, cuts, inputs)
+    cut_heads(model, cuts)
+    cut = proof.probe(model, inputs)
+    model.save_pretrained(folder)
+    attn = model.config._attn_implementation
+    reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
+    return proof.conclude(wanted, cut, proof.probe(reloaded, inputs), control, dtype)
+
+
+@pytest.mark.parametrize("empty", [None, 0, tiny.LAYERS - 1])
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_gated_is_cut_is_reloaded(
+    case: str, dtype: torch.dtype, attn: str, empty: int | None, tmp_path: Path
+) -> None:
+    model = tiny.model(case, dtype, attn)
+    cuts = resolve(uneven_plan(model, empty), model)
+    result = prove(model, cuts, tmp_path)
+    assert result.passed
+    assert result.control is not None and result.control > 1e3 * result.tolerance
+
+
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_a_cut_of_another_head_fails_the_proof(case: str, tmp_path: Path) -> None:
+    model = tiny.model(case)
+    cuts = resolve(uneven_plan(model, empty=2), model)
+    inputs = proof.probe_inputs(model.config)
+    wanted = proof.probe_gated(model, cuts, inputs)
+    # the corrupted sibling: one layer's kept heads get each other's gate values
+    first = next(i for i, c in enumerate(cuts) if c.scale and len(set(c.scale)) > 1)
+    assert cuts[first].scale is not None
+    cuts[first] = replace(cuts[first], scale=cuts[first].scale[::-1])
+    cut_heads(model, cuts)
+    cut = proof.probe(model, inputs)
+    with pytest.raises(ProofError, match="nothing was written"):
+        proof.conclude(wanted, cut, cut, None, model.dtype)
+
+
+def test_the_proof_fails_on_nan() -> None:
+    good = {"logits": torch.ones(2, 3)}
+    bad = {"logits": torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])}
+    with pytest.raises(ProofError):
+        proof.conclude(good, bad, good, None, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("empty", [None, 0, tiny.LAYERS - 1])
+def test_generate_with_cache_gives_the_tokens_of_no_cache(case: str, empty: int | None) -> None:
+    model = tiny.model(case)
+    cut_heads(model, resolve(uneven_plan(model, empty), model))
+    prompt = torch.tensor([[7, 8, 9, 10, 11, 12, 13]])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    cached = model.generate(prompt, use_cache=True, **options)
+    assert cached.tolist() == model.generate(prompt, use_cache=False, **options).tolist()
+    static = model.generate(prompt, cache_implementation="static", **options)
+    assert static.tolist() == cached.tolist()
+    beams = model.generate(prompt, num_beams=3, **options)
+    assert beams.tolist() == model.generate(prompt, num_beams=3, use_cache=False, **options).tolist()
+
+
+def budgets(total: int) -> list[int]:
+    return [0, 1, total - 1, total]
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
+@pytest.mark.parametrize("which", range(4))
+def test_budgets_none_one_all_but_one_and_all(case: str, which: int, tmp_path: Path) -> None:
+    model = tiny.model(case)
+    attentions = attention_of(model)
+    unit = default_unit(attentions)
+    sizes = unit_sizes(attentions, unit)
+    budget = budgets(len(sizes))[which] * sizes[0]
+    plan = plan_from_scores(attentions, unit, [0.0] * len(sizes), budget)  # all tied
+    assert plan.kept_heads == budget
+    assert prove(model, resolve(plan, model), tmp_path).passed
+    assert sum(a.query_heads for a in attention_of(model)) == budget
+
+
+def test_a_uniform_cut_of_llama_is_a_plain_llama(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    attentions = attention_of(model)
+    keep = [(0, 1, 2, 3), (2, 3, 4, 5), (0, 1, 4, 5), (0, 1, 2, 3)]  # other heads, equal counts
+    parts = {
+        a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=k)
+        for a, k in zip(attentions, keep, strict=True)
+    }
+    cuts = resolve(Plan(unit=Unit.KV_GROUP, attentions=parts), model)
+    assert prove(model, cuts, tmp_path).passed
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+    assert config["head_dim"] == 10
+    assert not {"auto_map", "headprune", "per_layer_config"} & set(config)
+    assert not list(tmp_path.glob("*.py"))
+
+
+def test_query_slots_keep_groups_equal_and_kv_heads_whole(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    attentions = attention_of(model)
+    sizes = unit_sizes(attentions, Unit.QUERY_SLOT)
+    scores = [float(i % 3) for i in range(len(sizes))]
+    plan = plan_from_scores(attentions, Unit.QUERY_SLOT, scores, 5 * 3)
+    assert prove(model, resolve(plan, model), tmp_path).passed
+    assert {a.kv_heads for a in attention_of(model)} <= {0, 3}
+
+
+def test_ragged_groups_are_refused_when_planned() -> None:
+    model = tiny.model("llama-gqa")
+    parts = {
+        a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2)) for a in attention_of(model)
+    }
+    plan = Plan(unit=Unit.HEAD, attentions=parts)
+    with pytest.raises(PlanError, match="2, 1 query heads each.*--unit kv-group"):
+        resolve(plan, model)
+    assert resolve(plan, model, physical=False)  # as a mask it is fine
+
+
+def test_ids_stay_those_of_the_original_in_a_second_cut(tmp_path: Path) -> None:
+    model = tiny.model("gpt2")
+    first = {a.path: [0, 2] for a in attention_of(model)[:2]}
+    (tmp_path / "a.json").write_text(json.dumps(first))
+
+    def present() -> dict[str, tuple[tuple[int, ...], int]]:
+        return {a.path: (a.query_ids, a.kv_heads) for a in attention_of(model)}
+
+    cut_heads(model, resolve(read_plan(tmp_path / "a.json", present()), model))
+    assert attention_of(model)[0].query_ids == (1, 3, 4, 5)
+    (tmp_path / "b.json").write_text(json.dumps({attention_of(model)[0].path: [3]}))
+    assert prove(model, resolve(read_plan(tmp_path / "b.json", present()), model), tmp_path).passed
+    assert attention_of(model)[0].query_ids == (1, 4, 5)
+    assert attention_of(headprune.from_pretrained(tmp_path))[0].query_ids == (1, 4, 5)
+    (tmp_path / "c.json").write_text(json.dumps({attention_of(model)[0].path: [3]}))
+    with pytest.raises(PlanError, match=r"head 3 of .* 1, 4, 5"):
+        read_plan(tmp_path / "c.json", present())
+
+
+def test_the_fingerprint_knows_the_model_in_any_dtype() -> None:
+    model = tiny.model("gpt2", torch.bfloat16)
+    mark = fingerprint(attention_of(model))
+    assert fingerprint(attention_of(model.float())) == mark
+    with torch.no_grad():
+        attention_of(model)[0].output_projection.weight[0, 0] += 1
+    assert fingerprint(attention_of(model)) != mark
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    plan = uneven_plan(tiny.model("llama-gqa"))
+    other = tiny.model("llama-gqa")
+    with torch.no_grad():
+        attention_of(other)[0].output_projection.weight.mul_(2)
+    with pytest.raises(PlanError, match="was made for 'tiny'.*Give the model it was made for"):
+        resolve(plan, other)
+
+
+def test_an_unknown_family_is_named() -> None:
+    model = tiny.model("gpt2")
+    model.config.__class__ = type("X", (type(model.config),), {"model_type": "gpt3"})
+    with pytest.raises(FamilyError, match="No family named 'gpt3'. Did you mean 'gpt2'"):
+        attention_of(model)
+
+
+def test_a_refused_setting_is_named_with_its_reason() -> None:
+    model = tiny.model("gpt2")
+    model.config.add_cross_attention = True
+    with pytest.raises(FamilyError, match="add_cross_attention=True: cross attention"):
+        attention_of(model)
+
+
+def test_native_is_told_from_runtime() -> None:
+    for case, expected in (("llama-mha", Shape.NATIVE), ("gpt2", Shape.RUNTIME)):
+        model = tiny.model(case)
+        parts = {
+            a.path: AttentionPlan(query_heads=6, kv_heads=6, keep=(1, 2, 5))
+            for a in attention_of(model)
+        }
+        assert cut_heads(model, resolve(Plan(unit=Unit.HEAD, attentions=parts), model)) is expected

@@ -1,0 +1,121 @@
+"""The pure layer: gates, units, selection, index maps."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headprune.tensors import hard_concrete
+from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
+from headprune.tensors.selection import attainable, keep_best
+from headprune.tensors.units import Unit, members
+
+
+def test_open_probability_is_the_share_of_draws_that_are_not_zero() -> None:
+    log_alpha = torch.tensor([-3.0, -1.0, 0.0, 2.0])
+    draws = hard_concrete.sample(log_alpha, 2 / 3, draws=200_000)
+    expected = hard_concrete.open_probability(log_alpha, 2 / 3)
+    torch.testing.assert_close((draws > 0).float().mean(0), expected, atol=5e-3, rtol=0)
+    wrong = hard_concrete.open_probability(log_alpha, 0.33)
+    assert ((draws > 0).float().mean(0) - wrong).abs().max() > 5e-2
+
+
+def test_voitas_start_is_half_open() -> None:
+    # FACTS of the paper's code: beta 0.33, log_alpha 0 -> P(open) about 0.69
+    assert hard_concrete.open_probability(torch.zeros(1), 0.33).item() == pytest.approx(0.69, 0.01)
+
+
+def test_gates_lie_in_the_closed_interval_and_reach_both_ends() -> None:
+    draws = hard_concrete.sample(torch.zeros(1), 2 / 3, draws=10_000)
+    assert draws.min() == 0 and draws.max() == 1
+    assert hard_concrete.value(torch.tensor([-9.0, 9.0])).tolist() == [0.0, 1.0]
+
+
+def test_the_gradient_of_a_draw_reaches_log_alpha() -> None:
+    log_alpha = torch.zeros(5, requires_grad=True)
+    hard_concrete.sample(log_alpha, 2 / 3, draws=64).sum().backward()
+    assert log_alpha.grad is not None and (log_alpha.grad > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        (Unit.HEAD, [[0], [1], [2], [3], [4], [5]]),
+        (Unit.KV_GROUP, [[0, 1, 2], [3, 4, 5]]),
+        (Unit.QUERY_SLOT, [[0, 3], [1, 4], [2, 5]]),
+    ],
+)
+def test_units_of_six_heads_on_two(unit: Unit, expected: list[list[int]]) -> None:
+    assert members(unit, 6, 2) == expected
+
+
+@given(st.sampled_from(Unit), st.integers(1, 6), st.integers(1, 6))
+def test_units_partition_the_heads(unit: Unit, group: int, kv_heads: int) -> None:
+    heads = members(unit, group * kv_heads, kv_heads)
+    assert sorted(itertools.chain(*heads)) == list(range(group * kv_heads))
+
+
+@given(st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=12), st.data())
+def test_selection_hits_the_budget_and_keeps_the_best(
+    scores: list[float], data: st.DataObject
+) -> None:
+    budget = data.draw(st.integers(0, len(scores)))
+    kept = keep_best(scores, [1] * len(scores), budget)
+    assert len(kept) == budget
+    gone = [scores[i] for i in range(len(scores)) if i not in kept]
+    assert not kept or not gone or min(scores[i] for i in kept) >= max(gone)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.data())
+def test_selection_with_unequal_sizes_is_exact(sizes: list[int], data: st.DataObject) -> None:
+    budget = data.draw(st.integers(0, sum(sizes)))
+    scores = data.draw(st.lists(st.floats(-1, 1), min_size=len(sizes), max_size=len(sizes)))
+    if budget in attainable(sizes):
+        assert sum(sizes[i] for i in keep_best(scores, sizes, budget)) == budget
+    else:
+        with pytest.raises(ValueError, match=f"exactly {budget} heads"):
+            keep_best(scores, sizes, budget)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert keep_best([1.0, 1.0, 1.0, 1.0], [1] * 4, 2) == [0, 1]
+
+
+def test_budgets_at_the_ends() -> None:
+    scores, sizes = [0.3, 0.1, 0.2], [1, 1, 1]
+    assert keep_best(scores, sizes, 0) == []  # a peer's negative index removes all for 0
+    assert keep_best(scores, sizes, 3) == [0, 1, 2]
+    assert keep_best(scores, sizes, 2) == [0, 2]
+
+
+def test_head_slices_are_whole_heads_in_order() -> None:
+    assert head_slices([2, 0], 3).tolist() == [6, 7, 8, 0, 1, 2]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fused_projection_slices_match_a_split_by_hand(interleaved: bool) -> None:
+    heads, head_dim = 4, 3
+    q, k, v = torch.arange(3 * heads * head_dim).view(3, heads, head_dim)
+    fused = torch.stack([q, k, v], 1).flatten() if interleaved else torch.cat([q, k, v]).flatten()
+    keep = [1, 3]
+    kept = dict.fromkeys("qkv", keep)
+    rows = projection_slices("qkv", interleaved, kept, dict.fromkeys("qkv", heads), head_dim)
+    parts = [q[keep], k[keep], v[keep]]
+    by_hand = torch.stack(parts, 1).flatten() if interleaved else torch.cat(parts).flatten()
+    assert fused[rows].tolist() == by_hand.tolist()
+    wrong = projection_slices("qkv", not interleaved, kept, dict.fromkeys("qkv", heads), head_dim)
+    assert fused[wrong].tolist() != by_hand.tolist()
+
+
+def test_an_index_map_scales_what_it_keeps_and_keeps_the_dtype() -> None:
+    weight = torch.randn(3, 4, dtype=torch.bfloat16)
+    index_map = IndexMap("w", 1, torch.tensor([3, 1]), torch.tensor([0.5, 2.0]))
+    got = index_map.apply(weight)
+    assert got.dtype is torch.bfloat16
+    expected = torch.stack([weight[:, 3] * 0.5, weight[:, 1] * 2], 1)
+    torch.testing.assert_close(got, expected)
