@@ -21,6 +21,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 
+torch.set_num_threads(1)  # tiny models: threads only wait for each other
+
+
 @pytest.fixture(autouse=True)
 def _quiet_and_seeded() -> Iterator[None]:
     logging.set_verbosity_error()

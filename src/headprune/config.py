@@ -98,7 +98,7 @@ class TrainGatesConfig(_Config):
             of the run.
     """
 
-    target_heads: Annotated[float | int | None, Field(union_mode="left_to_right")] = None
+    target_heads: float | int | None = None
     l0_penalty: Positive | None = None
     unit: Unit | None = None
     train: Train = Train.GATES

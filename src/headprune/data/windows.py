@@ -13,7 +13,9 @@ from headprune.data.sources import Examples
 from headprune.errors import DataError
 
 
-def packed_windows(examples: Examples, tokenizer: Any, seq_len: int, need: int = 1) -> Dataset:
+def packed_windows(
+    examples: Examples, tokenizer: Any, seq_len: int, need: int = 1, specials: bool = False
+) -> Dataset:
     """Packs all documents into windows of exactly ``seq_len`` tokens; the rest is dropped.
 
     Documents of row formats are separated by the end-of-sequence token; a text file is one
@@ -24,6 +26,8 @@ def packed_windows(examples: Examples, tokenizer: Any, seq_len: int, need: int =
         tokenizer: The model's tokenizer.
         seq_len: Tokens per window.
         need: Windows that are needed at least.
+        specials: Whether each window is wrapped as the tokenizer wraps a text ([CLS] ... [SEP]),
+            as encoders expect; language models that continue a text get it bare.
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``.
@@ -33,16 +37,19 @@ def packed_windows(examples: Examples, tokenizer: Any, seq_len: int, need: int =
     """
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     stream: list[int] = []
-    for (text, *_) in examples.texts:
+    for text, *_ in examples.texts:
         stream += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         stream += end if examples.rows_are_documents else []
-    count = len(stream) // seq_len
+    around = tokenizer("")["input_ids"] if specials else []
+    before, after = around[:1], around[1:]
+    inner = seq_len - len(around)
+    count = len(stream) // inner
     if count < need:
         raise DataError(
             f"The data has {len(stream):,} tokens, which makes {count} windows of {seq_len}; "
             f"{need} are needed. Give more text or a smaller --seq-len."
         )
-    windows = [stream[i * seq_len : (i + 1) * seq_len] for i in range(count)]
+    windows = [before + stream[i * inner : (i + 1) * inner] + after for i in range(count)]
     return Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * seq_len] * count})
 
 

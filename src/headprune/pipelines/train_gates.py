@@ -106,7 +106,9 @@ def train_gates(
         loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
     freeze(net, attentions, config.train)
     if config.gradient_checkpointing:
-        net.gradient_checkpointing_enable({"use_reentrant": False})
+        # renamed in transformers 5.2x; the old name warns there and is the only one before
+        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
 
     steps = config.steps or math.ceil(config.epochs * len(rows) / config.batch_size)
     trainer = GateTrainer(
@@ -213,8 +215,17 @@ def _batches(
     if config.seq_len > positions:
         raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
     decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
-    if task_of(net) in ("causal-lm", "masked-lm"):
-        rows = packed_windows(examples, tokenizer, config.seq_len, need=config.batch_size)
+    if objective is not Objective.TASK and not examples.rows_are_documents or task_of(net) in (
+        "causal-lm",
+        "masked-lm",
+    ):
+        rows = packed_windows(
+            examples,
+            tokenizer,
+            config.seq_len,
+            need=config.batch_size,
+            specials=task_of(net) != "causal-lm",
+        )
 
         def collate(features: list[dict[str, Any]]) -> Batch:
             batch = {k: torch.tensor([f[k] for f in features]) for k in features[0]}

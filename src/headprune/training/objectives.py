@@ -6,7 +6,8 @@ when the model runs gated and when it does not.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,14 +16,9 @@ from torch.nn import functional as F
 
 from headprune.training.gates import Gates
 
-Batch = dict[str, Tensor]
-
-
-class Loss(Protocol):
-    """Computes the loss of one batch, gated."""
-
-    def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
-        """Returns a scalar in nats (language models, tasks) or relative squared error."""
+Batch = dict[str, Any]
+Loss = Callable[[nn.Module, Gates, Batch], Tensor]
+"""Computes the loss of one batch, gated: a scalar."""
 
 
 def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:

@@ -1,0 +1,287 @@
+"""Trained gates: exact counts, planted useless heads, resume, objectives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from headprune.config import DataConfig, Objective, Train, TrainGatesConfig
+from headprune.errors import HeadpruneError
+from headprune.models.attention import attention_of
+from headprune.models.gating import gated
+from headprune.pipelines.prune import prune
+from headprune.pipelines.train_gates import GatesRun, Interrupted, train_gates
+from headprune.runtime.modeling_headprune import input_dim
+from headprune.tensors.units import Unit
+from headprune.training.gates import Gates
+from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
+from headprune.training.optimizer import GateOptimizer
+from headprune.training.sparsity import HeadTarget, multiplier
+from tests import tiny
+
+
+def run(folder: Path, text: Path, output: Path, **settings: Any) -> GatesRun:
+    pipeline = {k: settings.pop(k) for k in ("on_step", "resume", "overwrite") if k in settings}
+    defaults = {"target_heads": 0.5, "steps": 10, "batch_size": 4, "seq_len": 16}
+    config = TrainGatesConfig(**defaults | settings)
+    return train_gates(folder, DataConfig(source=str(text)), output, config, **pipeline)
+
+
+@pytest.mark.parametrize(
+    ("case", "unit", "target", "kept"),
+    [
+        ("llama-gqa", None, 0.75, 18),  # 12 groups of 2
+        ("llama-gqa", None, 8, 8),
+        ("llama-gqa", Unit.HEAD, 7, 7),
+        ("llama-gqa", Unit.QUERY_SLOT, 0.5, 12),
+        ("llama-gqa", None, 0.0, 0),
+        ("llama-gqa", None, 1.0, 24),
+        ("gpt2", None, 23, 23),
+        ("gpt2", None, 1, 1),
+        ("bert-mlm", None, 0.3, 7),
+        ("bert-base", None, 12, 12),
+    ],
+)
+def test_the_target_is_hit_exactly(
+    case: str, unit: Unit | None, target: float | int, kept: int, text_file: Path, tmp_path: Path
+) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    result = run(folder, text_file, tmp_path / "gates", unit=unit, target_heads=target)
+    assert result.metadata.kept_heads == kept
+    if unit is not Unit.HEAD:  # single heads of a grouped model are masks only
+        pruned = prune(folder, tmp_path / "out", gates=tmp_path / "gates")
+        assert sum(len(a.keep) for a in pruned.plan.attentions.values()) == kept
+        assert pruned.manifest.proof["gated_vs_reloaded"] < 2e-5
+
+
+def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> None:
+    """Zeroes the W_O columns of some heads: whatever they do, nobody hears it."""
+    for layer, attention in enumerate(attention_of(model)):
+        projection = attention.output_projection
+        weight = projection.weight if input_dim(projection) == 1 else projection.weight.T
+        for head in heads.get(layer, []):
+            with torch.no_grad():
+                weight[:, head * attention.head_dim : (head + 1) * attention.head_dim] = 0
+
+
+@pytest.mark.parametrize("case", ["llama-mha", "gpt2", "bert-base"])
+def test_planted_useless_heads_are_the_ones_removed(
+    case: str, text_file: Path, tmp_path: Path
+) -> None:
+    model = tiny.model(case)
+    planted = {0: [1, 4], 2: [0], 3: [2, 5]}
+    plant_useless_heads(model, planted)
+    folder = tiny.save(model, tmp_path / "model")
+    # matching the original, every other head is missed, so exactly the planted ones must go
+    settings = {"target_heads": 19, "steps": 60, "objective": Objective.DISTILL}
+    run(folder, text_file, tmp_path / "gates", **settings)
+    plan = prune(folder, tmp_path / "out", gates=tmp_path / "gates").plan
+    removed = {
+        layer: sorted(set(range(6)) - set(part.keep))
+        for layer, part in enumerate(plan.attentions.values())
+        if len(part.keep) < 6
+    }
+    assert removed == planted
+
+
+def state_of(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "gates.safetensors")
+
+
+@pytest.mark.parametrize("train", list(Train))
+def test_a_resumed_run_ends_where_an_unbroken_one_does(
+    train: Train, llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"steps": 12, "save_every": 3, "train": train}
+    whole = run(llama_folder, text_file, tmp_path / "whole", **settings)
+
+    class Killed(Exception):
+        pass
+
+    def kill(record: Any) -> None:
+        if record.step == 8:  # two steps after the last checkpoint
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(llama_folder, text_file, tmp_path / "broken", on_step=kill, **settings)
+    assert not (tmp_path / "broken" / "gates.json").exists()
+    resumed = run(llama_folder, text_file, tmp_path / "broken", resume=True, **settings)
+
+    assert resumed.metadata == whole.metadata
+    for name, value in state_of(tmp_path / "whole").items():
+        assert torch.equal(value, state_of(tmp_path / "broken")[name]), name
+    if train is not Train.GATES:
+        weights = load_file(tmp_path / "whole" / "weights.safetensors")
+        again = load_file(tmp_path / "broken" / "weights.safetensors")
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+    histories = [
+        [json.loads(line) for line in (tmp_path / o / "history.jsonl").read_text().splitlines()]
+        for o in ("whole", "broken")
+    ]
+    assert [r["step"] for r in histories[1]] == list(range(1, 13))
+    assert histories[0] == histories[1]
+    other = run(llama_folder, text_file, tmp_path / "other", seed=1, **settings)
+    assert other.metadata.final_loss != whole.metadata.final_loss  # the comparison can fail
+
+
+def test_resume_refuses_other_settings(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(llama_folder, text_file, tmp_path / "g", on_step=lambda r: 1 / 0)
+    with pytest.raises(HeadpruneError, match=r"train_gates.gate_lr: .* then, 0.2 now"):
+        run(llama_folder, text_file, tmp_path / "g", resume=True, gate_lr=0.2)
+
+
+def test_a_stopped_run_leaves_a_checkpoint(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    import os
+    import signal
+
+    def stop(record: Any) -> None:
+        if record.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="Stopped after step 4 of 10.*--resume") as caught:
+        run(llama_folder, text_file, tmp_path / "g", on_step=stop)
+    assert caught.value.exit_code == 130
+    steps: list[int] = []
+    run(llama_folder, text_file, tmp_path / "g", resume=True, on_step=lambda r: steps.append(r.step))
+    assert steps == [5, 6, 7, 8, 9, 10]
+
+
+def test_frozen_weights_do_not_move_and_trained_ones_do(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    run(llama_folder, text_file, tmp_path / "frozen")
+    assert not (tmp_path / "frozen" / "weights.safetensors").exists()
+    run(llama_folder, text_file, tmp_path / "attention", train=Train.ATTENTION)
+    weights = load_file(tmp_path / "attention" / "weights.safetensors")
+    assert weights and all(".self_attn." in name for name in weights)
+    original = load_file(llama_folder / "model.safetensors")
+    assert any(not torch.equal(weights[name], original[name]) for name in weights)
+
+
+def test_trained_weights_reach_the_pruned_model(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    run(llama_folder, text_file, tmp_path / "g", train=Train.ALL, weight_lr=1e-2, target_heads=1.0)
+    prune(llama_folder, tmp_path / "out", gates=tmp_path / "g")
+    trained = load_file(tmp_path / "g" / "weights.safetensors")["model.norm.weight"]
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], trained)
+
+
+def test_a_larger_constant_penalty_leaves_fewer_heads(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    kept = [
+        run(
+            llama_folder,
+            text_file,
+            tmp_path / f"g{penalty}",
+            target_heads=None,
+            l0_penalty=penalty,
+            steps=40,
+        ).metadata.kept_heads
+        for penalty in (1e-6, 10.0)
+    ]
+    assert kept[0] > 20 and kept[1] < 12
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
+def test_gradient_checkpointing_changes_no_number(
+    case: str, text_file: Path, tmp_path: Path
+) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    plain = run(folder, text_file, tmp_path / "plain", seed=3)
+    saved = run(folder, text_file, tmp_path / "saved", seed=3, gradient_checkpointing=True)
+    assert saved.metadata.final_loss == pytest.approx(plain.metadata.final_loss, rel=1e-5)
+    torch.testing.assert_close(
+        state_of(tmp_path / "plain")["log_alpha"], state_of(tmp_path / "saved")["log_alpha"]
+    )
+
+
+def settled_gates(model: PreTrainedModel) -> Gates:
+    attentions = attention_of(model)
+    gates = Gates(attentions, Unit.HEAD, 1.0, 2 / 3)
+    gates.choose(range(0, len(gates.kept), 2))
+    return gates
+
+
+@pytest.mark.parametrize("objective", ["labelled", "distill"])
+def test_losses_do_not_depend_on_batch_size(objective: str) -> None:
+    model = tiny.model("llama-gqa")
+    gates, ids = settled_gates(model), torch.randint(5, tiny.VOCAB, (6, 11))
+    loss = labelled if objective == "labelled" else Distillation()
+
+    def mean_loss(size: int, rows: torch.Tensor = ids) -> torch.Tensor:
+        batches = [
+            {"input_ids": part, "attention_mask": torch.ones_like(part), "labels": part}
+            for part in rows.split(size)
+        ]
+        return torch.stack([loss(model, gates, batch) for batch in batches]).mean()
+
+    with gated(attention_of(model), gates.source), torch.no_grad():
+        torch.testing.assert_close(mean_loss(1), mean_loss(6))
+        torch.testing.assert_close(mean_loss(2), mean_loss(3))
+        assert (mean_loss(6) - mean_loss(6, ids.roll(1, 1))).abs() > 1e-3
+
+
+def test_distillation_ignores_padding() -> None:
+    target, logits = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    masked = kl_divergence(logits, target, mask)
+    logits[1, 2:] = 9.0
+    torch.testing.assert_close(kl_divergence(logits, target, mask), masked)
+    assert not torch.allclose(kl_divergence(logits, target, torch.ones_like(mask)), masked)
+    assert kl_divergence(target, target, mask).abs() < 1e-6
+    assert relative_error(target, target, mask) == 0
+    torch.testing.assert_close(relative_error(2 * target, target, mask), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("target", [0.0, 0.4, 11.0, 24.0])
+def test_the_multiplier_meets_the_target(target: float) -> None:
+    gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
+    with torch.no_grad():
+        gates.log_alpha.normal_(std=5)
+        gates.log_alpha -= multiplier(gates, target)
+    assert gates.expected_heads().item() == pytest.approx(target, abs=1e-3)
+
+
+def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
+    gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
+    sparsity = HeadTarget(12, warmup=0.5)
+    assert [sparsity.target(gates, p) for p in (0.0, 0.25, 0.5, 1.0)] == [24, 18, 12, 12]
+    assert HeadTarget(12, warmup=0.0).target(gates, 0.0) == 12
+
+
+def test_gates_share_one_scale_and_weights_do_not() -> None:
+    gates, weight = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = GateOptimizer(gates, [weight], gate_lr=1.0, weight_lr=1.0)
+    gates.grad, weight.grad = torch.tensor([1.0, 0.1]), torch.tensor([1.0, 0.1])
+    optimizer.step()
+    assert (gates[0] / gates[1]).item() == pytest.approx(10, rel=1e-4)
+    assert (weight[0] / weight[1]).item() == pytest.approx(1, rel=1e-4)
+
+
+def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
+    model = tiny.model("llama-gqa")
+    gates = Gates(attention_of(model), Unit.KV_GROUP, 0.0, 2 / 3)
+    gates.draw(3)
+    first = gates.source(0)
+    assert first is not None and first.shape == (3, 6)
+    assert torch.equal(first[:, 0], first[:, 1])  # heads of a group stand together
+    assert not torch.equal(first[0], first[1])
+    gates.choose([0, 5])
+    gates.draw(3)
+    settled = gates.source(0)
+    assert settled is not None and settled.shape == (1, 6)
+    assert (settled > 0).tolist() == [[True, True, False, False, False, False]]
+    gates.release()
+    assert gates.source(0) is None
