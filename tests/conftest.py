@@ -11,25 +11,23 @@ from jaxtyping import install_import_hook
 
 install_import_hook("headprune", "beartype.beartype")
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests import tiny
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from tests import tiny
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_seeded() -> Iterator[None]:
+def _quiet_and_seeded() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(params=tiny.CASES)

@@ -105,7 +105,9 @@ def test_generate_with_cache_gives_the_tokens_of_no_cache(case: str, empty: int 
     static = model.generate(prompt, cache_implementation="static", **options)
     assert static.tolist() == cached.tolist()
     beams = model.generate(prompt, num_beams=3, **options)
-    assert beams.tolist() == model.generate(prompt, num_beams=3, use_cache=False, **options).tolist()
+    assert (
+        beams.tolist() == model.generate(prompt, num_beams=3, use_cache=False, **options).tolist()
+    )
 
 
 def budgets(total: int) -> list[int]:
@@ -156,7 +158,8 @@ def test_query_slots_keep_groups_equal_and_kv_heads_whole(tmp_path: Path) -> Non
 def test_ragged_groups_are_refused_when_planned() -> None:
     model = tiny.model("llama-gqa")
     parts = {
-        a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2)) for a in attention_of(model)
+        a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2))
+        for a in attention_of(model)
     }
     plan = Plan(unit=Unit.HEAD, attentions=parts)
     with pytest.raises(PlanError, match="2, 1 query heads each.*--unit kv-group"):

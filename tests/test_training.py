@@ -152,7 +152,9 @@ def test_a_stopped_run_leaves_a_checkpoint(
         run(llama_folder, text_file, tmp_path / "g", on_step=stop)
     assert caught.value.exit_code == 130
     steps: list[int] = []
-    run(llama_folder, text_file, tmp_path / "g", resume=True, on_step=lambda r: steps.append(r.step))
+    run(
+        llama_folder, text_file, tmp_path / "g", resume=True, on_step=lambda r: steps.append(r.step)
+    )
     assert steps == [5, 6, 7, 8, 9, 10]
 
 
@@ -174,7 +176,9 @@ def test_trained_weights_reach_the_pruned_model(
     run(llama_folder, text_file, tmp_path / "g", train=Train.ALL, weight_lr=1e-2, target_heads=1.0)
     prune(llama_folder, tmp_path / "out", gates=tmp_path / "g")
     trained = load_file(tmp_path / "g" / "weights.safetensors")["model.norm.weight"]
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], trained)
+    assert torch.equal(
+        load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], trained
+    )
 
 
 def test_a_larger_constant_penalty_leaves_fewer_heads(

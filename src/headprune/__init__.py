@@ -1,6 +1,6 @@
 """headprune: make the attention of Hugging Face models smaller, and prove the result.
 
-    evidence  ->  plan  ->  surgery  ->  proof  ->  report
+evidence  ->  plan  ->  surgery  ->  proof  ->  report
 """
 
 from __future__ import annotations

@@ -171,5 +171,3 @@ def build(model: type[_Config], values: dict[str, Any]) -> Any:
 def write_yaml(content: dict[str, Any], path: Path) -> None:
     """Writes a resolved config."""
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-
-

@@ -92,7 +92,7 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     unit: Unit
     model: ModelIdentity | None = None
     attentions: dict[str, AttentionPlan]

@@ -1,11 +1,11 @@
 """The gates folder: what train-gates writes and prune reads.
 
-    gates.safetensors    log_alpha, value and kept, one entry per unit, in the order of gates.json
-    gates.json           which model, which unit, which modules; where the numbers come from
-    weights.safetensors  trained weights, if any moved
-    history.jsonl        one record per step
-    config.yaml          the resolved settings
-    checkpoints/         what --resume goes on from
+gates.safetensors    log_alpha, value and kept, one entry per unit, in the order of gates.json
+gates.json           which model, which unit, which modules; where the numbers come from
+weights.safetensors  trained weights, if any moved
+history.jsonl        one record per step
+config.yaml          the resolved settings
+checkpoints/         what --resume goes on from
 """
 
 from __future__ import annotations

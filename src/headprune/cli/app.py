@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,10 +41,10 @@ Data = Annotated[
 ]
 Split = Annotated[str, typer.Option(help="Split of a hub data set.")]
 TextColumn = Annotated[
-    Optional[str], typer.Option(help="Column with the text; two, comma-separated, for pairs.")
+    str | None, typer.Option(help="Column with the text; two, comma-separated, for pairs.")
 ]
 LabelColumn = Annotated[
-    Optional[str], typer.Option(help="Column with the label or the similarity score.")
+    str | None, typer.Option(help="Column with the label or the similarity score.")
 ]
 DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
 
@@ -81,15 +81,15 @@ def train_gates(
     data: Data,
     output: Annotated[Path, typer.Option(help="Folder for the gates.")],
     target_heads: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Heads to keep, hit exactly: a share (0.75) or a count (202)."),
     ] = None,
     l0_penalty: Annotated[
-        Optional[float],
+        float | None,
         typer.Option(help="Instead of a target: Voita's constant penalty per open head."),
     ] = None,
     unit: Annotated[
-        Optional[Unit],
+        Unit | None,
         typer.Option(help="What is removed as one piece. Default: head for MHA, kv-group for GQA."),
     ] = None,
     train: Annotated[cfg.Train, typer.Option(help="What is trained beside the gates.")] = (
@@ -99,7 +99,7 @@ def train_gates(
         cfg.Objective,
         typer.Option(help="The loss. distill needs no labels: it matches the ungated model."),
     ] = _GATES.objective,
-    steps: Annotated[Optional[int], typer.Option(help="Optimiser steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data, without --steps.")] = (
         _GATES.epochs
     ),
@@ -126,7 +126,7 @@ def train_gates(
         _GATES.seed
     ),
     save_every: Annotated[
-        Optional[int], typer.Option(help="Steps between checkpoints. Default: a tenth.")
+        int | None, typer.Option(help="Steps between checkpoints. Default: a tenth.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")
@@ -199,18 +199,18 @@ def train_gates(
 def prune(
     model: Model,
     output: Annotated[
-        Optional[Path], typer.Option(help="Folder for the result; not needed with --dry-run.")
+        Path | None, typer.Option(help="Folder for the result; not needed with --dry-run.")
     ] = None,
-    gates: Annotated[Optional[Path], typer.Option(help="Folder from train-gates.")] = None,
+    gates: Annotated[Path | None, typer.Option(help="Folder from train-gates.")] = None,
     plan: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             help="plan.json, or a JSON map from module path to the heads to remove, as "
             r'{"model.layers.0.self_attn": \[0, 3]}.'
         ),
     ] = None,
     keep: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Keep another share or count of heads than the gates were trained for."),
     ] = None,
     dry_run: Annotated[
@@ -256,15 +256,15 @@ def evaluate(
     model: Model,
     data: Data,
     against: Annotated[
-        Optional[str], typer.Option(help="Base model: report paired differences to it.")
+        str | None, typer.Option(help="Base model: report paired differences to it.")
     ] = None,
-    output: Annotated[Optional[Path], typer.Option(help="Write the report as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _EVALUATE.seq_len,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = (
         _EVALUATE.batch_size
     ),
     max_windows: Annotated[
-        Optional[int], typer.Option(help="Use only the first so many windows or examples.")
+        int | None, typer.Option(help="Use only the first so many windows or examples.")
     ] = None,
     confidence: Annotated[float, typer.Option(help="Level of the intervals.")] = (
         _EVALUATE.confidence

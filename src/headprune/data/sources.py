@@ -6,6 +6,7 @@ A plain text file is one document; a row of JSONL, CSV, TSV or parquet is one do
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,8 @@ class Examples:
         rows_are_documents: False for plain text files.
     """
 
-    texts: list[tuple[str, ...]]
-    labels: list[str] | None
+    texts: Sequence[tuple[str, ...]]
+    labels: Sequence[str] | None
     rows_are_documents: bool
 
 

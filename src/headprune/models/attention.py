@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import FamilyError
@@ -64,6 +65,7 @@ def fingerprint(attentions: list[Attention]) -> str:
     for attention in attentions:
         geometry = (attention.query_ids, attention.kv_ids, attention.head_dim)
         digest.update(repr(geometry).encode())
-        weights = attention.output_projection.weight.detach().flatten()[:64]
-        digest.update(weights.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+        weight: Tensor = attention.output_projection.get_parameter("weight")
+        sample = weight.detach().flatten()[:64]
+        digest.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -26,7 +26,7 @@ def apply_gate(
     inputs: Float[Tensor, "batch length width"], gate: Float[Tensor, "#batch heads"]
 ) -> Float[Tensor, "batch length width"]:
     """Multiplies every head's slice of ``inputs`` by its gate."""
-    heads = inputs.unflatten(-1, (gate.shape[-1], -1))
+    heads = inputs.view(*inputs.shape[:-1], gate.shape[-1], -1)
     return (heads * gate[:, None, :, None].to(inputs.dtype)).flatten(-2)
 
 
@@ -61,7 +61,7 @@ def _hook(
     return hook
 
 
-def fixed(gates: Sequence[Float[Tensor, "_"]]) -> GateSource:
+def fixed(gates: Sequence[Float[Tensor, _]]) -> GateSource:
     """A gate source with one constant vector per attention module."""
     rows = [torch.as_tensor(gate)[None] for gate in gates]
     return lambda position: rows[position]

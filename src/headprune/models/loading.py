@@ -96,9 +96,7 @@ def model_class(config: PreTrainedConfig, auto_class: str | None = None) -> type
                 f"'{config.model_type}'."
             )
         native = mapping[type(config)]
-    return (
-        modeling_headprune.pruned_class(native) if getattr(config, "headprune", None) else native
-    )
+    return modeling_headprune.pruned_class(native) if getattr(config, "headprune", None) else native
 
 
 def task_of(model: PreTrainedModel) -> Task:

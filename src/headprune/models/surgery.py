@@ -16,7 +16,7 @@ from headprune.models.loading import native_class
 from headprune.plan import AttentionPlan, Plan, Shape, check_heads, check_module
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim
-from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
+from headprune.tensors.index_maps import IndexMap, projection_slices
 
 CONFIG_SCHEMA = 1
 
@@ -70,8 +70,8 @@ def resolve(plan: Plan, model: PreTrainedModel, physical: bool = True) -> list[C
     if plan.model is not None and plan.model.fingerprint != fingerprint(attentions):
         raise PlanError(
             f"The plan was made for '{plan.model.name}' ({plan.model.architecture}, fingerprint "
-            f"{plan.model.fingerprint}), but this model's fingerprint is {fingerprint(attentions)}. "
-            "Give the model it was made for."
+            f"{plan.model.fingerprint}), but this model's fingerprint is "
+            f"{fingerprint(attentions)}. Give the model it was made for."
         )
     return [_cut(attention, plan.attentions[attention.path], physical) for attention in attentions]
 
@@ -217,4 +217,3 @@ def _layer_overrides(cut: Cut, family: Family) -> dict[str, object]:
     if family.kv_heads_key is not None:
         overrides[family.kv_heads_key] = cut.attention.kv_heads
     return overrides
-

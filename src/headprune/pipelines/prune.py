@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
@@ -94,8 +95,9 @@ def prune(
     check_output(output, overwrite)
     on_stage("loading the model")
     net, source = _load(model, dtype, trust_remote_code)
-    chosen = _plan(net, source, gates, plan, keep)
+    chosen, weights = _plan(net, source, gates, plan, keep)
     cuts = resolve(chosen, net)
+    _load_weights(net, weights)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
 
     on_stage("probing the gated original")
@@ -144,7 +146,7 @@ def preview(
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
     net, source = _load(model, dtype, trust_remote_code)
-    chosen = _plan(net, source, gates, plan, keep)
+    chosen, _ = _plan(net, source, gates, plan, keep)
     cuts = resolve(chosen, net)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     shape = result_shape(cuts, family_of(net.config))
@@ -168,37 +170,40 @@ def _plan(
     gates: Path | None,
     plan: Path | Plan | None,
     keep: float | int | None,
-) -> Plan:
+) -> tuple[Plan, dict[str, Tensor]]:
+    """The plan, and the trained weights that belong to it."""
     if (gates is None) == (plan is None):
         raise PlanError("Give either --gates (from train-gates) or --plan (a file), and not both.")
+    if gates is not None:
+        return _plan_from_gates(net, source, gates, keep)
+    if keep is not None:
+        raise PlanError("--keep goes with --gates; a plan already says which heads stay.")
     if isinstance(plan, Plan):
-        return plan
-    if plan is not None:
-        if keep is not None:
-            raise PlanError("--keep goes with --gates; a plan already says which heads stay.")
-        return read_plan(plan, {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)})
-    assert gates is not None
-    return _plan_from_gates(net, source, gates, keep)
+        return plan, {}
+    assert plan is not None
+    present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
+    return read_plan(plan, present), {}
 
 
 def _plan_from_gates(
     net: PreTrainedModel, source: ModelIdentity, folder: Path, keep: float | int | None
-) -> Plan:
+) -> tuple[Plan, dict[str, Tensor]]:
     trained = read_gates(folder, source)
-    attentions = attention_of(net)
-    sizes = unit_sizes(attentions, trained.metadata.unit)
+    unit, attentions = trained.metadata.unit, attention_of(net)
+    sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
-    if trained.weights is not None:
-        with torch.no_grad():
-            parameters = dict(net.named_parameters())
-            for name, value in trained.weights.items():
-                parameters[name].copy_(value)
-    # units that training kept come first; one that --keep brings back is as open as it was
-    scores = trained.log_alpha + 1e6 * trained.kept
-    scale = torch.where(trained.kept, trained.value, 1.0)
-    return plan_from_scores(
-        attentions, trained.metadata.unit, scores.tolist(), budget, source, scale.tolist()
-    )
+    # units that training kept come first; one that --keep brings back is open as in the original
+    scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
+    scale = torch.where(trained.kept, trained.value, 1.0).tolist()
+    plan = plan_from_scores(attentions, unit, scores, budget, source, scale)
+    return plan, trained.weights or {}
+
+
+@torch.no_grad()
+def _load_weights(net: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    parameters = dict(net.named_parameters())
+    for name, value in weights.items():
+        parameters[name].copy_(value)
 
 
 def _auto_class(net: PreTrainedModel) -> str:

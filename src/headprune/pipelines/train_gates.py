@@ -215,7 +215,7 @@ def _batches(
     if config.seq_len > positions:
         raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
     decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
-    if objective is not Objective.TASK and not examples.rows_are_documents or task_of(net) in (
+    if (objective is not Objective.TASK and not examples.rows_are_documents) or task_of(net) in (
         "causal-lm",
         "masked-lm",
     ):

@@ -17,7 +17,6 @@ with its attention resized after ``__init__``. No modelling code is copied.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +77,11 @@ def input_dim(projection: nn.Module) -> int:
     return 0 if isinstance(projection, Conv1D) else 1
 
 
+def width(projection: nn.Module, dim: int) -> int:
+    """Size of ``weight`` along ``dim``."""
+    return projection.get_parameter("weight").shape[dim]
+
+
 def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[Attention]:
     """Finds the attention modules that a family row describes, in the order of the layers.
 
@@ -134,12 +138,12 @@ def _measured(
     head_dim = int(getattr(module, head_dim_attribute))
     by_role = {p.holds: p.module for p in projections}
     output = by_role["o"]
-    query_heads = output.weight.shape[input_dim(output)] // head_dim
+    query_heads = width(output, input_dim(output)) // head_dim
     if "k" in by_role:
-        kv_heads = by_role["k"].weight.shape[1 - input_dim(by_role["k"])] // head_dim
+        kv_heads = width(by_role["k"], 1 - input_dim(by_role["k"])) // head_dim
     else:
         fused = by_role["qkv"]
-        kv_heads = (fused.weight.shape[1 - input_dim(fused)] // head_dim - query_heads) // 2
+        kv_heads = (width(fused, 1 - input_dim(fused)) // head_dim - query_heads) // 2
     ids = tuple(range(query_heads)), tuple(range(kv_heads))
     return Attention(path, module, projections, head_dim, *ids)
 
@@ -158,8 +162,9 @@ def resize(
     query_heads, kv_heads = len(query_ids), len(kv_ids)
     counts = {"q": query_heads, "k": kv_heads, "v": kv_heads}
     for projection in attention.projections:
-        width = sum(counts[role] for role in projection.holds.replace("o", "q"))
-        _resize_projection(projection.module, projection.holds == "o", width * attention.head_dim)
+        heads = sum(counts[role] for role in projection.holds.replace("o", "q"))
+        size = heads * attention.head_dim
+        _resize_projection(projection.module, projection.holds == "o", size)
     sizes = {
         "query_heads": query_heads,
         "kv_heads": kv_heads,
@@ -169,46 +174,52 @@ def resize(
     for attribute, size in family["follows"].items():
         setattr(attention.module, attribute, sizes[size])
     if query_heads == 0:
-        output_inside = any(m is attention.output_projection for m in attention.module.modules())
-        attention.module.__class__ = empty_class(type(attention.module))
-        attention.module.headprune_output = (
-            next(n for n, m in attention.module.named_modules() if m is attention.output_projection)
-            if output_inside
-            else None
-        )
+        _make_empty(attention)
     attention.query_ids, attention.kv_ids = tuple(query_ids), tuple(kv_ids)
 
 
-def _resize_projection(module: nn.Module, is_output: bool, width: int) -> None:
+def _make_empty(attention: Attention) -> None:
+    inside = (n for n, m in attention.module.named_modules() if m is attention.output_projection)
+    attention.module.__class__ = empty_class(type(attention.module))
+    attention.module.headprune_output = next(inside, None)  # type: ignore[assignment]
+
+
+def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
     dim = input_dim(module) if is_output else 1 - input_dim(module)
-    if module.weight.shape[dim] != width:
-        module.weight = _narrowed(module.weight, dim, width)
+    if width(module, dim) != size:
+        module.weight = _narrowed(module.get_parameter("weight"), dim, size)
         if not is_output and module.bias is not None:
-            module.bias = _narrowed(module.bias, 0, width)
+            module.bias = _narrowed(module.get_parameter("bias"), 0, size)
     names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
-    setattr(module, names[0 if is_output else 1], width)
-    if is_output and width == 0 and isinstance(module, Conv1D):
+    setattr(module, names[0 if is_output else 1], size)
+    if is_output and size == 0 and isinstance(module, Conv1D):
         module.__class__ = EmptyConv1D
 
 
-def _narrowed(parameter: nn.Parameter, dim: int, width: int) -> nn.Parameter:
-    data = parameter.data.narrow(dim, 0, width).clone()
+def _narrowed(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
+    data = parameter.data.narrow(dim, 0, size).clone()
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
-class EmptyConv1D(Conv1D):
+class EmptyConv1D(Conv1D):  # type: ignore[misc]
     """A Conv1D without inputs: its bias. The stock forward cannot view an empty tensor."""
 
-    def forward(self, x):  # type: ignore
+    def forward(self, x: Any) -> Any:
         return self.bias.expand(*x.shape[:-1], self.nf)
 
 
 class EmptyAttention:
     """Mixed into an attention class whose heads are all gone: what is left is the output bias."""
 
+    # what it finds on the attention class that it is mixed into
+    config: Any
+    layer_idx: int | None
+    get_submodule: Any
     headprune_output: str | None
 
-    def forward(self, hidden_states, *args, past_key_values=None, **kwargs):  # type: ignore
+    def forward(
+        self, hidden_states: Any, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
         batch, length = hidden_states.shape[:2]
         keys = length
         if past_key_values is not None and self.layer_idx == 0:
@@ -220,7 +231,7 @@ class EmptyAttention:
             return output, None
         return output, hidden_states.new_zeros(batch, 0, length, keys)
 
-    def _keep_cache_length(self, hidden_states, past_key_values):  # type: ignore
+    def _keep_cache_length(self, hidden_states: Any, past_key_values: Any) -> Any:
         """Puts a stub into the cache: generate() reads the sequence length off layer 0."""
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
         layers = cache.layers
@@ -232,11 +243,19 @@ class EmptyAttention:
         return keys.shape[2]
 
 
-@functools.cache
 def empty_class(attention_class: type[nn.Module]) -> type[nn.Module]:
     """The attention class without heads; a subclass, so that isinstance checks still hold."""
     body = {"__module__": __name__, "__doc__": EmptyAttention.__doc__}
-    return type(f"Empty{attention_class.__name__}", (EmptyAttention, attention_class), body)
+    name = f"Empty{attention_class.__name__}"
+    return _made_once(name, (EmptyAttention, attention_class), body)
+
+
+_CLASSES: dict[tuple[type, ...], type] = {}
+
+
+def _made_once(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
+    """The same class for the same bases, so that isinstance and pickling agree on it."""
+    return _CLASSES.setdefault(bases, type(name, bases, body))
 
 
 def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None:
@@ -257,11 +276,10 @@ def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None
         )
 
 
-@functools.cache
 def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The stock class under its own name, resized by ``config.headprune`` after ``__init__``."""
 
-    def __init__(self, config, *inputs, **kwargs):  # type: ignore
+    def __init__(self: Any, config: Any, *inputs: Any, **kwargs: Any) -> None:
         native.__init__(self, config, *inputs, **kwargs)
         apply_layout(self, config.headprune)
 
@@ -275,7 +293,7 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "AutoModel",
         ),
     }
-    return type(native.__name__, (native,), body)
+    return _made_once(native.__name__, (native,), body)
 
 
 def auto_classes(config_class: type) -> dict[str, type[PreTrainedModel]]:

@@ -6,7 +6,7 @@ indices, and a factor per kept slice where a gate value is folded in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +56,8 @@ def head_slices(heads: Sequence[int], head_dim: int, offset: int = 0) -> Int[Ten
 def projection_slices(
     holds: str,
     interleaved: bool,
-    kept: dict[str, Sequence[int]],
-    total: dict[str, int],
+    kept: Mapping[str, Sequence[int]],
+    total: Mapping[str, int],
     head_dim: int,
 ) -> Int[Tensor, " kept"]:
     """Positions that stay along the head dimension of a projection.

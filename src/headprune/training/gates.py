@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from headprune.runtime.modeling_headprune import Attention
@@ -25,9 +25,11 @@ class Gates(nn.Module):
         kept: Which units stay, shape (units,); meaningful once ``chosen``.
     """
 
-    log_alpha: Float[Tensor, " units"]
+    log_alpha: nn.Parameter
     kept: Bool[Tensor, " units"]
     chosen: Bool[Tensor, ""]
+    unit_of_head: Int[Tensor, " heads"]
+    sizes: Float[Tensor, " units"]
 
     def __init__(
         self,
@@ -37,7 +39,8 @@ class Gates(nn.Module):
         temperature: float,
     ) -> None:
         super().__init__()
-        units, heads, self._rows = 0, [], []
+        units, heads = 0, list[int]()
+        self._rows: list[slice] = []
         for attention in attentions:
             start, of_head = len(heads), [0] * attention.query_heads
             for positions in members(unit, attention.query_heads, attention.kv_heads):
@@ -53,9 +56,6 @@ class Gates(nn.Module):
         self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
         self.register_buffer("chosen", torch.tensor(False))
         self._gates: Tensor | None = None
-
-    unit_of_head: Tensor
-    sizes: Tensor
 
     def draw(self, batch: int) -> None:
         """Sets the gates of the next forward: one draw per sequence, or the settled values."""

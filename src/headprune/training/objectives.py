@@ -78,4 +78,3 @@ def relative_error(
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()
     return error / norm
-

@@ -12,7 +12,9 @@ from torch import nn
 class GateOptimizer(torch.optim.AdamW):
     """AdamW, except that all gates share one second moment.
 
-        m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) mean(g^2);   log_alpha <- log_alpha - lr m / sqrt(v)
+        m <- b1 m + (1 - b1) g
+        v <- b2 v + (1 - b2) mean(g^2)
+        log_alpha <- log_alpha - lr m / sqrt(v)
 
     Adam divides every coordinate by its own gradient scale, so a head that matters a hundred times
     more than another moves no faster, only more steadily; with a few hundred noisy steps the
@@ -46,7 +48,7 @@ class GateOptimizer(torch.optim.AdamW):
         group = self.param_groups[0]
         (gates,) = group["params"]
         gradient, gates.grad = gates.grad, None
-        loss = super().step(closure)
+        loss: float | None = super().step(closure)
         gates.grad = gradient
         state = self.state[gates]
         if not state:

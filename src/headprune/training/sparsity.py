@@ -71,7 +71,7 @@ class HeadTarget(Sparsity):
     @torch.no_grad()
     def after_step(self, gates: Gates, progress: float) -> None:
         """Shifts all gates by the multiplier that meets the target."""
-        gates.log_alpha -= multiplier(gates, self.target(gates, progress))
+        gates.log_alpha.sub_(multiplier(gates, self.target(gates, progress)))
 
     def choice(self, gates: Gates) -> list[int]:
         """The most open units that add up to ``heads``."""

@@ -94,6 +94,9 @@ def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) ->
 class GateTrainer(Trainer):  # type: ignore[misc]
     """Trainer with one learning rate for gates and one for weights, and small checkpoints."""
 
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
+
     def __init__(
         self, config: TrainGatesConfig, sparsity: Sparsity, model: GatedModel, **kwargs: Any
     ) -> None:
@@ -132,7 +135,7 @@ class GateTrainer(Trainer):  # type: ignore[misc]
             start = settle_step(self.gate_config, num_training_steps)
             span = max(1, num_training_steps - start)
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer,
+                optimizer or self.create_optimizer(),
                 lambda step: 1.0 if step < start else max(0.0, 1 - (step - start) / span),
             )
         return self.lr_scheduler
@@ -238,4 +241,3 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
         except (OSError, json.JSONDecodeError):
             checkpoint.rename(checkpoint.with_name(f"incomplete-{checkpoint.name}"))
     return None
-
