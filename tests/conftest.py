@@ -9,7 +9,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("headprune", "beartype.beartype")
+# all but the command line, whose arguments are typer's to check
+CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkpoint", "data"]
+CHECKED += ["training", "evaluation", "pipelines"]
+install_import_hook([f"headprune.{name}" for name in CHECKED], "beartype.beartype")
 
 from pathlib import Path
 

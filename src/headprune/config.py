@@ -168,6 +168,24 @@ def build(model: type[_Config], values: dict[str, Any]) -> Any:
         raise HeadpruneError(f"{option}: {first['msg']} (got {first['input']!r}).") from None
 
 
+def read_train_gates(path: Path) -> dict[str, Any]:
+    """Reads the ``train_gates`` settings of a YAML file, without those that are not set.
+
+    Raises:
+        HeadpruneError: If the file is missing, has no such section, or misspells a setting.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise HeadpruneError(f"--config {path}: not readable as YAML ({error}).") from None
+    section = content.get("train_gates") if isinstance(content, dict) else None
+    if not isinstance(section, dict):
+        raise HeadpruneError(f"--config {path}: it has no section 'train_gates' with settings.")
+    settings = {name: value for name, value in section.items() if value is not None}
+    build(TrainGatesConfig, settings)
+    return settings
+
+
 def write_yaml(content: dict[str, Any], path: Path) -> None:
     """Writes a resolved config."""
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -52,6 +52,13 @@ _GATES = cfg.TrainGatesConfig.model_construct()
 _EVALUATE = cfg.EvaluateConfig()
 
 
+def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the settings of a file the defaults of the options that come after it."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **cfg.read_train_gates(path)}
+    return path
+
+
 @app.callback()
 def _main(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -122,9 +129,22 @@ def train_gates(
         bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
     ] = False,
     dtype: DtypeOption = _GATES.dtype,
+    init_log_alpha: Annotated[
+        float, typer.Option(help="Where gates start; 3 is almost surely open.")
+    ] = _GATES.init_log_alpha,
     seed: Annotated[int, typer.Option(help="Seed of the noise and of the data order.")] = (
         _GATES.seed
     ),
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            callback=_read_settings,
+            help="YAML with settings, such as the config.yaml of an earlier run; options given "
+            "here win.",
+        ),
+    ] = None,
     save_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints. Default: a tenth.")
     ] = None,
@@ -154,6 +174,7 @@ def train_gates(
             "gate_lr": gate_lr,
             "weight_lr": weight_lr,
             "temperature": temperature,
+            "init_log_alpha": init_log_alpha,
             "warmup": warmup,
             "settle": settle,
             "gradient_checkpointing": gradient_checkpointing,

@@ -13,6 +13,8 @@ from rich.text import Text
 from headprune.plan import AttentionPlan, Plan, Shape
 
 if TYPE_CHECKING:
+    from headprune.evaluation.report import ModelReport, Report
+    from headprune.pipelines.inspect import Inspection
     from headprune.pipelines.prune import Preview, Pruned
     from headprune.pipelines.train_gates import GatesRun
     from headprune.training.trainer import StepRecord
@@ -125,3 +127,72 @@ def _stored(shape: Shape) -> str:
         "Uneven heads: loads with headprune.from_pretrained, or with "
         "AutoModel*.from_pretrained(..., trust_remote_code=True)."
     )
+
+
+def inspection(console: Console, report: Inspection) -> None:
+    """A model's attention, module by module, and what cuts would save."""
+    share = report.attention_parameters / report.parameters
+    console.print(
+        f"[bold]{report.architecture}[/] (family {report.family}, {report.task}, {report.dtype}): "
+        f"{report.parameters:,} parameters, {share:.1%} of them in attention"
+    )
+    modules = table("attention module", "query heads", "KV heads", "head_dim", "parameters")
+    for a in report.attentions:
+        numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
+        modules.add_row(a.path, *map(str, numbers))
+    console.print(modules)
+    if report.kv_cache_bytes_per_token:
+        sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())
+        console.print(f"KV cache, bytes per token: {sizes}")
+    savings = table("heads removed", "parameters saved", "of the model", "KV bytes/token saved")
+    for saving in report.savings:
+        savings.add_row(
+            f"{saving.heads_removed:.0%}",
+            f"{saving.parameters:,}",
+            f"{saving.parameters / report.parameters:.1%}",
+            f"{saving.kv_cache_bytes_per_token:,}",
+        )
+    console.print(savings)
+    console.print(f"Default unit: {report.unit.value} ({report.units} of them).")
+    for note in report.notes:
+        console.print(f"[yellow]note:[/] {note}")
+
+
+def evaluation(console: Console, report: Report) -> None:
+    """Quality, size and speed, beside the base where there is one."""
+    models = [report.model, *([report.against] if report.against else [])]
+    grid = table("", *(escape(m.name) for m in models))
+    for row in zip(*(_numbers(m) for m in models), strict=True):
+        grid.add_row(row[0][0], *(value for _, value in row))
+    console.print(grid)
+    fidelity = {m.name: m for m in report.model.metrics}
+    for name in ("mean_cosine", "similarity_correlation"):
+        if name in fidelity:
+            console.print(f"{name.replace('_', ' ')} with the base: {fidelity[name].value:.4f}")
+    for d in report.differences:
+        i = d.interval
+        console.print(
+            f"{d.name.replace('_', ' ')}, {d.kind}: [bold]{i.estimate:.4f}[/], "
+            f"{i.confidence:.0%} interval {i.low:.4f} to {i.high:.4f} (n = {i.n}, paired)"
+        )
+
+
+def _numbers(model: ModelReport) -> list[tuple[str, str]]:
+    rows = [
+        (m.name.replace("_", " "), f"{m.value:.4f}")
+        for m in model.metrics
+        if m.name not in ("mean_cosine", "similarity_correlation")
+    ]
+    cost, speed = model.cost, model.speed
+    rows += [
+        ("query heads", f"{cost.query_heads:,}"),
+        ("KV heads", f"{cost.kv_heads:,}"),
+        ("parameters", f"{cost.parameters:,}"),
+        ("KV bytes per token", f"{cost.kv_cache_bytes_per_token:,}"),
+    ]
+    if speed is not None:
+        rows.append(("prefill tokens/s", f"{speed.prefill_tokens_per_s:,.0f}"))
+        if speed.decode_tokens_per_s is not None:
+            rows.append(("decode tokens/s", f"{speed.decode_tokens_per_s:,.1f}"))
+        rows.append(("peak memory, MiB", f"{speed.peak_memory_bytes / 2**20:,.0f}"))
+    return rows

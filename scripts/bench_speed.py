@@ -1,0 +1,283 @@
+"""What gates cost while they are trained, and what a physical cut saves. Ratios of one run.
+
+    python scripts/bench_speed.py --model FOLDER --data TEXT          # a real model, here
+    python scripts/bench_speed.py --device cuda                       # 1B and 7B shapes, bf16
+
+Every ratio is taken between two things timed in turn (A B A B ...) in this process; the median of
+the pairwise ratios is reported. Peak memory is that of two separate processes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from headprune import from_pretrained
+from headprune.config import DataConfig, Train
+from headprune.data.sources import read_examples
+from headprune.data.windows import packed_windows
+from headprune.models.attention import attention_of
+from headprune.models.gating import gated
+from headprune.models.loading import load_tokenizer
+from headprune.models.planning import default_unit, head_budget, plan_from_scores, unit_sizes
+from headprune.models.surgery import cut_heads, resolve
+from headprune.training.gates import Gates
+from headprune.training.objectives import labelled
+from headprune.training.optimizer import GateOptimizer
+from headprune.training.sparsity import HeadTarget
+from headprune.training.trainer import GatedModel, freeze
+
+SHAPES = {
+    "1B-shaped Llama": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
+    "7B-shaped Llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32_000,
+    },
+}
+
+console = Console()
+
+
+def paired_ratio(
+    a: Callable[[], object], b: Callable[[], object], pairs: int, device: str
+) -> tuple[float, float, float]:
+    """Times a and b in turn; returns median seconds of a, of b, and the median ratio b / a."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(a), seconds(b)  # warm-up
+    times = [(seconds(a), seconds(b)) for _ in range(pairs)]
+    return (
+        median(t for t, _ in times),
+        median(t for _, t in times),
+        median(tb / ta for ta, tb in times),
+    )
+
+
+def plain_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Forward and backward of the frozen model, with gradients to the first layer's input."""
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embedded, labels=ids, use_cache=False).loss.backward()
+
+
+def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> dict[str, float]:
+    """A whole gate-training step against ``plain_step``."""
+    attentions = attention_of(model)
+    freeze(model, attentions, Train.GATES)
+    gates = Gates(attentions, default_unit(attentions), 3.0, 2 / 3).to(ids.device)
+    sparsity = HeadTarget(int(gates.sizes.sum()) * 3 // 4, warmup=0.5)
+    optimizer = GateOptimizer(gates.log_alpha, [], gate_lr=0.1, weight_lr=0.1)
+    trained = GatedModel(model, gates, labelled).train()
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def plain() -> None:
+        gates.release()
+        plain_step(model, ids)
+
+    def step() -> None:
+        with gated(attentions, gates.source):
+            trained(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sparsity.after_step(gates, 0.1)
+
+    plain_s, step_s, ratio = paired_ratio(plain, step, pairs, ids.device.type)
+    return {"plain_s": plain_s, "gate_step_s": step_s, "ratio": ratio}
+
+
+def forward_flops(model: PreTrainedModel, length: int) -> tuple[float, float]:
+    """FLOPs of a forward over ``length`` tokens: in attention, and in all (embedding look-up free).
+
+    Two per weight and token, and for scores and values 2 x 2 x heads x head_dim x length^2, halved
+    where a causal kernel skips the upper triangle.
+    """
+    attention = 0.0
+    for a in attention_of(model):
+        weights = sum(p.module.get_parameter("weight").numel() for p in a.projections)
+        attention += 2 * weights * length + 2 * a.query_heads * a.head_dim * length**2
+    inside = {id(p.module) for a in attention_of(model) for p in a.projections}
+    rest = sum(
+        m.weight.numel()
+        for m in model.modules()
+        if isinstance(m, torch.nn.Linear) and id(m) not in inside
+    )
+    return attention, attention + 2 * rest * length
+
+
+def prefill_rows(
+    build: Callable[[], PreTrainedModel], ids: torch.Tensor, pairs: int
+) -> list[dict[str, float]]:
+    """Prefill of the original against physical cuts; measured speed-up beside the ideal one."""
+    rows = []
+    original = build()
+    before_attention, before = forward_flops(original, ids.shape[1])
+    for removed in (0.25, 0.5, 0.75):
+        model = build()
+        attentions = attention_of(model)
+        unit = default_unit(attentions)
+        sizes = unit_sizes(attentions, unit)
+        scores = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)).tolist()
+        plan = plan_from_scores(attentions, unit, scores, head_budget(1 - removed, sizes))
+        cut_heads(model, resolve(plan, model))
+        after_attention, after = forward_flops(model, ids.shape[1])
+
+        @torch.no_grad()
+        def prefill(net: PreTrainedModel) -> None:
+            net(ids, use_cache=True)
+
+        cut_s, original_s, speedup = paired_ratio(
+            lambda net=model: prefill(net), lambda: prefill(original), pairs, ids.device.type
+        )
+        ideal = before / after
+        rows.append(
+            {
+                "heads_removed": removed,
+                "attention_flops_removed": 1 - after_attention / before_attention,
+                "all_flops_removed": 1 - after / before,
+                "original_s": original_s,
+                "cut_s": cut_s,
+                "speedup": speedup,
+                "ideal_speedup": ideal,
+                "share_of_ideal_gain": (speedup - 1) / (ideal - 1),
+            }
+        )
+        del model
+    return rows
+
+
+def peak_memory_ratio(
+    model: str, data: str, steps: int, seq_len: int, batch: int
+) -> dict[str, Any]:
+    """Peak resident memory of ``headprune train-gates`` against the plain loop, as processes."""
+
+    def peak(command: list[str]) -> int:
+        code = (
+            "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, "
+            "stdout=subprocess.DEVNULL); "
+            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], check=True, capture_output=True, text=True
+        )
+        return int(done.stdout.split()[-1])
+
+    sizes = ["--seq-len", str(seq_len), "--batch-size", str(batch)]
+    with tempfile.TemporaryDirectory() as folder:
+        train = [sys.executable, "-m", "headprune", "train-gates", model, "--data", data]
+        train += ["--output", f"{folder}/g", "--target-heads", "0.75", "--steps", str(steps)]
+        gates_kib = peak([*train, *sizes])
+    plain = [sys.executable, __file__, "--plain-loop", str(steps), "--model", model, "--data", data]
+    plain_kib = peak([*plain, *sizes])
+    return {"plain_kib": plain_kib, "train_gates_kib": gates_kib, "ratio": gates_kib / plain_kib}
+
+
+def batch_of(model: str, data: str, seq_len: int, batch: int) -> torch.Tensor:
+    """The first windows of a text."""
+    windows = packed_windows(
+        read_examples(DataConfig(source=data)), load_tokenizer(model), seq_len, need=batch
+    )
+    return torch.tensor(windows[:batch]["input_ids"])
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows of numbers."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help="Model folder (CPU run).")] = None,
+    data: Annotated[str | None, typer.Option(help="Text for the gate-training step.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for the random shapes.")] = "cpu",
+    pairs: Annotated[int, typer.Option(help="Timed pairs per ratio.")] = 7,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence of a training step.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Sequences per training step.")] = 2,
+    prefill: Annotated[int, typer.Option(help="Tokens of the prefill.")] = 1024,
+    plain_loop: Annotated[int, typer.Option(help="Only run so many plain steps.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
+) -> None:
+    """Measure, print, and optionally write."""
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            console.print("No CUDA device here: the GPU figures were skipped.")
+            return
+        results = cuda_results(pairs)
+    elif model is None or data is None:
+        raise typer.BadParameter("give --model and --data, or --device cuda")
+    elif plain_loop:
+        net = from_pretrained(model).requires_grad_(False)
+        ids = batch_of(model, data, seq_len, batch_size)
+        for _ in range(plain_loop):
+            plain_step(net, ids)
+        return
+    else:
+        ids = batch_of(model, data, seq_len, batch_size)
+        step = gate_step_ratio(from_pretrained(model), ids, pairs)
+        show("gate-training step against plain forward + backward", [step])
+        rows = prefill_rows(
+            lambda: from_pretrained(model), batch_of(model, data, prefill, 1), pairs
+        )
+        show(f"prefill of {prefill} tokens, physical kv-group cuts", rows)
+        memory = peak_memory_ratio(model, data, 3, seq_len, batch_size)
+        show("peak resident memory", [memory])
+        results = {"gate_step": step, "prefill": rows, "peak_memory": memory}
+    if output is not None:
+        output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def cuda_results(pairs: int) -> dict[str, Any]:
+    """The same ratios on random weights in bfloat16 at length 2,048."""
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
+    for name, sizes in SHAPES.items():
+
+        def build(sizes: dict[str, int] = sizes) -> PreTrainedModel:
+            with torch.device("cuda"):
+                config = LlamaConfig(**sizes, max_position_embeddings=4096, dtype=torch.bfloat16)
+                return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+        ids = torch.randint(0, sizes["vocab_size"], (1, 2048), device="cuda")
+        step = gate_step_ratio(build(), ids, pairs)
+        torch.cuda.empty_cache()
+        rows = prefill_rows(build, ids, pairs)
+        torch.cuda.empty_cache()
+        show(f"{name}: gate-training step", [step])
+        show(f"{name}: prefill of 2,048 tokens", rows)
+        results[name] = {"gate_step": step, "prefill": rows}
+    return results
+
+
+if __name__ == "__main__":
+    typer.run(main)

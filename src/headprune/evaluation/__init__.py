@@ -1,0 +1,1 @@
+"""Quality, size and speed of a model, and of one model against another."""

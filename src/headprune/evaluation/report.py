@@ -1,0 +1,139 @@
+"""The report: a documented, versioned record of what was measured, and how."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headprune.evaluation.comparison import Interval
+from headprune.evaluation.speed import Speed
+from headprune.models.cost import ModelCost
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Metric(_Record):
+    """One measured number, never rounded.
+
+    Attributes:
+        name: "perplexity", "bits_per_byte", "accuracy", ...
+        value: The number.
+        unit: Its unit.
+        higher_is_better: Its direction.
+        n: Windows or examples behind it.
+    """
+
+    name: str
+    value: float
+    unit: str
+    higher_is_better: bool
+    n: int
+
+
+class Provenance(_Record):
+    """What it takes to measure the same again.
+
+    Attributes:
+        created: UTC time.
+        versions: Of headprune, Python, torch, transformers, evaluate and datasets.
+        platform: Operating system and processor.
+        data: Source of the examples, and their split and columns.
+        data_sha256: Digest of the texts and labels, in order.
+        settings: The resolved settings, seeds included.
+    """
+
+    created: str
+    versions: dict[str, str]
+    platform: str
+    data: dict[str, Any]
+    data_sha256: str
+    settings: dict[str, Any]
+
+
+class ModelReport(_Record):
+    """One model's numbers.
+
+    Attributes:
+        name: Folder or hub id.
+        architecture: Its class.
+        task: What was evaluated: causal-lm, masked-lm, classification or features.
+        dtype: Element type it ran in.
+        metrics: Quality.
+        cost: Size.
+        speed: Throughput, if it was timed.
+    """
+
+    name: str
+    architecture: str
+    task: str
+    dtype: str
+    metrics: tuple[Metric, ...]
+    cost: ModelCost
+    speed: Speed | None
+
+
+class Difference(_Record):
+    """How the model differs from the base on the same windows.
+
+    Attributes:
+        name: The metric.
+        kind: "ratio" (model / base) or "difference" (model - base).
+        interval: Estimate and paired bootstrap interval.
+        higher_is_better: Direction of the metric.
+    """
+
+    name: str
+    kind: Literal["ratio", "difference"]
+    interval: Interval
+    higher_is_better: bool
+
+
+class Report(_Record):
+    """What ``headprune evaluate`` measured.
+
+    Attributes:
+        schema_version: Version of this schema.
+        provenance: How it was measured.
+        model: The model.
+        against: The base model, with ``--against``.
+        differences: Model against base.
+    """
+
+    schema_version: Literal[1] = 1
+    provenance: Provenance
+    model: ModelReport
+    against: ModelReport | None = None
+    differences: tuple[Difference, ...] = ()
+
+    def write(self, path: Path) -> None:
+        """Writes the report as JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            temporary.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+# name -> (unit, higher is better)
+METRICS = {
+    "perplexity": ("1", False),
+    "nll_nats_per_token": ("nats/token", False),
+    "bits_per_byte": ("bits/byte", False),
+    "accuracy": ("1", True),
+    "spearman": ("1", True),
+    "mean_cosine": ("1", True),
+    "similarity_correlation": ("1", True),
+}
+
+
+def metric(name: str, value: float, n: int) -> Metric:
+    """A metric with its unit and direction."""
+    unit, higher_is_better = METRICS[name]
+    return Metric(name=name, value=value, unit=unit, higher_is_better=higher_is_better, n=n)

@@ -1,0 +1,107 @@
+"""Prefill and decoding speed, and peak memory, of one model or of two in turn."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.models.loading import task_of
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Throughput at batch size 1; medians of several repeats.
+
+    Attributes:
+        prefill_tokens_per_s: Tokens of one forward pass over ``prompt_tokens``.
+        decode_tokens_per_s: Greedy tokens after the prompt, with a KV cache; None for models that
+            generate nothing.
+        prompt_tokens: Length of the prompt.
+        decoded_tokens: Length of the continuation.
+        peak_memory_bytes: CUDA: most memory allocated on the device. CPU: most resident memory of
+            the whole process so far, other models included.
+        device: Where it was measured.
+    """
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float | None
+    prompt_tokens: int
+    decoded_tokens: int
+    peak_memory_bytes: int
+    device: str
+
+
+def measure(
+    models: Sequence[PreTrainedModel], prompt_tokens: int = 256, decoded: int = 16, repeats: int = 5
+) -> list[Speed]:
+    """Times models in turn (A B A B ...), so that a drift of the machine hits all alike."""
+    positions = [getattr(m.config, "max_position_embeddings", prompt_tokens) for m in models]
+    prompt_tokens = min([prompt_tokens, *(p - decoded for p in positions)])
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = models[0].config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)
+    prefills: list[list[float]] = [[] for _ in models]
+    decodes: list[list[float]] = [[] for _ in models]
+    for repeat in range(repeats + 1):
+        for index, model in enumerate(models):
+            prefill, decode = _once(model, ids.to(model.device), decoded)
+            if repeat:  # the first round warms up
+                prefills[index].append(prefill)
+                decodes[index].append(decode)
+    return [
+        Speed(
+            prefill_tokens_per_s=prompt_tokens / median(prefills[index]),
+            decode_tokens_per_s=(
+                decoded / median(decodes[index]) if task_of(model) == "causal-lm" else None
+            ),
+            prompt_tokens=prompt_tokens,
+            decoded_tokens=decoded,
+            peak_memory_bytes=_peak_memory(model.device),
+            device=str(model.device),
+        )
+        for index, model in enumerate(models)
+    ]
+
+
+@torch.no_grad()
+def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float]:
+    """Seconds for the prompt, and for ``decoded`` greedy tokens after it."""
+    if task_of(model) != "causal-lm":
+        return _seconds(lambda: model(input_ids=ids), ids.device), 0.0
+    state: dict[str, object] = {}
+
+    def prefill() -> None:
+        result = model(input_ids=ids, use_cache=True)
+        state["cache"], state["next"] = result.past_key_values, result.logits[:, -1:].argmax(-1)
+
+    def decode() -> None:
+        for _ in range(decoded):
+            result = model(input_ids=state["next"], past_key_values=state["cache"], use_cache=True)
+            state["next"] = result.logits[:, -1:].argmax(-1)
+
+    return _seconds(prefill, ids.device), _seconds(decode, ids.device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,57 @@
+"""What attention costs: parameters, and the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from headprune.models.attention import attention_of
+from headprune.models.loading import task_of
+from headprune.runtime.modeling_headprune import Attention
+
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Sizes of a model.
+
+    Attributes:
+        parameters: All parameters; tied ones count once.
+        attention_parameters: Those of the attention projections.
+        query_heads: Query heads of all modules.
+        kv_heads: KV heads of all modules.
+        kv_cache_bytes_per_token: KV cache per token in the model's dtype; 0 for models that
+            generate nothing.
+    """
+
+    parameters: int
+    attention_parameters: int
+    query_heads: int
+    kv_heads: int
+    kv_cache_bytes_per_token: int
+
+
+def kv_cache_elements_per_token(attentions: Sequence[Attention]) -> int:
+    """Keys and values that one token leaves in the cache: 2 x sum of kv_heads x head_dim."""
+    return 2 * sum(a.kv_heads * a.head_dim for a in attentions)
+
+
+def attention_parameters(attention: Attention) -> int:
+    """Parameters of one attention module's projections."""
+    return sum(p.numel() for row in attention.projections for p in row.module.parameters())
+
+
+def model_cost(model: PreTrainedModel) -> ModelCost:
+    """Measures a model's sizes off its weights."""
+    attentions = attention_of(model)
+    cached = kv_cache_elements_per_token(attentions) if task_of(model) == "causal-lm" else 0
+    return ModelCost(
+        parameters=model.num_parameters(),
+        attention_parameters=sum(map(attention_parameters, attentions)),
+        query_heads=sum(a.query_heads for a in attentions),
+        kv_heads=sum(a.kv_heads for a in attentions),
+        kv_cache_bytes_per_token=cached * model.dtype.itemsize,
+    )

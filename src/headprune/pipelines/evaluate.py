@@ -1,0 +1,282 @@
+"""headprune evaluate: quality, size and speed, also against another model."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.sources import Examples, read_examples
+from headprune.data.windows import packed_windows, tokenized_rows
+from headprune.errors import DataError, HeadpruneError
+from headprune.evaluation import metrics, quality
+from headprune.evaluation.comparison import Statistic, bootstrap
+from headprune.evaluation.quality import Floats, Progress, TokenLosses
+from headprune.evaluation.report import (
+    METRICS,
+    Difference,
+    Metric,
+    ModelReport,
+    Provenance,
+    Report,
+    metric,
+)
+from headprune.evaluation.speed import Speed, measure
+from headprune.models.cost import model_cost
+from headprune.models.loading import from_pretrained, load_tokenizer, parse_dtype, task_of
+
+
+@dataclass
+class _Measured:
+    """A model, what it did on the data, and the metrics of that."""
+
+    name: str
+    net: PreTrainedModel
+    values: Any
+    metrics: list[Metric]
+
+    def report(self, speed: Speed | None) -> ModelReport:
+        return ModelReport(
+            name=self.name,
+            architecture=type(self.net).__name__,
+            task=task_of(self.net),
+            dtype=str(self.net.dtype).removeprefix("torch."),
+            metrics=tuple(self.metrics),
+            cost=model_cost(self.net),
+            speed=speed,
+        )
+
+
+def evaluate(
+    model: str | Path,
+    data: DataConfig,
+    config: EvaluateConfig,
+    against: str | Path | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Evaluates a model, and its paired difference to a base.
+
+    Args:
+        model: Folder or hub id.
+        data: Where the examples come from.
+        config: How to evaluate.
+        against: The base model.
+        trust_remote_code: Allow code that comes with the models.
+        progress: Called with windows done and windows in all, for each model.
+
+    Raises:
+        HeadpruneError: If model, base and data do not fit together.
+    """
+    examples = read_examples(data)
+    names = [str(name) for name in (model, against) if name is not None]
+    nets = [
+        from_pretrained(
+            name, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
+        )
+        for name in names
+    ]
+    tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
+    _check(nets, names, examples, config)
+    rows = _rows(nets[0], tokenizer, examples, config)
+
+    def step(index: int) -> Progress:
+        return lambda done, total: progress(index * total + done, len(nets) * total)
+
+    measured = [
+        _measure(name, net, tokenizer, examples, rows, config, step(index))
+        for index, (name, net) in enumerate(zip(names, nets, strict=True))
+    ]
+    differences: list[Difference] = []
+    if against is not None:
+        differences = _differences(measured[0], measured[1], examples, config)
+    speeds: list[Speed] | list[None] = measure(nets) if config.speed else [None] * len(nets)
+    reports = [m.report(speed) for m, speed in zip(measured, speeds, strict=True)]
+    return Report(
+        provenance=_provenance(data, examples, config),
+        model=reports[0],
+        against=reports[1] if against is not None else None,
+        differences=tuple(differences),
+    )
+
+
+def _check(
+    nets: list[PreTrainedModel], names: list[str], examples: Examples, config: EvaluateConfig
+) -> None:
+    task = task_of(nets[0])
+    positions = getattr(nets[0].config, "max_position_embeddings", config.seq_len)
+    if config.seq_len > positions and task in ("causal-lm", "masked-lm"):
+        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
+    if task == "classification" and examples.labels is None:
+        raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
+    pairs = examples.labels is not None and len(examples.texts[0]) == 2
+    if task == "features" and not pairs and len(nets) == 1:
+        raise DataError(
+            "A model without a head is measured against its base (--against BASE), or on sentence "
+            "pairs with scores (--text-column FIRST,SECOND --label-column SCORE)."
+        )
+    if len(nets) == 2:
+        tasks = [task_of(net) for net in nets]
+        sizes = [net.config.get_text_config().vocab_size for net in nets]
+        if tasks[0] != tasks[1] or sizes[0] != sizes[1]:
+            raise HeadpruneError(
+                f"'{names[0]}' ({tasks[0]}, {sizes[0]:,} tokens) and '{names[1]}' ({tasks[1]}, "
+                f"{sizes[1]:,} tokens) cannot be compared token by token; --against takes the "
+                "model that this one was made from."
+            )
+
+
+def _rows(
+    net: PreTrainedModel, tokenizer: Any, examples: Examples, config: EvaluateConfig
+) -> Dataset:
+    """Windows for language models, one row per text for the others; pairs give two rows each."""
+    task = task_of(net)
+    if task in ("causal-lm", "masked-lm"):
+        windows = packed_windows(examples, tokenizer, config.seq_len, specials=task == "masked-lm")
+        return windows.select(range(min(len(windows), config.max_windows or len(windows))))
+    count = min(len(examples.texts), config.max_windows or len(examples.texts))
+    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
+    seq_len = min(config.seq_len, positions)
+    texts, labels = examples.texts[:count], examples.labels and examples.labels[:count]
+    if task == "classification":
+        part = Examples(texts, labels, rows_are_documents=True)
+        return tokenized_rows(part, tokenizer, seq_len, net.config.label2id)
+    flat = [(text,) for texts_of_one in texts for text in texts_of_one]
+    return tokenized_rows(Examples(flat, None, rows_are_documents=True), tokenizer, seq_len)
+
+
+def _measure(
+    name: str,
+    net: PreTrainedModel,
+    tokenizer: Any,
+    examples: Examples,
+    rows: Dataset,
+    config: EvaluateConfig,
+    progress: Progress,
+) -> _Measured:
+    task, size = task_of(net), config.batch_size
+    if task in ("causal-lm", "masked-lm"):
+        losses = (
+            quality.causal_losses(net, rows, tokenizer, size, progress)
+            if task == "causal-lm"
+            else quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
+        )
+        return _Measured(name, net, losses, _token_metrics(losses))
+    if task == "classification":
+        labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
+        hits = labels == np.array(rows["labels"])
+        accuracy = metrics.load("label_accuracy").compute(
+            predictions=labels.astype(int), references=rows["labels"]
+        )["accuracy"]
+        return _Measured(name, net, hits, [metric("accuracy", accuracy, len(hits))])
+    vectors = quality.embeddings(net, rows, tokenizer, size, progress)
+    measured = []
+    if examples.labels is not None and len(examples.texts[0]) == 2:
+        similarities, scores = _pairs(vectors, examples)
+        measured = [metric("spearman", _spearman(similarities, scores), len(scores))]
+    return _Measured(name, net, vectors, measured)
+
+
+def _token_metrics(losses: TokenLosses) -> list[Metric]:
+    computed = metrics.load("token_nll").compute(
+        nll_nats=losses.nll_nats,
+        tokens=losses.tokens.astype(int),
+        utf8_bytes=losses.utf8_bytes.astype(int),
+    )
+    n = len(losses.nll_nats)
+    order = ("perplexity", "bits_per_byte", "nll_nats_per_token")
+    return [metric(name, computed[name], n) for name in order]
+
+
+def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
+    assert examples.labels is not None
+    similarities = (vectors[0::2] * vectors[1::2]).sum(1)
+    try:
+        scores = np.array([float(label) for label in examples.labels[: len(similarities)]])
+    except ValueError as error:
+        raise DataError(f"The scores of sentence pairs must be numbers ({error}).") from None
+    return similarities, scores
+
+
+def _spearman(similarities: Floats, scores: Floats) -> float:
+    computed = metrics.load("similarity_spearman").compute(similarities=similarities, scores=scores)
+    return float(computed["spearman"])
+
+
+def _differences(
+    model: _Measured, base: _Measured, examples: Examples, config: EvaluateConfig
+) -> list[Difference]:
+    def interval(name: str, kind: Any, statistic: Statistic, n: int) -> Difference:
+        found = bootstrap(statistic, n, config.resamples, config.confidence, config.seed)
+        return Difference(name=name, kind=kind, interval=found, higher_is_better=METRICS[name][1])
+
+    task = task_of(model.net)
+    if task in ("causal-lm", "masked-lm"):
+        a, b = model.values, base.values
+
+        def nll(i: Any) -> float:
+            return float((a.nll_nats[i] - b.nll_nats[i]).sum() / a.tokens[i].sum())
+
+        n = len(a.tokens)
+        return [
+            interval("perplexity", "ratio", lambda i: float(np.exp(nll(i))), n),
+            interval("nll_nats_per_token", "difference", nll, n),
+        ]
+    if task == "classification":
+        gain = model.values.astype(float) - base.values.astype(float)
+        return [interval("accuracy", "difference", lambda i: float(gain[i].mean()), len(gain))]
+    return _embedding_differences(model, base, examples, interval)
+
+
+def _embedding_differences(
+    model: _Measured,
+    base: _Measured,
+    examples: Examples,
+    interval: Callable[..., Difference],
+) -> list[Difference]:
+    fidelity = metrics.load("embedding_fidelity").compute(
+        predictions=model.values, references=base.values
+    )
+    n = len(model.values)
+    model.metrics += [metric(name, value, n) for name, value in fidelity.items()]
+    if examples.labels is None or len(examples.texts[0]) != 2:
+        return []
+    ours, scores = _pairs(model.values, examples)
+    theirs, _ = _pairs(base.values, examples)
+
+    def gain(i: Any) -> float:
+        # ranks by numpy: a resample has ties only where an index repeats, which both models share
+        return _rank_correlation(ours[i], scores[i]) - _rank_correlation(theirs[i], scores[i])
+
+    return [interval("spearman", "difference", gain, len(scores))]
+
+
+def _rank_correlation(a: Floats, b: Floats) -> float:
+    import pandas as pd
+
+    return float(np.corrcoef(pd.Series(a).rank(), pd.Series(b).rank())[0, 1])
+
+
+def _provenance(data: DataConfig, examples: Examples, config: EvaluateConfig) -> Provenance:
+    digest = hashlib.sha256()
+    for part in (*(p for text in examples.texts for p in text), *(examples.labels or ())):
+        digest.update(part.encode() + b"\0")
+    packages = ("headprune", "torch", "transformers", "evaluate", "datasets")
+    return Provenance(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={"python": platform.python_version(), **{p: version(p) for p in packages}},
+        platform=f"{platform.system()} {platform.machine()}",
+        data=data.model_dump(mode="json"),
+        data_sha256=digest.hexdigest(),
+        settings=config.model_dump(mode="json"),
+    )

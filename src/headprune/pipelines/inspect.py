@@ -1,0 +1,146 @@
+"""headprune inspect: what a model's attention is made of, and what a cut could save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from headprune.models import cost
+from headprune.models.attention import attention_of, family_of
+from headprune.models.loading import from_pretrained, parse_dtype, task_of
+from headprune.models.planning import default_unit, unit_sizes
+from headprune.tensors.units import Unit
+
+# kernels and quantisers are tuned for these widths; narrower heads waste lanes
+USUAL_HEAD_DIMS = (64, 128)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AttentionReport(_Record):
+    """One attention module.
+
+    Attributes:
+        path: Module path; the key of plans.
+        query_heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Width of a head.
+        parameters: Parameters of its projections.
+    """
+
+    path: str
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+
+
+class Saving(_Record):
+    """What removing a share of the heads would save.
+
+    Attributes:
+        heads_removed: The share.
+        parameters: Parameters saved.
+        kv_cache_bytes_per_token: KV cache saved per token, in the model's dtype.
+    """
+
+    heads_removed: float
+    parameters: int
+    kv_cache_bytes_per_token: int
+
+
+class Inspection(_Record):
+    """A model's attention.
+
+    Attributes:
+        family: Row of the family table.
+        architecture: Class of the model.
+        task: What its head is for.
+        dtype: Element type of the checkpoint.
+        unit: What train-gates removes as one piece by default.
+        units: How many such pieces there are.
+        attentions: Its attention modules.
+        parameters: All parameters.
+        attention_parameters: Those of the attention projections.
+        kv_cache_bytes_per_token: KV cache per token, by the element type of the cache; empty for
+            models that generate nothing.
+        savings: What cuts of several sizes would save.
+        notes: What to know of the model before cutting it.
+    """
+
+    schema_version: Literal[1] = 1
+    family: str
+    architecture: str
+    task: str
+    dtype: str
+    unit: Unit
+    units: int
+    attentions: tuple[AttentionReport, ...]
+    parameters: int
+    attention_parameters: int
+    kv_cache_bytes_per_token: dict[str, int]
+    savings: tuple[Saving, ...]
+    notes: tuple[str, ...]
+
+
+def inspect(model: str | Path, trust_remote_code: bool = False) -> Inspection:
+    """Describes a model's attention.
+
+    Args:
+        model: Folder or hub id.
+        trust_remote_code: Allow code that comes with the model.
+
+    Raises:
+        HeadpruneError: If it cannot be loaded or its family is not supported.
+    """
+    net = from_pretrained(model, dtype=parse_dtype("auto"), trust_remote_code=trust_remote_code)
+    attentions = attention_of(net)
+    sizes = cost.model_cost(net)
+    unit = default_unit(attentions)
+    generates = task_of(net) == "causal-lm"
+    elements = cost.kv_cache_elements_per_token(attentions)
+    return Inspection(
+        family=family_of(net.config).model_type,
+        architecture=type(net).__name__,
+        task=task_of(net),
+        dtype=str(net.dtype).removeprefix("torch."),
+        unit=unit,
+        units=len(unit_sizes(attentions, unit)),
+        attentions=tuple(
+            AttentionReport(
+                path=a.path,
+                query_heads=a.query_heads,
+                kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                parameters=cost.attention_parameters(a),
+            )
+            for a in attentions
+        ),
+        parameters=sizes.parameters,
+        attention_parameters=sizes.attention_parameters,
+        kv_cache_bytes_per_token={
+            name: elements * width for name, width in cost.BYTES_PER_ELEMENT.items() if generates
+        },
+        savings=tuple(
+            Saving(
+                heads_removed=share,
+                parameters=round(share * sizes.attention_parameters),
+                kv_cache_bytes_per_token=round(share * sizes.kv_cache_bytes_per_token),
+            )
+            for share in (0.25, 0.5, 0.75)
+        ),
+        notes=_notes({a.head_dim for a in attentions}),
+    )
+
+
+def _notes(head_dims: set[int]) -> tuple[str, ...]:
+    return tuple(
+        f"head_dim {d} lies under the usual {' or '.join(map(str, USUAL_HEAD_DIMS))}: attention "
+        "kernels gain less from fewer heads, and heads cannot be split further."
+        for d in sorted(head_dims)
+        if d < min(USUAL_HEAD_DIMS)
+    )

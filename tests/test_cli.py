@@ -1,0 +1,371 @@
+"""The command line: lean start, good runs, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headprune.cli import app as cli
+from headprune.models.attention import attention_of
+from tests import tiny
+
+TRAIN = ["--steps", "4", "--batch-size", "2", "--seq-len", "16"]
+
+
+def headprune(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "headprune", *map(str, arguments)]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Runs a command in this process, as main() does; returns exit code, stdout, stderr."""
+    before = sys.argv
+    sys.argv = ["headprune", *map(str, arguments)]
+    capsys.readouterr()
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    else:
+        code = 0
+    finally:
+        sys.argv = before
+    captured = capsys.readouterr()
+    return code, captured.out, " ".join(captured.err.split())
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['headprune', '--help']\n"
+        "from headprune.cli.app import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train-gates" in done.stdout
+
+
+@pytest.fixture
+def gates(llama_folder: Path, text_file: Path, tmp_path: Path) -> Path:
+    """Trained gates of the tiny Llama."""
+    folder = tmp_path / "gates"
+    command = ["train-gates", llama_folder, "--data", text_file, "--output", folder]
+    done = subprocess.run(
+        headprune(*command, "--target-heads", "0.5", *TRAIN), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "12 of 24" in done.stdout
+    return folder
+
+
+def test_the_main_job_end_to_end(
+    llama_folder: Path,
+    gates: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    code, text, err = run(capsys, "prune", llama_folder, "--gates", gates, "--dry-run")
+    assert code == 0, err
+    assert "model.layers.0.self_attn" in text
+    assert "■■" in text
+    assert not out.exists()
+    code, text, err = run(capsys, "prune", llama_folder, "--gates", gates, "--output", out)
+    assert code == 0, err
+    assert "proved" in text
+    report = tmp_path / "report.json"
+    code, text, err = run(
+        capsys, "evaluate", out, "--data", text_file, "--against", llama_folder,
+        "--seq-len", 16, "--output", report, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(text) == json.loads(report.read_text())
+    code, text, err = run(capsys, "inspect", out, "--json")
+    assert code == 0, err
+    assert sum(a["query_heads"] for a in json.loads(text)["attentions"]) == 12
+    code, text, err = run(capsys, "inspect", out)
+    assert code == 0, err
+
+
+def test_keep_overrides_the_trained_count(
+    llama_folder: Path, gates: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("prune", llama_folder, "--gates", gates, "--dry-run", "--json")
+    for keep, heads in (("0.75", 18), ("4", 4), ("0", 0)):
+        code, text, err = run(capsys, *base, "--keep", keep)
+        assert code == 0, err
+        assert json.loads(text)["query_heads"] == [24, heads]
+
+
+def test_a_result_loads_where_headprune_is_not_installed(
+    llama_folder: Path, gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(capsys, "prune", llama_folder, "--gates", gates, "--output", out)[0] == 0
+    code = f"""
+import sys, importlib.util
+sys.meta_path.insert(0, type("Blocked", (), {{"find_spec": staticmethod(
+    lambda name, path=None, target=None: (_ for _ in ()).throw(ImportError(name))
+    if name.split(".")[0] == "headprune" else None)}}))
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, pipeline
+model = AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True).eval()
+assert type(model).__name__ == "LlamaForCausalLM"
+assert "headprune" not in sys.modules
+base = AutoModel.from_pretrained({str(out)!r}, trust_remote_code=True).eval()
+ids = torch.tensor([[7, 8, 9]])
+with torch.no_grad():
+    torch.testing.assert_close(
+        model.lm_head(base(ids).last_hidden_state), model(ids).logits)
+print(model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist())
+model.save_pretrained({str(tmp_path / "again")!r})
+again = AutoModelForCausalLM.from_pretrained({str(tmp_path / "again")!r}, trust_remote_code=True)
+torch.testing.assert_close(again.eval()(ids).logits, model(ids).logits)
+"""
+    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    import headprune as package
+
+    ours = package.from_pretrained(out)
+    tokens = ours.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=8, do_sample=False)
+    assert done.stdout.strip().splitlines()[-1] == str(tokens[0].tolist())
+
+
+def test_a_plain_load_without_our_code_fails_loudly(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model.layers.1.self_attn": [0, 1, 2, 3, 4, 5]}))
+    out = tmp_path / "out"
+    assert run(capsys, "prune", llama_folder, "--plan", plan, "--output", out)[0] == 0
+    with pytest.raises(RuntimeError, match="size mismatch|mismatched"):
+        AutoModelForCausalLM.from_pretrained(out)
+
+
+MODULE = "model.layers.0.self_attn"
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"model.layers.9.self_attn": [0]}, "does not have. Did you mean 'model.layers"),
+        ({MODULE: [6]}, f"names head 6 of '{MODULE}', which has the 6 heads 0 to 5"),
+        ({MODULE: "0"}, "neither a full plan"),
+        ([1, 2], "neither a full plan"),
+        ({MODULE: [0]}, "1, 2, 2 query heads each"),
+        ({"schema_version": 2, "attentions": {}}, "Upgrade headprune"),
+        ({"schema_version": 1, "unit": "heads", "attentions": {}}, "not a valid plan: unit"),
+        ({"schema_version": 1, "unit": "head", "attentions": {}}, f"says nothing of '{MODULE}'"),
+    ],
+)
+def test_bad_plans(
+    plan: object,
+    message: str,
+    llama_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    out = tmp_path / "out"
+    code, _, err = run(capsys, "prune", llama_folder, "--plan", path, "--output", out)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not out.exists()
+
+
+def test_bad_targets(
+    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g", *TRAIN]
+    for options, message in (
+        (["--target-heads", "1.5"], "between 0 and 1, not 1.5"),
+        (["--target-heads", "25"], "has 24 query heads; 25 cannot be kept"),
+        (["--target-heads", "7"], "nearest counts are 6 and 8"),
+        (["--target-heads", "many"], "give a share such as 0.75"),
+        ([], "exactly one of target_heads and l0_penalty"),
+        (["--target-heads", "0.5", "--l0-penalty", "1"], "exactly one of"),
+        (["--target-heads", "0.5", "--temperature", "0"], "--temperature: Input should be greater"),
+        (["--target-heads", "0.5", "--seq-len", "999"], "the model has 128 positions"),
+        (["--target-heads", "0.5", "--objective", "task"], "does not fit LlamaForCausalLM"),
+    ):
+        code, _, err = run(capsys, *base, *options, "--overwrite")
+        assert (code, message in err) == (2, True), err
+        assert not (tmp_path / "g" / "gates.json").exists()
+
+
+def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "empty.txt": "",
+        "short.txt": "w1 w2 w3",
+        "rows.jsonl": '{"body": "w1 w2", "title": "w3"}\n',
+        "odd.xyz": "w1",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "nothing").mkdir()
+    for source, options, message in (
+        ("empty.txt", [], "holds no text"),
+        ("short.txt", [], "has 3 tokens, which makes 0 windows of 16; 2 are needed"),
+        ("rows.jsonl", [], "say which one holds the text with --text-column"),
+        ("rows.jsonl", ["--text-column", "bdy"], "no such column. Did you mean 'body'?"),
+        ("rows.jsonl", ["--text-column", "body", "--label-column", "l"], "--label-column l"),
+        ("odd.xyz", [], "an ending that says nothing"),
+        ("nothing", [], "has no file with one of the endings"),
+        ("missing.txt", [], "is no file or folder"),
+    ):
+        base = ["train-gates", llama_folder, "--data", tmp_path / source, *TRAIN]
+        command = [*base, "--target-heads", "0.5", "--output", tmp_path / "g", "--overwrite"]
+        code, _, err = run(capsys, *command, *options)
+        assert (code, message in err) == (2, True), err
+
+
+def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pickled = tiny.save(tiny.model("gpt2"), tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    unknown = tiny.save(tiny.model("gpt2"), tmp_path / "unknown")
+    config = json.loads((unknown / "config.json").read_text()) | {"model_type": "opt"}
+    (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["OPTForCausalLM"]}))
+    (tmp_path / "none").mkdir()
+    for folder, message in (
+        (pickled, "as a pickle only (pytorch_model.bin)"),
+        (bare, "no *.safetensors weights"),
+        (unknown, "No family named 'opt'"),
+        (tmp_path / "none", "has no config.json"),
+        (tmp_path / "missing", "could not find a folder or hub model of that name"),
+    ):
+        code, _, err = run(capsys, "inspect", folder)
+        assert (code, message in err) == (2, True), err
+
+
+def test_gates_of_another_model(
+    gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.model("llama-gqa")
+    with torch.no_grad():
+        attention_of(model)[0].output_projection.get_parameter("weight").mul_(-1)
+    other = tiny.save(model, tmp_path / "other")
+    code, _, err = run(capsys, "prune", other, "--gates", gates, "--output", tmp_path / "o")
+    assert (code, "were trained on 'llama'" in err) == (2, True), err
+    code, _, err = run(capsys, "prune", other, "--gates", tmp_path, "--output", tmp_path / "o")
+    assert (code, "is no gates folder" in err) == (2, True), err
+    code, _, err = run(capsys, "prune", other, "--output", tmp_path / "o")
+    assert (code, "Give either --gates" in err) == (2, True), err
+
+
+def test_an_existing_output_is_kept_unless_overwritten(
+    llama_folder: Path, gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    command = ["prune", llama_folder, "--gates", gates, "--output", out]
+    code, _, err = run(capsys, *command)
+    assert (code, "already exists" in err, (out / "precious").exists()) == (2, True, True)
+    code, _, err = run(capsys, *command, "--overwrite")
+    assert (code, (out / "precious").exists()) == (0, False), err
+    code, _, err = run(capsys, *command[:-1], gates / "gates.json")
+    assert (code, "is a file" in err) == (2, True)
+
+
+def test_a_failed_proof_leaves_nothing_and_exits_with_1(
+    llama_folder: Path,
+    gates: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import PreTrainedModel
+
+    save = PreTrainedModel.save_pretrained
+
+    def corrupted(self: PreTrainedModel, folder: Path, **options: object) -> None:
+        save(self, folder, **options)
+        file = Path(folder) / "model.safetensors"
+        weights = load_file(file)
+        name = next(n for n in weights if n.endswith("o_proj.weight") and weights[n].numel())
+        weights[name] = weights[name].roll(1, dims=1)
+        save_file(weights, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", corrupted)
+    before = sorted(tmp_path.iterdir())
+    code, _, err = run(capsys, "prune", llama_folder, "--gates", gates, "--output", tmp_path / "o")
+    assert (code, "proof failed" in err) == (1, True), err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: Path) -> None:
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    before = sorted(tmp_path.iterdir())
+    command = headprune("prune", llama_folder, "--gates", gates, "--output", tmp_path / "out")
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small_files)
+    assert done.returncode == 2, done.stderr
+    assert "Could not write" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_ctrl_c_stops_with_130_and_resume_goes_on(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g"]
+    sizes = ["--target-heads", "0.5", "--steps", "400", "--batch-size", "2", "--seq-len", "16"]
+    running = subprocess.Popen(headprune(*base, *sizes), stderr=subprocess.PIPE, text=True)
+    history = tmp_path / "g" / "history.jsonl"
+    for _ in range(600):
+        if history.exists() and history.stat().st_size:
+            break
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err
+    assert "Go on with the same command and --resume" in " ".join(err.split())
+    assert "Traceback" not in err
+    done = subprocess.run(headprune(*base, *sizes, "--resume"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
+    assert steps == list(range(1, 401))
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_config_runs(
+    path: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = "bert-base" if "encoder" in path.stem else "llama-gqa"
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    command = ["train-gates", folder, "--config", path, "--data", text_file]
+    code, _, err = run(capsys, *command, "--output", tmp_path / "g", *TRAIN)
+    assert code == 0, err
+    resolved = (tmp_path / "g" / "config.yaml").read_text()
+    assert "steps: 4" in resolved  # the option won over the file
+
+
+def test_a_misspelt_setting_in_a_config_is_named(
+    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train_gates: {target_heads: 0.5, gate_lrr: 1}")
+    command = ["train-gates", llama_folder, "--config", path, "--data", text_file]
+    code, _, err = run(capsys, *command, "--output", tmp_path / "g")
+    assert (code, "no setting 'gate_lrr'. Did you mean 'gate_lr'" in err) == (2, True), err
