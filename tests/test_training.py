@@ -266,8 +266,8 @@ def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
 
 
 def test_gates_share_one_scale_and_weights_do_not() -> None:
-    gates, weight = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    optimizer = GateOptimizer(gates, [weight], gate_lr=1.0, weight_lr=1.0)
+    gates, scale, weight = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    optimizer = GateOptimizer(gates, scale, [weight], 1.0, 1.0, 1.0)
     gates.grad, weight.grad = torch.tensor([1.0, 0.1]), torch.tensor([1.0, 0.1])
     optimizer.step()
     assert (gates[0] / gates[1]).item() == pytest.approx(10, rel=1e-4)

@@ -85,12 +85,13 @@ class TrainGatesConfig(_Config):
         seq_len: Tokens per sequence; documents are packed for language models and cut off at
             this length otherwise.
         gate_lr: Learning rate of the gates.
+        scale_lr: Learning rate of the factors of the gates that stay, once they are chosen.
         weight_lr: Learning rate of the weights, if any move.
         temperature: beta of the hard-concrete distribution.
         init_log_alpha: Where the gates start; 3 is almost surely open.
         warmup: Share of the steps in which the target falls from all heads to the target.
-        settle: Share of the steps at the end in which the heads are chosen and only the values
-            of the gates that stay are trained.
+        settle: Share of the steps at the end in which the heads are chosen and only the factors
+            of those that stay are trained.
         gradient_checkpointing: Recompute activations in the backward pass, to save memory.
         dtype: Element type of the model's weights.
         seed: Seed of the gates' noise and the order of the data.
@@ -107,7 +108,8 @@ class TrainGatesConfig(_Config):
     epochs: Positive = 1.0
     batch_size: Count = 8
     seq_len: Annotated[int, Field(ge=2)] = 128
-    gate_lr: Positive = 1.0
+    gate_lr: Positive = 0.5
+    scale_lr: Positive = 0.02
     weight_lr: Positive = 5e-5
     temperature: Positive = 2 / 3
     init_log_alpha: float = 3.0

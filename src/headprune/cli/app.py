@@ -113,6 +113,9 @@ def train_gates(
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _GATES.batch_size,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _GATES.seq_len,
     gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
+    scale_lr: Annotated[
+        float, typer.Option(help="Learning rate of the factors of the heads that stay.")
+    ] = _GATES.scale_lr,
     weight_lr: Annotated[float, typer.Option(help="Learning rate of the weights.")] = (
         _GATES.weight_lr
     ),
@@ -172,6 +175,7 @@ def train_gates(
             "batch_size": batch_size,
             "seq_len": seq_len,
             "gate_lr": gate_lr,
+            "scale_lr": scale_lr,
             "weight_lr": weight_lr,
             "temperature": temperature,
             "init_log_alpha": init_log_alpha,

@@ -18,14 +18,17 @@ class Gates(nn.Module):
 
     While gates are being chosen they are drawn anew for every sequence of a batch: each sequence
     then measures another set of heads, which cuts the variance of the gradient by the batch size
-    (Voita et al. 2019 draw once per batch). After ``choose`` they are deterministic.
+    (Voita et al. 2019 draw once per batch). After ``choose`` the gates that stay are plain factors,
+    trained on as such: they fold into W_O whatever their value, so nothing binds them to [0, 1].
 
     Attributes:
         log_alpha: Location of every gate, shape (units,), float32.
+        scale: Factor of every gate once the heads are chosen, shape (units,).
         kept: Which units stay, shape (units,); meaningful once ``chosen``.
     """
 
     log_alpha: nn.Parameter
+    scale: nn.Parameter
     kept: Bool[Tensor, " units"]
     chosen: Bool[Tensor, ""]
     unit_of_head: Int[Tensor, " heads"]
@@ -51,6 +54,7 @@ class Gates(nn.Module):
             self._rows.append(slice(start, len(heads)))
         self.temperature = temperature
         self.log_alpha = nn.Parameter(torch.full((units,), init_log_alpha, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(units, dtype=torch.float32))
         self.register_buffer("unit_of_head", torch.tensor(heads, dtype=torch.long))
         self.register_buffer("sizes", torch.bincount(self.unit_of_head, minlength=units).float())
         self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
@@ -75,7 +79,8 @@ class Gates(nn.Module):
 
     def values(self) -> Float[Tensor, " units"]:
         """The gates at test time; exactly 0 for units that do not stay."""
-        return hard_concrete.value(self.log_alpha) * self.kept
+        free = self.scale if self.chosen else hard_concrete.value(self.log_alpha)
+        return free * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
         """Expected number of open query heads: the L0 norm."""
@@ -84,7 +89,8 @@ class Gates(nn.Module):
         return (hard_concrete.open_probability(self.log_alpha, self.temperature) * self.sizes).sum()
 
     def choose(self, kept: Sequence[int]) -> None:
-        """Fixes which units stay; from here on only their values are trained."""
+        """Fixes which units stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
+        self.scale.data.copy_(hard_concrete.value(self.log_alpha.detach()))
         self.chosen.fill_(True)

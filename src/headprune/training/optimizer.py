@@ -23,8 +23,10 @@ class GateOptimizer(torch.optim.AdamW):
 
     Args:
         gates: The gates' ``log_alpha``.
+        scale: The gates' ``scale``; it gets plain Adam.
         weights: Other parameters; they get plain AdamW.
         gate_lr: Learning rate of the gates.
+        scale_lr: Learning rate of the scale.
         weight_lr: Learning rate of the weights.
         betas: Decay of the first and of the second moment.
     """
@@ -32,12 +34,17 @@ class GateOptimizer(torch.optim.AdamW):
     def __init__(
         self,
         gates: nn.Parameter,
+        scale: nn.Parameter,
         weights: list[nn.Parameter],
         gate_lr: float,
+        scale_lr: float,
         weight_lr: float,
         betas: tuple[float, float] = (0.9, 0.98),
     ) -> None:
-        groups: list[dict[str, Any]] = [{"params": [gates], "lr": gate_lr}]
+        groups: list[dict[str, Any]] = [
+            {"params": [gates], "lr": gate_lr},
+            {"params": [scale], "lr": scale_lr, "weight_decay": 0.0},
+        ]
         if weights:
             groups.append({"params": weights, "lr": weight_lr})
         super().__init__(groups, betas=betas, weight_decay=0.01)
@@ -50,6 +57,8 @@ class GateOptimizer(torch.optim.AdamW):
         gradient, gates.grad = gates.grad, None
         loss: float | None = super().step(closure)
         gates.grad = gradient
+        if gradient is None:  # the heads are chosen
+            return loss
         state = self.state[gates]
         if not state:
             state["step"] = torch.zeros((), device=gates.device)

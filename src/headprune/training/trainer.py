@@ -123,8 +123,9 @@ class GateTrainer(Trainer):  # type: ignore[misc]
         """Gates with a common scale, weights with AdamW (see ``GateOptimizer``)."""
         if self.optimizer is None:
             weights = [p for p in self.model.model.parameters() if p.requires_grad]
-            rates = self.gate_config.gate_lr, self.gate_config.weight_lr
-            self.optimizer = GateOptimizer(self.gates.log_alpha, weights, *rates)
+            config, gates = self.gate_config, self.gates
+            rates = config.gate_lr, config.scale_lr, config.weight_lr
+            self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
         return self.optimizer
 
     def create_scheduler(
