@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -106,41 +105,6 @@ def test_keep_overrides_the_trained_count(
         code, text, err = run(capsys, *base, "--keep", keep)
         assert code == 0, err
         assert json.loads(text)["query_heads"] == [24, heads]
-
-
-def test_a_result_loads_where_headprune_is_not_installed(
-    llama_folder: Path, gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert run(capsys, "prune", llama_folder, "--gates", gates, "--output", out)[0] == 0
-    code = f"""
-import sys, importlib.util
-sys.meta_path.insert(0, type("Blocked", (), {{"find_spec": staticmethod(
-    lambda name, path=None, target=None: (_ for _ in ()).throw(ImportError(name))
-    if name.split(".")[0] == "headprune" else None)}}))
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, pipeline
-model = AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True).eval()
-assert type(model).__name__ == "LlamaForCausalLM"
-assert "headprune" not in sys.modules
-base = AutoModel.from_pretrained({str(out)!r}, trust_remote_code=True).eval()
-ids = torch.tensor([[7, 8, 9]])
-with torch.no_grad():
-    torch.testing.assert_close(
-        model.lm_head(base(ids).last_hidden_state), model(ids).logits)
-print(model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist())
-model.save_pretrained({str(tmp_path / "again")!r})
-again = AutoModelForCausalLM.from_pretrained({str(tmp_path / "again")!r}, trust_remote_code=True)
-torch.testing.assert_close(again.eval()(ids).logits, model(ids).logits)
-"""
-    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    import headprune as package
-
-    ours = package.from_pretrained(out)
-    tokens = ours.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=8, do_sample=False)
-    assert done.stdout.strip().splitlines()[-1] == str(tokens[0].tolist())
 
 
 def test_a_plain_load_without_our_code_fails_loudly(

@@ -11,11 +11,27 @@ from typing import TYPE_CHECKING, Any
 from headprune._version import __version__
 
 if TYPE_CHECKING:
+    from headprune.config import DataConfig as DataConfig
+    from headprune.config import EvaluateConfig as EvaluateConfig
+    from headprune.config import TrainGatesConfig as TrainGatesConfig
     from headprune.models.loading import from_pretrained as from_pretrained
+    from headprune.pipelines.evaluate import evaluate as evaluate
+    from headprune.pipelines.inspect import inspect as inspect
+    from headprune.pipelines.prune import prune as prune
+    from headprune.pipelines.train_gates import train_gates as train_gates
+    from headprune.plan import Plan as Plan
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _LAZY = {
+    "DataConfig": "headprune.config",
+    "EvaluateConfig": "headprune.config",
+    "Plan": "headprune.plan",
+    "TrainGatesConfig": "headprune.config",
+    "evaluate": "headprune.pipelines.evaluate",
     "from_pretrained": "headprune.models.loading",
+    "inspect": "headprune.pipelines.inspect",
+    "prune": "headprune.pipelines.prune",
+    "train_gates": "headprune.pipelines.train_gates",
 }
 
 __all__ = ["__version__", *_LAZY]

@@ -1,0 +1,160 @@
+"""Perplexity after trained gates, against the original: the table of the README.
+
+    python scripts/bench_quality.py --model FOLDER --data TEST --train-data TRAIN
+
+Protocol: the test text as one document, its first 40 windows of 512 tokens, no overlap, no BOS, the
+first token of each window unscored, float32. Gates are trained with the weights frozen on another
+text, 300 steps of 1,024 tokens. Where the unit is a single head of a grouped-query model the result
+is a mask, as ragged groups cannot be stored; every other row is cut, written, reloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from headprune import from_pretrained
+from headprune.checkpoint.gates import read_gates
+from headprune.config import DataConfig, Dtype, TrainGatesConfig
+from headprune.data.sources import read_examples
+from headprune.data.windows import packed_windows
+from headprune.evaluation import metrics
+from headprune.evaluation.quality import causal_losses
+from headprune.models.attention import attention_of, identity
+from headprune.models.gating import fixed, gated
+from headprune.models.loading import load_tokenizer
+from headprune.models.planning import plan_from_scores
+from headprune.models.surgery import resolve
+from headprune.pipelines.prune import prune
+from headprune.pipelines.train_gates import train_gates
+from headprune.tensors.units import Unit
+
+console = Console()
+
+
+class Protocol:
+    """The windows that every row is measured on."""
+
+    def __init__(self, model: str, data: str, windows: int, seq_len: int) -> None:
+        self.tokenizer = load_tokenizer(model)
+        examples = read_examples(DataConfig(source=data))
+        packed = packed_windows(examples, self.tokenizer, seq_len, need=windows)
+        self.windows = packed.select(range(windows))
+
+    def perplexity(self, model: PreTrainedModel) -> float:
+        """Perplexity of a model over the windows."""
+        losses = causal_losses(model, self.windows, self.tokenizer, batch_size=2)
+        computed = metrics.load("token_nll").compute(
+            nll_nats=losses.nll_nats,
+            tokens=losses.tokens.astype(int),
+            utf8_bytes=losses.utf8_bytes.astype(int),
+        )
+        return float(computed["perplexity"])
+
+
+def masked_perplexity(protocol: Protocol, model: str, gates: Path) -> float:
+    """Perplexity with the gates as a mask over the original."""
+    net = from_pretrained(model, dtype="float32")
+    attentions, source = attention_of(net), identity(net, model)
+    trained = read_gates(gates, source)
+    scores, scale = trained.kept.float().tolist(), trained.value.tolist()
+    kept = trained.metadata.kept_heads
+    plan = plan_from_scores(attentions, trained.metadata.unit, scores, kept, source, scale)
+    gate = [cut.gate() for cut in resolve(plan, net, physical=False)]
+    with gated(attentions, fixed(gate)):
+        return protocol.perplexity(net)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model folder or hub id.")],
+    data: Annotated[str, typer.Option(help="Test text.")],
+    train_data: Annotated[str, typer.Option(help="Training text.")],
+    keep: Annotated[str, typer.Option(help="Shares of heads to keep.")] = "0.75,0.5",
+    units: Annotated[str, typer.Option(help="Units.")] = "head,kv-group",
+    steps: Annotated[int, typer.Option(help="Steps of batch-size x seq-len tokens.")] = 300,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Element type in training.")] = Dtype.FLOAT32,
+    windows: Annotated[int, typer.Option(help="Test windows.")] = 40,
+    window: Annotated[int, typer.Option(help="Tokens per test window.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
+) -> None:
+    """Train, cut, measure."""
+    protocol = Protocol(model, data, windows, window)
+    original = protocol.perplexity(from_pretrained(model, dtype="float32"))
+    console.print(f"original: {original:.3f}")
+    rows: list[dict[str, Any]] = []
+    for unit in map(Unit, units.split(",")):
+        for share in map(float, keep.split(",")):
+            config = TrainGatesConfig(
+                target_heads=share,
+                unit=unit,
+                steps=steps,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                dtype=dtype,
+                seed=seed,
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                gates, out = Path(folder) / "gates", Path(folder) / "out"
+                start = time.monotonic()
+                run = train_gates(
+                    model, DataConfig(source=train_data), gates, config, on_step=say_step
+                )
+                seconds = time.monotonic() - start
+                grouped = unit is Unit.HEAD and is_grouped(model)
+                if not grouped:
+                    prune(model, out, gates=gates, dtype=Dtype.FLOAT32)
+                perplexity = (
+                    masked_perplexity(protocol, model, gates)
+                    if grouped
+                    else protocol.perplexity(from_pretrained(out))
+                )
+            rows.append(
+                {
+                    "unit": unit.value,
+                    "result": "mask" if grouped else "cut",
+                    "heads_kept": run.metadata.kept_heads,
+                    "heads": run.metadata.query_heads,
+                    "perplexity": perplexity,
+                    "ratio": perplexity / original,
+                    "train_s": seconds,
+                }
+            )
+            console.print(rows[-1])
+            if output is not None:
+                content = {"model": model, "original": original, "steps": steps, "rows": rows}
+                output.write_text(json.dumps(content, indent=2) + "\n")
+    table = Table(title=f"perplexity, original {original:.2f}")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)
+
+
+def is_grouped(model: str) -> bool:
+    """Whether several query heads share a KV head."""
+    return any(a.query_heads != a.kv_heads for a in attention_of(from_pretrained(model)))
+
+
+def say_step(record: Any) -> None:
+    """One line every twenty steps."""
+    if record.step % 20 == 0:
+        console.print(
+            f"  step {record.step}/{record.steps} loss {record.loss:.3f} "
+            f"heads {record.expected_heads:.1f}"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

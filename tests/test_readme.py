@@ -1,0 +1,63 @@
+"""Every command and the Python example of the README run, on tiny stand-ins for the models."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from headprune.cli import app as cli
+from tests import tiny
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.2-1B")
+SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "16"]
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("headprune ")]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder in which the README's names mean tiny models and texts."""
+    monkeypatch.chdir(tmp_path)
+    for name in MODELS:
+        tiny.save(tiny.model("llama-gqa"), tmp_path / name)
+    for name in ("text.txt", "test.txt", "hub.txt"):
+        (tmp_path / name).write_text(tiny.text(2_000))
+    return tmp_path
+
+
+def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(commands()) >= 6
+    for command in commands():
+        shrunk = ["hub.txt" if word.startswith("wikitext:") else word for word in command]
+        if "train-gates" in shrunk:
+            shrunk += SMALL
+        if "evaluate" in shrunk:
+            shrunk += ["--seq-len", "16"]
+        monkeypatch.setattr("sys.argv", shrunk)
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code, command
+    assert (stand_ins / "report.json").exists()
+
+
+def test_the_python_example_runs(stand_ins: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shrunk = example.replace("steps=300", "steps=3, seq_len=16, batch_size=2")
+    shrunk = shrunk.replace("EvaluateConfig()", "EvaluateConfig(seq_len=16)")
+    assert shrunk.count("seq_len=16") == 2
+    scope: dict[str, object] = {}
+    exec(compile(shrunk, "README.md", "exec"), scope)
+    assert type(scope["small"]).__name__ == "LlamaForCausalLM"
+
+
+def test_every_command_of_the_table_exists() -> None:
+    named = set(re.findall(r"\| `headprune ([a-z-]+)", README))
+    assert named == {c.name or c.callback.__name__ for c in cli.app.registered_commands}
