@@ -114,7 +114,7 @@ def train_gates(
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _GATES.seq_len,
     gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
     scale_lr: Annotated[
-        float, typer.Option(help="Learning rate of the factors of the heads that stay.")
+        float, typer.Option(help="Learning rate of the gates' factors.")
     ] = _GATES.scale_lr,
     weight_lr: Annotated[float, typer.Option(help="Learning rate of the weights.")] = (
         _GATES.weight_lr
@@ -133,7 +133,7 @@ def train_gates(
     ] = False,
     dtype: DtypeOption = _GATES.dtype,
     init_log_alpha: Annotated[
-        float, typer.Option(help="Where gates start; 3 is almost surely open.")
+        float, typer.Option(help="Where gates start; 2 is open nearly always.")
     ] = _GATES.init_log_alpha,
     seed: Annotated[int, typer.Option(help="Seed of the noise and of the data order.")] = (
         _GATES.seed
