@@ -85,7 +85,7 @@ class TrainGatesConfig(_Config):
         seq_len: Tokens per sequence; documents are packed for language models and cut off at
             this length otherwise.
         gate_lr: Learning rate of the gates.
-        scale_lr: Learning rate of the gates' factors.
+        scale_lr: Learning rate of the factors of the heads that stay, once they are chosen.
         weight_lr: Learning rate of the weights, if any move.
         temperature: beta of the hard-concrete distribution.
         init_log_alpha: Where the gates start; 2 is open with probability 0.97.
@@ -106,15 +106,15 @@ class TrainGatesConfig(_Config):
     objective: Objective = Objective.AUTO
     steps: Count | None = None
     epochs: Positive = 1.0
-    batch_size: Count = 8
-    seq_len: Annotated[int, Field(ge=2)] = 128
+    batch_size: Count = 4
+    seq_len: Annotated[int, Field(ge=2)] = 256
     gate_lr: Positive = 0.5
     scale_lr: Positive = 0.02
     weight_lr: Positive = 5e-5
     temperature: Positive = 2 / 3
     init_log_alpha: float = 2.0
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.5
-    settle: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.45
+    settle: Annotated[float, Field(ge=0, lt=1)] = 0.35
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
     seed: int = 0

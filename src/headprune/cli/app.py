@@ -114,7 +114,7 @@ def train_gates(
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _GATES.seq_len,
     gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
     scale_lr: Annotated[
-        float, typer.Option(help="Learning rate of the gates' factors.")
+        float, typer.Option(help="Learning rate of the factors of the heads that stay.")
     ] = _GATES.scale_lr,
     weight_lr: Annotated[float, typer.Option(help="Learning rate of the weights.")] = (
         _GATES.weight_lr

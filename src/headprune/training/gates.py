@@ -18,13 +18,12 @@ class Gates(nn.Module):
 
     While gates are being chosen they are drawn anew for every sequence of a batch: each sequence
     then measures another set of heads, which cuts the variance of the gradient by the batch size
-    (Voita et al. 2019 draw once per batch). Every gate also has a factor that learns to make up for
-    the heads that close. After ``choose`` the factors alone are left and trained on: they fold into
-    W_O whatever their value, so nothing binds them to [0, 1].
+    (Voita et al. 2019 draw once per batch). After ``choose`` the gates that stay are plain factors,
+    trained on as such: they fold into W_O whatever their value, so nothing binds them to [0, 1].
 
     Attributes:
         log_alpha: Location of every gate, shape (units,), float32.
-        scale: Factor of every gate, shape (units,).
+        scale: Factor of every gate once the heads are chosen, shape (units,).
         kept: Which units stay, shape (units,); meaningful once ``chosen``.
     """
 
@@ -68,7 +67,6 @@ class Gates(nn.Module):
             gates = self.values()[None]
         else:
             gates = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
-            gates = gates * self.scale
         self._gates = gates.index_select(1, self.unit_of_head)
 
     def release(self) -> None:
@@ -81,8 +79,8 @@ class Gates(nn.Module):
 
     def values(self) -> Float[Tensor, " units"]:
         """The gates at test time; exactly 0 for units that do not stay."""
-        open_ = 1.0 if self.chosen else hard_concrete.value(self.log_alpha)
-        return open_ * self.scale * self.kept
+        free = self.scale if self.chosen else hard_concrete.value(self.log_alpha)
+        return free * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
         """Expected number of open query heads: the L0 norm."""
@@ -94,5 +92,5 @@ class Gates(nn.Module):
         """Fixes which units stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
-        self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
+        self.scale.data.copy_(hard_concrete.value(self.log_alpha.detach()))
         self.chosen.fill_(True)
