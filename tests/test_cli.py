@@ -276,11 +276,13 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: Path) -> None:
-    def small_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+def small_files() -> None:
+    """Lets a process write no file over 60 kB: a disk that is full in the middle of a write."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
+
+def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     command = headprune("prune", llama_folder, "--gates", gates, "--output", tmp_path / "out")
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small_files)
@@ -288,6 +290,19 @@ def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: P
     assert "Could not write" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_while_training_loses_nothing(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g"]
+    base += ["--target-heads", "0.5", "--train", "all", *TRAIN]
+    done = subprocess.run(headprune(*base), capture_output=True, text=True, preexec_fn=small_files)
+    assert done.returncode == 2, done.stderr
+    assert "Free some space, then go on" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    done = subprocess.run(headprune(*base, "--resume"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_ctrl_c_stops_with_130_and_resume_goes_on(

@@ -66,9 +66,14 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text file by way of a temporary sibling."""
+    """Writes a text file by way of a temporary sibling.
+
+    Raises:
+        CheckpointError: If writing fails.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:

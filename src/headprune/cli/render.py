@@ -75,7 +75,14 @@ def gates_run(console: Console, run: GatesRun, model: str) -> None:
         f"Gates of [bold]{m.kept_heads} of {m.query_heads}[/] heads stay open ({share:.1%}, unit "
         f"{m.unit.value}) after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
     )
-    console.print(f"Written to {escape(str(run.output))}. Next:\n")
+    console.print(f"Written to {escape(str(run.output))}.")
+    if not run.storable:
+        console.print(
+            "[yellow]note:[/] single heads of a grouped-query model leave ragged groups: these "
+            "gates can be studied as a mask, but not cut. --unit kv-group and query-slot can."
+        )
+        return
+    console.print("Next:\n")
     command = f"headprune prune {model} --gates {run.output} --output {run.output}-pruned"
     console.print(f"  {escape(command)}", soft_wrap=True)
 

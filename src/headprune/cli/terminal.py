@@ -76,9 +76,13 @@ def run(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
         sys.exit(130)
-    except MemoryError:
+    except Exception as error:
+        # torch's own class, by name: torch is not imported for --help
+        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):
+            raise
         err.print(
-            "[bold red]error:[/] out of memory; try a smaller --batch-size or --dtype bfloat16."
+            "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
+            "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from headprune.checkpoint.folders import write_whole
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.speed import Speed
 from headprune.models.cost import ModelCost
@@ -112,13 +112,7 @@ class Report(_Record):
 
     def write(self, path: Path) -> None:
         """Writes the report as JSON, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            temporary.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, self.model_dump_json(indent=2) + "\n")
 
 
 # name -> (unit, higher is better)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
@@ -83,7 +84,7 @@ def evaluate(
     nets = [
         from_pretrained(
             name, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
-        )
+        ).to("cuda" if torch.cuda.is_available() else "cpu")
         for name in names
     ]
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)

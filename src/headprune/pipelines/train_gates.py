@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from headprune._version import __version__
@@ -46,10 +47,18 @@ from headprune.training.trainer import (
 
 @dataclass(frozen=True)
 class GatesRun:
-    """A finished training."""
+    """A finished training.
+
+    Attributes:
+        output: The gates folder.
+        metadata: What gates.json says.
+        storable: Whether ``prune`` can cut these units out; single heads of a grouped-query model
+            are a mask only.
+    """
 
     output: Path
     metadata: GatesMetadata
+    storable: bool
 
 
 class Interrupted(HeadpruneError):
@@ -124,13 +133,16 @@ def train_gates(
         callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
         trainer.add_callback(callback)
         checkpoint = last_complete_checkpoint(output / "checkpoints") if resume else None
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with _disk_errors(output):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.interrupted:
         raise Interrupted(
             f"Stopped after step {trainer.state.global_step} of {steps}; a checkpoint is in "
             f"'{output}'. Go on with the same command and --resume."
         )
-    return _finish(output, trainer, source, unit, objective, data, [a.path for a in attentions])
+    metadata = _finish(output, trainer, source, unit, objective, data, [a.path for a in attentions])
+    grouped = any(a.query_heads != a.kv_heads for a in attentions)
+    return GatesRun(output, metadata, storable=not (grouped and unit is Unit.HEAD))
 
 
 def _prepare(
@@ -248,6 +260,20 @@ def _batches(
 
 
 @contextmanager
+def _disk_errors(output: Path) -> Iterator[None]:
+    """A checkpoint that cannot be written ends the run in a sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            raise
+        raise CheckpointError(
+            f"Could not write to '{output}' ({str(error).splitlines()[0]}). Free some space, then "
+            "go on from the last whole checkpoint with --resume."
+        ) from error
+
+
+@contextmanager
 def _stop_on_interrupt() -> Iterator[threading.Event]:
     """The first Ctrl-C ends the training after the current step; a second one ends it at once."""
     stopped = threading.Event()
@@ -275,7 +301,7 @@ def _finish(
     objective: Objective,
     data: DataConfig,
     modules: list[str],
-) -> GatesRun:
+) -> GatesMetadata:
     gates, net = trainer.gates.cpu(), trainer.model.model
     if not gates.chosen:  # settle = 0: the choice falls after the last step
         gates.choose(trainer.sparsity.choice(gates))
@@ -304,4 +330,4 @@ def _finish(
     }
     write_gates(output, metadata, tensors, weights or None)
     shutil.rmtree(output / "checkpoints", ignore_errors=True)
-    return GatesRun(output, metadata)
+    return metadata

@@ -109,11 +109,11 @@ _REACH = 60.0
 
 def multiplier(gates: Gates, target: float) -> float:
     """The shift ``mu`` with ``sum size P(log_alpha - mu) = target``, by bisection."""
-    log_alpha = gates.log_alpha.double()
+    log_alpha, sizes = gates.log_alpha.detach().cpu().double(), gates.sizes.cpu()
     low = float(log_alpha.min()) - _REACH
     high = float(log_alpha.max()) + _REACH
     for _ in range(64):
         middle = (low + high) / 2
         open_ = hard_concrete.open_probability(log_alpha - middle, gates.temperature)
-        low, high = (middle, high) if float((open_ * gates.sizes).sum()) > target else (low, middle)
+        low, high = (middle, high) if float((open_ * sizes).sum()) > target else (low, middle)
     return (low + high) / 2

@@ -218,7 +218,7 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
 
 def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> TrainingArguments:
     """Trainer's settings for a gates run."""
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=config.batch_size,
@@ -234,6 +234,9 @@ def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> Tr
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+    # several GPUs are for accelerate launch; DataParallel would copy the model away from its hooks
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
