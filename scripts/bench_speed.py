@@ -36,6 +36,7 @@ from headprune.models.planning import default_unit, head_budget, plan_from_score
 from headprune.models.surgery import cut_heads, resolve
 from headprune.training.gates import Gates
 from headprune.training.objectives import labelled
+from headprune.training.optimizer import GateOptimizer
 from headprune.training.sparsity import HeadTarget
 from headprune.training.trainer import GatedModel, freeze
 
@@ -94,7 +95,7 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
     freeze(model, attentions, Train.GATES)
     gates = Gates(attentions, default_unit(attentions), 3.0, 2 / 3).to(ids.device)
     sparsity = HeadTarget(int(gates.sizes.sum()) * 3 // 4, warmup=0.5)
-    optimizer = torch.optim.AdamW(gates.parameters(), lr=0.1)
+    optimizer = GateOptimizer(gates.log_alpha, gates.scale, [], 0.5, 0.02, 0.02)
     trained = GatedModel(model, gates, labelled).train()
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 

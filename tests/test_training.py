@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, Objective, Train, TrainGatesConfig
@@ -21,6 +22,7 @@ from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
+from headprune.training.optimizer import GateOptimizer
 from headprune.training.sparsity import HeadTarget, multiplier
 from tests import tiny
 
@@ -261,6 +263,20 @@ def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
     sparsity = HeadTarget(12, warmup=0.5)
     assert [sparsity.target(gates, p) for p in (0.0, 0.25, 0.5, 1.0)] == [24, 18, 12, 12]
     assert HeadTarget(12, warmup=0.0).target(gates, 0.0) == 12
+
+
+def test_gates_share_one_scale_and_the_rest_does_not() -> None:
+    gates, scale, weight = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    optimizer = GateOptimizer(gates, scale, [weight], 1.0, 1.0, 1.0)
+    for parameter in (gates, scale, weight):
+        parameter.grad = torch.tensor([1.0, 0.1])
+    optimizer.step()
+    assert (gates[0] / gates[1]).item() == pytest.approx(10, rel=1e-4)
+    assert (scale[0] / scale[1]).item() == pytest.approx(1, rel=1e-4)
+    assert (weight[0] / weight[1]).item() == pytest.approx(1, rel=1e-4)
+    gates.grad, before = None, gates.detach().clone()
+    optimizer.step()  # once the heads are chosen only their factors move
+    assert torch.equal(gates, before)
 
 
 def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:

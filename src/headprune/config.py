@@ -88,7 +88,7 @@ class TrainGatesConfig(_Config):
         scale_lr: Learning rate of the factors of the heads that stay, once they are chosen.
         weight_lr: Learning rate of the weights, if any move.
         temperature: beta of the hard-concrete distribution.
-        init_log_alpha: Where the gates start; 2 is open with probability 0.97.
+        init_log_alpha: Where the gates start; 3 is open with probability 0.99.
         warmup: Share of the steps in which the target falls from all heads to the target.
         settle: Share of the steps at the end in which the heads are chosen and only the factors
             of those that stay are trained.
@@ -112,9 +112,9 @@ class TrainGatesConfig(_Config):
     scale_lr: Positive = 0.02
     weight_lr: Positive = 5e-5
     temperature: Positive = 2 / 3
-    init_log_alpha: float = 2.0
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.45
-    settle: Annotated[float, Field(ge=0, lt=1)] = 0.35
+    init_log_alpha: float = 3.0
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.3
+    settle: Annotated[float, Field(ge=0, lt=1)] = 0.6
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
     seed: int = 0

@@ -133,7 +133,7 @@ def train_gates(
     ] = False,
     dtype: DtypeOption = _GATES.dtype,
     init_log_alpha: Annotated[
-        float, typer.Option(help="Where gates start; 2 is open nearly always.")
+        float, typer.Option(help="Where gates start; 3 is open nearly always.")
     ] = _GATES.init_log_alpha,
     seed: Annotated[int, typer.Option(help="Seed of the noise and of the data order.")] = (
         _GATES.seed

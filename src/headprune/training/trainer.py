@@ -20,6 +20,7 @@ from headprune.config import Train, TrainGatesConfig
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training.gates import Gates
 from headprune.training.objectives import Batch, Loss
+from headprune.training.optimizer import GateOptimizer
 from headprune.training.sparsity import Sparsity
 
 TRAINED = "trained.safetensors"
@@ -119,17 +120,12 @@ class GateTrainer(Trainer):  # type: ignore[misc]
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW with a learning rate each for gates, their factors, and weights."""
+        """Gates with a common scale, the rest with AdamW (see ``GateOptimizer``)."""
         if self.optimizer is None:
+            config, gates = self.gate_config, self.gates
             weights = [p for p in self.model.model.parameters() if p.requires_grad]
-            groups: list[dict[str, Any]] = [
-                {"params": [self.gates.log_alpha], "lr": self.gate_config.gate_lr},
-                {"params": [self.gates.scale], "lr": self.gate_config.scale_lr},
-            ]
-            if weights:
-                rates = {"lr": self.gate_config.weight_lr, "weight_decay": 0.01}
-                groups.append({"params": weights, **rates})
-            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
+            rates = config.gate_lr, config.scale_lr, config.weight_lr
+            self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
         return self.optimizer
 
     def create_scheduler(

@@ -1,0 +1,73 @@
+"""The optimiser of gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class GateOptimizer(torch.optim.AdamW):
+    """AdamW, except that all gates share one second moment.
+
+        m <- b1 m + (1 - b1) g
+        v <- b2 v + (1 - b2) mean(g^2)
+        log_alpha <- log_alpha - lr m / sqrt(v)
+
+    Adam divides every coordinate by its own gradient scale, so a head that matters a hundred times
+    more than another moves no faster, only more steadily; with a few hundred noisy steps the
+    order among heads is then mostly luck. With one common scale the distance that a gate travels
+    is its summed gradient: what closing the head would have cost along the way.
+
+    Args:
+        gates: The gates' ``log_alpha``.
+        scale: The gates' ``scale``; it gets plain Adam.
+        weights: Other parameters; they get plain AdamW.
+        gate_lr: Learning rate of the gates.
+        scale_lr: Learning rate of the scale.
+        weight_lr: Learning rate of the weights.
+        betas: Decay of the first and of the second moment.
+    """
+
+    def __init__(
+        self,
+        gates: nn.Parameter,
+        scale: nn.Parameter,
+        weights: list[nn.Parameter],
+        gate_lr: float,
+        scale_lr: float,
+        weight_lr: float,
+        betas: tuple[float, float] = (0.9, 0.98),
+    ) -> None:
+        groups: list[dict[str, Any]] = [
+            {"params": [gates], "lr": gate_lr},
+            {"params": [scale], "lr": scale_lr, "weight_decay": 0.0},
+        ]
+        if weights:
+            groups.append({"params": weights, "lr": weight_lr})
+        super().__init__(groups, betas=betas, weight_decay=0.01)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; AdamW passes over the gates because it is not shown their gradient."""
+        group = self.param_groups[0]
+        (gates,) = group["params"]
+        gradient, gates.grad = gates.grad, None
+        loss: float | None = super().step(closure)
+        gates.grad = gradient
+        if gradient is None:  # the heads are chosen
+            return loss
+        state = self.state[gates]
+        if not state:
+            state["step"] = torch.zeros((), device=gates.device)
+            state["first"] = torch.zeros_like(gates)
+            state["second"] = torch.zeros((), device=gates.device)
+        first, second = group["betas"]
+        state["step"] += 1
+        state["first"].lerp_(gradient, 1 - first)
+        state["second"].lerp_(gradient.square().mean(), 1 - second)
+        scale = (state["second"] / (1 - second ** state["step"])).sqrt() + group["eps"]
+        gates -= group["lr"] * state["first"] / (1 - first ** state["step"]) / scale
+        return loss
