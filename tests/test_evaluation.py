@@ -268,5 +268,5 @@ def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
         cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
     live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
     assert report.kv_cache_bytes_per_token["float32"] == live
-    assert "head_dim 10 lies under the usual 64 or 128" in report.notes[0]
+    assert "head_dim 10 is under the usual 64 and 128" in report.notes[0]
     assert report.attention_parameters == sum(a.parameters for a in report.attentions)

@@ -138,9 +138,15 @@ def inspect(model: str | Path, trust_remote_code: bool = False) -> Inspection:
 
 
 def _notes(head_dims: set[int]) -> tuple[str, ...]:
-    return tuple(
-        f"head_dim {d} lies under the usual {' or '.join(map(str, USUAL_HEAD_DIMS))}: attention "
-        "kernels gain less from fewer heads, and heads cannot be split further."
-        for d in sorted(head_dims)
-        if d < min(USUAL_HEAD_DIMS)
-    )
+    """One note per head_dim: whether it is one that kernels are tuned for."""
+    usual = " and ".join(map(str, USUAL_HEAD_DIMS))
+    notes = []
+    for head_dim in sorted(head_dims):
+        if head_dim < min(USUAL_HEAD_DIMS):
+            what = f"under the usual {usual}: attention kernels gain less from fewer heads"
+        elif head_dim in USUAL_HEAD_DIMS:
+            what = f"one of the usual {usual}"
+        else:
+            what = f"not one of the usual {usual}, but no narrower"
+        notes.append(f"head_dim {head_dim} is {what}.")
+    return tuple(notes)
