@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sources import read_examples
 from headprune.data.windows import masked, packed_windows
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import metrics, quality
-from headprune.evaluation.comparison import bootstrap
-from headprune.evaluation.report import Report
+from headprune.evaluation.comparison import bootstrap, rank_correlation
+from headprune.evaluation.report import Report, metric
+from headprune.evaluation.speed import measure
 from headprune.models.attention import attention_of
-from headprune.models.cost import model_cost
 from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.inspect import inspect
 from tests import tiny
 
 FAST = {"seq_len": 16, "resamples": 200, "speed": False}
@@ -39,7 +39,9 @@ def test_causal_losses_are_those_of_the_model(text_file: Path) -> None:
     ids = torch.tensor(windows["input_ids"])
     with torch.no_grad():
         wanted = [float(model(row[None], labels=row[None]).loss) * 15 for row in ids]
+        shifted = [float(model(row[None], labels=row[None].roll(1)).loss) * 15 for row in ids]
     np.testing.assert_allclose(losses.nll_nats, wanted, rtol=1e-5)
+    assert np.abs(losses.nll_nats - shifted).min() > 1e-2  # the comparison can fail
     assert losses.tokens.tolist() == [15] * 7
     decoded = tiny.tokenizer().decode(ids[0, 1:])
     assert losses.utf8_bytes[0] == len(decoded.encode())
@@ -85,6 +87,32 @@ def test_embeddings_ignore_padding() -> None:
     with torch.no_grad():
         states = model(**tokenizer(texts[0], return_tensors="pt")).last_hidden_state[0].mean(0)
     np.testing.assert_allclose(together[0], (states / states.norm()).numpy(), atol=1e-5)
+    seen = rows.map(lambda row: {"attention_mask": [1] * 12, "input_ids": pad(row["input_ids"])})
+    padded = quality.embeddings(model, seen, tokenizer, batch_size=3)
+    assert np.abs(padded[0] - alone[0]).max() > 1e-3  # had the padding counted, it would show
+
+
+def pad(ids: list[int]) -> list[int]:
+    return ids + [1] * (12 - len(ids))
+
+
+@pytest.mark.parametrize("pad_id", [None, -1, 1])
+def test_decoders_without_a_padding_token_are_padded_too(pad_id: int | None) -> None:
+    sizes = {"n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 32, "num_labels": 5}
+    config = GPT2Config(**sizes, vocab_size=tiny.VOCAB, initializer_range=1.0, bos_token_id=2)
+    config.pad_token_id = pad_id
+    model, tokenizer = GPT2ForSequenceClassification(config).eval(), tiny.tokenizer()
+    tokenizer.pad_token = None
+    texts = [tiny.text(n, seed=n) for n in (3, 12, 7, 1, 9)]
+    rows = Dataset.from_dict(dict(tokenizer(texts)))
+    with torch.no_grad():
+        wanted = [int(model(torch.tensor([ids])).logits.argmax()) for ids in rows["input_ids"]]
+    assert len(set(wanted)) > 1
+    assert quality.predicted_labels(model, rows, tokenizer, batch_size=5).tolist() == wanted
+    alone, together = (
+        quality.embeddings(model.transformer, rows, tokenizer, batch_size=n) for n in (1, 5)
+    )
+    np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
 def test_a_damaged_model_is_named_by_window(text_file: Path) -> None:
@@ -93,6 +121,24 @@ def test_a_damaged_model_is_named_by_window(text_file: Path) -> None:
         model.model.norm.weight[0] = float("nan")
     with pytest.raises(DataError, match="loss of window 0 is not finite"):
         quality.causal_losses(model, windows_of(text_file), tiny.tokenizer(), 4)
+
+
+def test_damaged_rows_and_empty_texts_are_named() -> None:
+    tokenizer = tiny.tokenizer()
+    rows = Dataset.from_dict(dict(tokenizer(["w1 w2", "w7"])))
+    classifier, encoder = tiny.model("bert-classifier"), tiny.model("bert-base")
+    for model in (classifier.bert, encoder):
+        with torch.no_grad():
+            model.embeddings.word_embeddings.weight[tokenizer("w7")["input_ids"][0]] = math.nan
+    with pytest.raises(DataError, match="output for row 1 is not finite"):
+        quality.predicted_labels(classifier, rows, tokenizer, 2)
+    with pytest.raises(DataError, match="embedding of row 1 is not finite"):
+        quality.embeddings(encoder, rows, tokenizer, 2)
+    rows = Dataset.from_dict(dict(tokenizer(["w1 w2", "w3", ""])))
+    with pytest.raises(DataError, match="Row 2 .* has no tokens"):
+        quality.embeddings(tiny.model("bert-base"), rows, tokenizer, 2)
+    with pytest.raises(DataError, match="mean cosine is nan on 4 examples"):
+        metric("mean_cosine", math.nan, 4)
 
 
 def test_metrics_on_known_answers() -> None:
@@ -120,10 +166,27 @@ def test_fidelity_is_one_for_the_same_embeddings_only() -> None:
     assert same["similarity_correlation"] == pytest.approx(1)
     shuffled = fidelity.compute(predictions=vectors[::-1], references=vectors)
     assert shuffled["similarity_correlation"] < 0.99
+    other = np.random.default_rng(1).normal(size=(6, 4)) * 0.3 + vectors
+    pairs = np.triu_indices(6, k=1)
+    direct = np.corrcoef((vectors @ vectors.T)[pairs], (other @ other.T)[pairs])[0, 1]
+    found = fidelity.compute(predictions=vectors, references=other)["similarity_correlation"]
+    assert found == pytest.approx(direct, abs=1e-12)
+    flat = fidelity.compute(predictions=vectors, references=np.tile(vectors[:1], (6, 1)))
+    assert math.isnan(flat["similarity_correlation"])
     # a common rotation keeps similarities, and only those
     rotated = fidelity.compute(predictions=vectors @ np.eye(4)[::-1], references=vectors)
     assert rotated["similarity_correlation"] == pytest.approx(1)
     assert rotated["mean_cosine"] < 0.99
+
+
+def test_rank_correlation_counts_ties_and_refuses_constants() -> None:
+    generator = np.random.default_rng(0)
+    a, b = generator.integers(0, 5, (2, 30)).astype(float)
+    ranks = [[(v < x).sum() + ((v == x).sum() + 1) / 2 for x in v] for v in (a, b)]
+    assert rank_correlation(a, b) == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    broken = [np.argsort(np.argsort(v)) for v in (a, b)]  # ties in order of appearance
+    assert abs(rank_correlation(a, b) - np.corrcoef(*broken)[0, 1]) > 1e-3
+    assert math.isnan(rank_correlation(a, np.ones(30)))
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
@@ -229,6 +292,37 @@ def test_models_that_do_not_compare_are_refused(text_file: Path, tmp_path: Path)
         evaluate(llama, data, EvaluateConfig(**FAST), against=bert)
     with pytest.raises(DataError, match="the model has 128 positions"):
         evaluate(llama, data, EvaluateConfig(**FAST | {"seq_len": 129}))
+    other = tiny.save(tiny.model("llama-gqa"), tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    ids["w0"], ids["w1"] = ids["w1"], ids["w0"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(HeadpruneError, match=r"disagree on 2 tokens \('w0' among them\)"):
+        evaluate(llama, data, EvaluateConfig(**FAST), against=other)
+
+
+def test_data_that_measures_nothing_is_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
+    path = tmp_path / "pairs.csv"
+    path.write_text("a,b,score\n" + "".join(f"w{s},w{s + 1},3\n" for s in range(4)))
+    pairs = DataConfig(source=str(path), text_column="a,b", label_column="score")
+    with pytest.raises(DataError, match="4 scores .* not all the same"):
+        evaluate(folder, pairs, EvaluateConfig(**FAST))
+    path.write_text("text\nw1\nw2\n")
+    with pytest.raises(DataError, match="3 texts at least; the data has 2"):
+        evaluate(folder, DataConfig(source=str(path)), EvaluateConfig(**FAST), against=folder)
+
+
+def test_timing_fits_into_the_positions() -> None:
+    model = tiny.model("llama-gqa")
+    (whole,) = measure([model], prompt_tokens=20, decoded=4, repeats=1)
+    assert (whole.prompt_tokens, whole.decoded_tokens) == (20, 4)
+    model.config.max_position_embeddings = 12
+    first, second = measure([model, tiny.model("llama-mha")], repeats=1)
+    assert (first.prompt_tokens, first.decoded_tokens) == (6, 6)
+    assert (second.prompt_tokens, second.decoded_tokens) == (6, 6)  # both read the same
+    (encoder,) = measure([tiny.model("bert-base")], repeats=1)
+    assert encoder.decode_tokens_per_s is None
 
 
 def test_data_formats_give_the_same_documents(tmp_path: Path) -> None:
@@ -250,23 +344,3 @@ def test_data_formats_give_the_same_documents(tmp_path: Path) -> None:
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress("\n".join(texts).encode()))
     (whole,) = read_examples(DataConfig(source=str(tmp_path / "d.txt.gz"))).texts
     assert whole == ("\n".join(texts),)  # a text file is one document
-
-
-def test_cost_counts_what_is_there() -> None:
-    cost = model_cost(tiny.model("llama-gqa", torch.bfloat16))
-    assert cost.query_heads == 6 * tiny.LAYERS
-    assert cost.kv_cache_bytes_per_token == 2 * 3 * 10 * tiny.LAYERS * 2  # K and V, bfloat16
-    per_layer = 48 * 60 + 60 + 2 * (48 * 30 + 30) + 60 * 48 + 48
-    assert cost.attention_parameters == per_layer * tiny.LAYERS
-    assert model_cost(tiny.model("bert-mlm")).kv_cache_bytes_per_token == 0
-
-
-def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
-    model = tiny.model("llama-gqa")
-    report = inspect(tiny.save(model, tmp_path / "model"))
-    with torch.no_grad():
-        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
-    live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
-    assert report.kv_cache_bytes_per_token["float32"] == live
-    assert "head_dim 10 is under the usual 64 and 128" in report.notes[0]
-    assert report.attention_parameters == sum(a.parameters for a in report.attentions)

@@ -34,6 +34,17 @@ class Interval:
     n: int
 
 
+def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Spearman's correlation: Pearson's of the ranks, where ties get their mean rank.
+
+    Returns:
+        Between -1 and 1; NaN where all values of ``a`` or of ``b`` are the same.
+    """
+    x, y = _centred_ranks(a), _centred_ranks(b)
+    norm = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / norm if norm else float("nan")
+
+
 def bootstrap(
     statistic: Statistic, n: int, resamples: int, confidence: float, seed: int
 ) -> Interval:
@@ -44,10 +55,16 @@ def bootstrap(
         n: Number of windows.
         resamples: Number of resamples.
         confidence: Level, between 0 and 1.
-        seed: Seed of the resampling.
+        seed: Seed of the resampling. Resamples in which the statistic is NaN do not count.
     """
     generator = np.random.default_rng(seed)
     draws = [statistic(generator.integers(0, n, n)) for _ in range(resamples)]
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(draws, [tail, 1 - tail])
     return Interval(statistic(np.arange(n)), float(low), float(high), confidence, n)
+
+
+def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[which]
+    return np.asarray(ranks - (len(values) + 1) / 2)

@@ -15,7 +15,8 @@ from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.data.windows import masked
 from headprune.errors import DataError
@@ -98,12 +99,18 @@ def predicted_labels(
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Floats:
-    """The label id that a classifier gives each row."""
-    labels = []
-    for batch in _padded(rows, tokenizer, batch_size, progress):
-        batch.pop("labels", None)
-        labels.append(model(**_on(model, batch)).logits.argmax(-1).cpu())
-    return torch.cat(labels).double().numpy()
+    """The label id that a classifier gives each row.
+
+    Raises:
+        DataError: If a row has no tokens, or its logits are not finite; the row is named.
+    """
+    if _pad_id(model.config) is None:
+        batch_size = 1  # decoders look for the last token that is no padding
+    logits = [
+        model(**batch).logits.float().cpu()
+        for batch in _padded(model, rows, tokenizer, batch_size, progress)
+    ]
+    return _finite(torch.cat(logits), "output for row").argmax(-1).double().numpy()
 
 
 @torch.no_grad()
@@ -114,14 +121,17 @@ def embeddings(
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Floats:
-    """Mean of the last hidden states over real tokens, normalised. Shape (rows, hidden)."""
+    """Mean of the last hidden states over real tokens, normalised. Shape (rows, hidden).
+
+    Raises:
+        DataError: If a row has no tokens, or its embedding is not finite; the row is named.
+    """
     vectors = []
-    for batch in _padded(rows, tokenizer, batch_size, progress):
-        batch.pop("labels", None)
-        states = model(**_on(model, batch)).last_hidden_state.float().cpu()
+    for batch in _padded(model, rows, tokenizer, batch_size, progress):
+        states = model(**batch).last_hidden_state.float()
         mask = batch["attention_mask"][..., None].float()
-        vectors.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
-    return torch.cat(vectors).double().numpy()
+        vectors.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu())
+    return _finite(torch.cat(vectors), "embedding of row").double().numpy()
 
 
 def _batches(windows: Dataset, size: int, progress: Progress) -> Iterator[Tensor]:
@@ -131,16 +141,38 @@ def _batches(windows: Dataset, size: int, progress: Progress) -> Iterator[Tensor
 
 
 def _padded(
-    rows: Dataset, tokenizer: Any, size: int, progress: Progress
+    model: PreTrainedModel, rows: Dataset, tokenizer: Any, size: int, progress: Progress
 ) -> Iterator[dict[str, Tensor]]:
+    """Batches padded on the right, on the model's device, without the labels.
+
+    Many decoders have no padding token; any id will do where the attention mask is 0, except that
+    a classifier on a decoder recognises padding by the id in its config.
+    """
+    known = (_pad_id(model.config), tokenizer.pad_token_id, 0)
+    padding = {"input_ids": next(i for i in known if i is not None)}
+    inputs = [name for name in rows.column_names if name != "labels"]
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        yield dict(tokenizer.pad(part, padding_side="right", return_tensors="pt"))
+        lengths = list(map(len, part["input_ids"]))
+        if 0 in lengths:
+            raise DataError(
+                f"Row {start + lengths.index(0)} (counted from 0; a sentence pair may be two rows) "
+                "has no tokens. Leave empty texts out."
+            )
+        columns = {name: [torch.tensor(ids) for ids in part[name]] for name in inputs}
+        yield {
+            name: pad_sequence(ids, batch_first=True, padding_value=padding.get(name, 0)).to(
+                model.device
+            )
+            for name, ids in columns.items()
+        }
         progress(min(start + size, len(rows)), len(rows))
 
 
-def _on(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.to(model.device) for name, value in batch.items()}
+def _pad_id(config: PreTrainedConfig) -> int | None:
+    """The padding id of a config; some write -1 for none."""
+    pad_id: int | None = getattr(config, "pad_token_id", None)
+    return None if pad_id is None or pad_id < 0 else pad_id
 
 
 def _summed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -152,15 +184,19 @@ def _summed(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _token_losses(losses: list[Tensor], scored: list[list[int]], tokenizer: Any) -> TokenLosses:
-    nll = torch.cat(losses)
-    if not bool(torch.isfinite(nll).all()):
-        window = int((~torch.isfinite(nll)).nonzero()[0])
-        raise DataError(
-            f"The loss of window {window} is not finite: the model overflows in this dtype or its "
-            "weights are damaged. Try --dtype float32."
-        )
     return TokenLosses(
-        nll.numpy(),
+        _finite(torch.cat(losses), "loss of window").numpy(),
         np.array([len(row) for row in scored], dtype=np.float64),
         np.array([len(tokenizer.decode(row).encode()) for row in scored], dtype=np.float64),
     )
+
+
+def _finite(values: Tensor, what: str) -> Tensor:
+    """Passes values on, first dimension rows, if all of them are finite."""
+    damaged = (~torch.isfinite(values)).reshape(len(values), -1).any(1)
+    if bool(damaged.any()):
+        raise DataError(
+            f"The {what} {int(damaged.nonzero()[0])} is not finite: the model overflows in this "
+            "dtype or its weights are damaged. Try --dtype float32."
+        )
+    return values

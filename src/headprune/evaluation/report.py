@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from headprune.checkpoint.folders import write_whole
+from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.speed import Speed
 from headprune.models.cost import ModelCost
@@ -128,6 +130,15 @@ METRICS = {
 
 
 def metric(name: str, value: float, n: int) -> Metric:
-    """A metric with its unit and direction."""
+    """A metric with its unit and direction.
+
+    Raises:
+        DataError: If the value is not finite: JSON has no such number.
+    """
+    if not math.isfinite(value):
+        raise DataError(
+            f"The {name.replace('_', ' ')} is {value} on {n} examples: there are too few of them, "
+            "or the model's outputs are all the same. Give more examples."
+        )
     unit, higher_is_better = METRICS[name]
     return Metric(name=name, value=value, unit=unit, higher_is_better=higher_is_better, n=n)

@@ -42,9 +42,14 @@ class Speed:
 def measure(
     models: Sequence[PreTrainedModel], prompt_tokens: int = 256, decoded: int = 16, repeats: int = 5
 ) -> list[Speed]:
-    """Times models in turn (A B A B ...), so that a drift of the machine hits all alike."""
-    positions = [getattr(m.config, "max_position_embeddings", prompt_tokens) for m in models]
-    prompt_tokens = min([prompt_tokens, *(p - decoded for p in positions)])
+    """Times models in turn (A B A B ...), so that a drift of the machine hits all alike.
+
+    Prompt and continuation shrink to what the model with the fewest positions has room for.
+    """
+    room = prompt_tokens + decoded
+    positions = min(getattr(m.config, "max_position_embeddings", room) for m in models)
+    decoded = min(decoded, positions // 2)
+    prompt_tokens = min(prompt_tokens, positions - decoded)
     generator = torch.Generator().manual_seed(0)
     vocabulary = models[0].config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)

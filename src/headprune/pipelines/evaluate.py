@@ -21,7 +21,7 @@ from headprune.data.sources import Examples, read_examples
 from headprune.data.windows import packed_windows, tokenized_rows
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import metrics, quality
-from headprune.evaluation.comparison import Statistic, bootstrap
+from headprune.evaluation.comparison import Statistic, bootstrap, rank_correlation
 from headprune.evaluation.quality import Floats, Progress, TokenLosses
 from headprune.evaluation.report import (
     METRICS,
@@ -89,6 +89,9 @@ def evaluate(
     ]
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
     _check(nets, names, examples, config)
+    if against is not None:
+        base = load_tokenizer(names[1], trust_remote_code=trust_remote_code)
+        _check_tokenizers(tokenizer, base, names)
     rows = _rows(nets[0], tokenizer, examples, config)
 
     def step(index: int) -> Progress:
@@ -135,6 +138,17 @@ def _check(
                 f"{sizes[1]:,} tokens) cannot be compared token by token; --against takes the "
                 "model that this one was made from."
             )
+
+
+def _check_tokenizers(ours: Any, base: Any, names: list[str]) -> None:
+    ids, base_ids = ours.get_vocab(), base.get_vocab()
+    if ids != base_ids:
+        differing = sorted(t for t in {**ids, **base_ids} if ids.get(t) != base_ids.get(t))
+        raise HeadpruneError(
+            f"The tokenizers of '{names[0]}' and '{names[1]}' disagree on {len(differing):,} "
+            f"tokens ({differing[0]!r} among them), so the two would read different texts; "
+            "--against takes the model that this one was made from."
+        )
 
 
 def _rows(
@@ -206,6 +220,11 @@ def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
         scores = np.array([float(label) for label in examples.labels[: len(similarities)]])
     except ValueError as error:
         raise DataError(f"The scores of sentence pairs must be numbers ({error}).") from None
+    if not np.isfinite(scores).all() or len(np.unique(scores)) < 2:
+        raise DataError(
+            f"The {len(scores)} scores of the sentence pairs must be finite and not all the same; "
+            "a rank correlation is not defined otherwise."
+        )
     return similarities, scores
 
 
@@ -245,10 +264,12 @@ def _embedding_differences(
     examples: Examples,
     interval: Callable[..., Difference],
 ) -> list[Difference]:
+    n = len(model.values)
+    if n < 3:
+        raise DataError(f"Embeddings are compared on 3 texts at least; the data has {n}.")
     fidelity = metrics.load("embedding_fidelity").compute(
         predictions=model.values, references=base.values
     )
-    n = len(model.values)
     model.metrics += [metric(name, value, n) for name, value in fidelity.items()]
     if examples.labels is None or len(examples.texts[0]) != 2:
         return []
@@ -256,16 +277,9 @@ def _embedding_differences(
     theirs, _ = _pairs(base.values, examples)
 
     def gain(i: Any) -> float:
-        # ranks by numpy: a resample has ties only where an index repeats, which both models share
-        return _rank_correlation(ours[i], scores[i]) - _rank_correlation(theirs[i], scores[i])
+        return rank_correlation(ours[i], scores[i]) - rank_correlation(theirs[i], scores[i])
 
     return [interval("spearman", "difference", gain, len(scores))]
-
-
-def _rank_correlation(a: Floats, b: Floats) -> float:
-    import pandas as pd
-
-    return float(np.corrcoef(pd.Series(a).rank(), pd.Series(b).rank())[0, 1])
 
 
 def _provenance(data: DataConfig, examples: Examples, config: EvaluateConfig) -> Provenance:

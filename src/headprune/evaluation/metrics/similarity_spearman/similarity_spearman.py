@@ -3,7 +3,8 @@
 import datasets
 import evaluate
 import numpy as np
-import pandas as pd
+
+from headprune.evaluation.comparison import rank_correlation
 
 
 class SimilaritySpearman(evaluate.Metric):  # type: ignore[misc]
@@ -21,5 +22,4 @@ class SimilaritySpearman(evaluate.Metric):  # type: ignore[misc]
         )
 
     def _compute(self, similarities: list[float], scores: list[float]) -> dict[str, float]:
-        ranks = [pd.Series(values).rank().to_numpy() for values in (similarities, scores)]
-        return {"spearman": float(np.corrcoef(*ranks)[0, 1])}
+        return {"spearman": rank_correlation(np.asarray(similarities), np.asarray(scores))}

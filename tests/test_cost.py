@@ -1,0 +1,59 @@
+"""Costs against live caches and against parameters counted here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headprune.models.attention import attention_of
+from headprune.models.cost import kv_cache_elements_per_token, model_cost
+from headprune.pipelines.inspect import inspect
+from tests import tiny
+
+
+@pytest.mark.parametrize("case", ["llama-mha", "llama-gqa", "llama-mqa", "gpt2"])
+def test_the_cache_is_as_large_as_a_live_one(case: str) -> None:
+    model = tiny.model(case)
+    with torch.no_grad():
+        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
+    assert model_cost(model).kv_cache_bytes_per_token == live
+    fewer = attention_of(model)[1:]
+    assert kv_cache_elements_per_token(fewer) * 4 != live  # the comparison can fail
+
+
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_every_parameter_counts_once(case: str) -> None:
+    model = tiny.model(case)
+    cost = model_cost(model)
+    tensors = {p.data_ptr(): p.numel() for p in model.parameters()}
+    assert cost.parameters == sum(tensors.values())
+    names = ("attn", "attention.self", "attention.output.dense")
+    named = dict(model.named_parameters())
+    wanted = sum(p.numel() for name, p in named.items() if any(part in name for part in names))
+    assert cost.attention_parameters == wanted
+    if case in ("gpt2", "bert-mlm"):  # tied embeddings
+        untied = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False))
+        assert cost.parameters < untied
+
+
+def test_cost_counts_what_is_there() -> None:
+    cost = model_cost(tiny.model("llama-gqa", torch.bfloat16))
+    assert cost.query_heads == 6 * tiny.LAYERS
+    assert cost.kv_cache_bytes_per_token == 2 * 3 * 10 * tiny.LAYERS * 2  # K and V, bfloat16
+    per_layer = 48 * 60 + 60 + 2 * (48 * 30 + 30) + 60 * 48 + 48
+    assert cost.attention_parameters == per_layer * tiny.LAYERS
+    assert model_cost(tiny.model("bert-mlm")).kv_cache_bytes_per_token == 0
+
+
+def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    report = inspect(tiny.save(model, tmp_path / "model"))
+    with torch.no_grad():
+        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
+    assert report.kv_cache_bytes_per_token["float32"] == live
+    assert "head_dim 10 is under the usual 64 and 128" in report.notes[0]
+    assert report.attention_parameters == sum(a.parameters for a in report.attentions)
