@@ -19,41 +19,7 @@ from headprune.models.surgery import Cut, cut_heads, resolve
 from headprune.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.tensors.units import Unit
 from tests import tiny
-
-
-def uneven_plan(model: PreTrainedModel, empty: int | None = None) -> Plan:
-    """Another number of units in every layer, gate values that are not 1, one layer without."""
-    attentions = attention_of(model)
-    unit = default_unit(attentions)
-    parts = {}
-    for layer, attention in enumerate(attentions):
-        group = attention.query_heads // attention.kv_heads
-        units = [] if layer == empty else [g for g in range(attention.kv_heads) if g != layer]
-        units = units[: max(1, attention.kv_heads - layer)] if units else units
-        if attention.kv_heads == 1 and layer != empty:
-            units = [0]
-        keep = [g * group + j for g in units for j in range(group)]
-        parts[attention.path] = AttentionPlan(
-            query_heads=attention.query_heads,
-            kv_heads=attention.kv_heads,
-            keep=tuple(keep),
-            scale=tuple(1 - 0.05 * h for h in keep),
-        )
-    return Plan(unit=unit, model=identity(model, "tiny"), attentions=parts)
-
-
-def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
-    """Gates, cuts, writes, reloads and compares."""
-    inputs = proof.probe_inputs(model.config)
-    dtype = model.dtype
-    wanted = proof.probe_gated(model, cuts, inputs)
-    control = proof.probe_control(model, cuts, inputs)
-    cut_heads(model, cuts)
-    cut = proof.probe(model, inputs)
-    model.save_pretrained(folder)
-    attn = model.config._attn_implementation
-    reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
-    return proof.conclude(wanted, cut, proof.probe(reloaded, inputs), control, dtype)
+from tests.cutting import prove, uneven_plan
 
 
 @pytest.mark.parametrize("empty", [None, 0, tiny.LAYERS - 1])
@@ -74,7 +40,7 @@ def test_gated_is_cut_is_reloaded(
 def test_a_cut_of_another_head_fails_the_proof(case: str, tmp_path: Path) -> None:
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model, empty=2), model)
-    inputs = proof.probe_inputs(model.config)
+    inputs = proof.probe_inputs(model)
     wanted = proof.probe_gated(model, cuts, inputs)
     # the corrupted sibling: one layer's kept heads get each other's gate values
     first = next(i for i, c in enumerate(cuts) if c.scale and len(set(c.scale)) > 1)

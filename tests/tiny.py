@@ -7,82 +7,180 @@ and biases are not zero.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForCTC,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from headprune.families import FAMILIES
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
 VOCAB = WORDS + len(SPECIAL)
 LAYERS = 4
 
+# what is tested most deeply: the three projection layouts, MHA, GQA and MQA
 CASES = ("llama-mha", "llama-gqa", "llama-mqa", "gpt2", "bert-mlm", "bert-base")
 
+# Sizes, under every name that a config class gives them; each takes those that it has.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "decoder_vocab_size": VOCAB,
+    "initializer_range": 0.1,
+    "init_std": 0.1,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size"), 48),
+    "word_embed_proj_dim": 48,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "n_inner"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 6),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 6),
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "d_kv": 10,
+    "attention_bias": True,
+    "image_size": 12,
+    "patch_size": 4,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "max_target_positions": 40,
+    "sliding_window": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 32,
+}
+_NO_HEAD_DIM = {"num_key_value_heads": 6}
+_CLIP = {**SIZES, "projection_dim": 16}
+# What a family needs beyond SIZES, and the variants that its row covers with other code.
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "llama-mha": {"num_key_value_heads": 6},
+    "llama-mqa": {"num_key_value_heads": 1},
+    "qwen3_moe": {"num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 10, "layer_types": ["full_attention"] * LAYERS},
+    "gemma2": {"query_pre_attn_scalar": 10},
+    "cohere": {"use_qk_norm": True},
+    "stablelm-qk_norm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "phi-qk_norm": {"qk_layernorm": True, "num_key_value_heads": 6, "head_dim": 8},
+    "gpt2": {"n_embd": 60},
+    "bart-causal": {},
+    "gpt_bigcode-mha": {"multi_query": False},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gptj": {"rotary_dim": 4},
+    "mpt": {"max_seq_len": 64},
+    "falcon": {"new_decoder_architecture": False, "multi_query": False},
+    "falcon-mqa": {"new_decoder_architecture": False, "multi_query": True},
+    "falcon-new": {"new_decoder_architecture": True, "num_kv_heads": 3},
+    "falcon-alibi": {"new_decoder_architecture": False, "multi_query": False, "alibi": True},
+    "deepseek_v3": {
+        **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
+        **{"v_head_dim": 10, "num_key_value_heads": 6, "head_dim": 4, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
+    },
+    "deberta-v2": {
+        **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": False},
+        **{"position_biased_input": False, "type_vocab_size": 0},
+    },
+    "deberta-v2-shared": {
+        **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True},
+        "position_buckets": 8,
+    },
+    "modernbert": {"cls_token_id": 2, "sep_token_id": 3, "local_attention": 8},
+    "whisper": {"vocab_size": VOCAB, "suppress_tokens": None, "begin_suppress_tokens": None},
+    "clip": {
+        **{"text_config": {**_CLIP, "vocab_size": VOCAB}, "vision_config": _CLIP},
+        "projection_dim": 16,
+    },
+    "wav2vec2": {
+        **{"conv_dim": [16] * 3, "conv_stride": [5, 4, 4], "conv_kernel": [10, 4, 4]},
+        **{"num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8},
+        "num_conv_pos_embedding_groups": 4,
+    },
+}
+FAMILY_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
+_CLASSES = {
+    "mlm": AutoModelForMaskedLM,
+    "base": AutoModel,
+    "classifier": AutoModelForSequenceClassification,
+    "causal": AutoModelForCausalLM,
+    "clip": AutoModel,
+    "deit": AutoModel,
+}
+_PREFERRED = (
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoModelForMaskedLM,
+    AutoModelForCausalLM,
+    AutoModelForCTC,
+    AutoModelForImageClassification,
+    AutoModel,
+)
 
-def model(case: str, dtype: torch.dtype = torch.float32, attn: str = "sdpa") -> PreTrainedModel:
-    """Builds one tiny model in eval mode."""
+
+def model(case: str, dtype: torch.dtype = torch.float32, attn: str | None = None) -> PreTrainedModel:
+    """Builds one tiny model in eval mode; a case is a family, or a family and a variant."""
     torch.manual_seed(sum(map(ord, case)))
     built = _build(case, attn)
     with torch.no_grad():
         for name, parameter in built.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or parameter.dim() == 1:
+                parameter.normal_(float(parameter.mean()), 0.1)
+            elif parameter.dim() == 2 and isinstance(_owner(built, name), nn.Linear):
                 parameter.normal_(std=0.1)
     return built.to(dtype).eval()
 
 
-def _build(case: str, attn: str) -> PreTrainedModel:
-    family, _, kind = case.partition("-")
-    common = {
-        "vocab_size": VOCAB,
-        "initializer_range": 0.1,
-        "attn_implementation": attn,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-        "pad_token_id": 1,
-    }
-    if family == "llama":
-        config = LlamaConfig(
-            hidden_size=48,
-            intermediate_size=64,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=6,
-            num_key_value_heads={"mha": 6, "gqa": 3, "mqa": 1}[kind],
-            head_dim=10,
-            attention_bias=True,
-            max_position_embeddings=128,
-            **common,
-        )
-        return LlamaForCausalLM(config)
-    if family == "gpt2":
-        sizes = {"n_embd": 60, "n_layer": LAYERS, "n_head": 6, "n_positions": 128}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **common))
-    config = BertConfig(
-        hidden_size=60,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        max_position_embeddings=128,
-        **common,
+def _owner(built: nn.Module, name: str) -> nn.Module:
+    return built.get_submodule(name.rpartition(".")[0])
+
+
+def family_of_case(case: str) -> str:
+    """The model type of a case: the longest family name that it starts with."""
+    known = [name for name in CONFIG_MAPPING if case == name or case.startswith(f"{name}-")]
+    return max(known, key=len)
+
+
+def config(case: str) -> Any:
+    """The config of a tiny model."""
+    name = family_of_case(case)
+    cls = CONFIG_MAPPING[name]
+    fields = {f.name for f in dataclasses.fields(cls)} | set(cls.attribute_map)
+    sizes = {key: value for key, value in SIZES.items() if key in fields}
+    mapped = {cls.attribute_map.get(key, key) for key in sizes}
+    sizes = {key: SIZES[key] for key in mapped if key in SIZES}
+    return cls(**{**sizes, **DIFFERENCES.get(name, {}), **DIFFERENCES.get(case, {})})
+
+
+def _build(case: str, attn: str | None) -> PreTrainedModel:
+    built_config, kind = config(case), case.removeprefix(family_of_case(case)).removeprefix("-")
+    auto = _CLASSES.get(kind or case) or next(
+        a for a in _PREFERRED if type(built_config) in a._model_mapping
     )
-    heads = {
-        "mlm": BertForMaskedLM,
-        "base": BertModel,
-        "classifier": BertForSequenceClassification,
-    }
-    return heads[kind](config)
+    return auto.from_config(built_config, **({"attn_implementation": attn} if attn else {}))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

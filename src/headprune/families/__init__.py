@@ -1,15 +1,14 @@
 """The family table: what headprune knows of each supported model family."""
 
 from headprune.errors import FamilyError
-from headprune.families.bert import BERT
-from headprune.families.gpt2 import GPT2
-from headprune.families.llama import LLAMA
-from headprune.families.spec import Family, Projection
+from headprune.families import bert, gpt, llama, perception, seq2seq
+from headprune.families.spec import COMMON_SETTINGS, Family, Projection
 from headprune.registry import Registry
 
-__all__ = ["FAMILIES", "Family", "Projection"]
+__all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Projection"]
 
 FAMILIES: Registry[Family] = Registry("family", FamilyError)
-for _row in (LLAMA, GPT2, BERT):
-    FAMILIES.add(_row.model_type, _row)
+for _module in (llama, gpt, bert, seq2seq, perception):
+    for _row in _module.ROWS:
+        FAMILIES.add(_row.model_type, _row)
 FAMILIES.freeze()

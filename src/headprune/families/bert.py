@@ -1,10 +1,16 @@
-"""BERT: separate q, k and v in ``attention.self``, the output projection in its sibling."""
+"""BERT and the encoders after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
 
 from headprune.families.spec import Family, Projection
 
+_CROSS = "cross attention of decoders on their own is not in the table yet"
+
 BERT = Family(
     model_type="bert",
-    attention="encoder.layer.*.attention.self",
+    attention={"self": "encoder.layer.*.attention.self"},
     projections=(
         Projection("query", "q"),
         Projection("key", "k"),
@@ -13,5 +19,112 @@ BERT = Family(
     ),
     head_dim="attention_head_size",
     follows={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
-    refused={"add_cross_attention": "cross attention of BERT decoders is not in the table yet"},
+    refused={"add_cross_attention": _CROSS},
+)
+
+ALBERT = replace(
+    BERT,
+    model_type="albert",
+    # one layer's weights run in every layer, so a head leaves all layers at once
+    attention={"self": "encoder.albert_layer_groups.*.albert_layers.*.attention"},
+    projections=(*BERT.projections[:3], Projection("dense", "o")),
+    without_heads="LayerNorm",
+    knows=frozenset({"num_hidden_groups", "inner_group_num", "classifier_dropout_prob"}),
+)
+
+DISTILBERT = Family(
+    model_type="distilbert",
+    attention={"self": "transformer.layer.*.attention"},
+    projections=(
+        Projection("q_lin", "q"),
+        Projection("k_lin", "k"),
+        Projection("v_lin", "v"),
+        Projection("out_lin", "o"),
+    ),
+    head_dim="attention_head_size",
+    follows={"n_heads": "query_heads", "dim": "query_width"},
+    query_heads_key="n_heads",
+    knows=frozenset(
+        {"sinusoidal_pos_embds", "dim", "hidden_dim", "qa_dropout", "seq_classif_dropout"}
+    ),
+)
+
+DEBERTA_V2 = replace(
+    BERT,
+    model_type="deberta-v2",
+    projections=(
+        Projection("query_proj", "q"),
+        Projection("key_proj", "k"),
+        Projection("value_proj", "v"),
+        # what content and position say of each other; absent where it shares the ones above
+        Projection("pos_key_proj", "k", optional=True),
+        Projection("pos_query_proj", "q", optional=True),
+        Projection("../output.dense", "o"),
+    ),
+    fewer_kv_heads="its disentangled attention scores Q and K head by head and has no repeat",
+    refused={},
+    knows=frozenset(
+        {
+            "relative_attention",
+            "max_relative_positions",
+            "position_biased_input",
+            "pos_att_type",
+            "pooler_dropout",
+            "pooler_hidden_act",
+            "legacy",
+        }
+    ),
+)
+
+MODERNBERT = Family(
+    model_type="modernbert",
+    attention={"self": "layers.*.attn"},
+    projections=(Projection("Wqkv", "qkv"), Projection("Wo", "o")),
+    fewer_kv_heads="its fused projection has no place for another number of KV heads",
+    knows=frozenset(
+        {
+            "initializer_cutoff_factor",
+            "norm_eps",
+            "norm_bias",
+            "cls_token_id",
+            "sep_token_id",
+            "local_attention",
+            "mlp_dropout",
+            "decoder_bias",
+            "classifier_pooling",
+            "classifier_bias",
+            "classifier_activation",
+            "deterministic_flash_attn",
+            "sparse_prediction",
+            "sparse_pred_ignore_index",
+        }
+    ),
+)
+
+MPNET = Family(
+    model_type="mpnet",
+    attention={"self": "encoder.layer.*.attention.attn"},
+    projections=(
+        Projection("q", "q"),
+        Projection("k", "k"),
+        Projection("v", "v"),
+        Projection("o", "o"),
+    ),
+    head_dim="attention_head_size",
+    follows={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
+    head_arguments={"position_bias": 1},
+    fewer_kv_heads="its attention multiplies Q with K head by head and has no repeat",
+    knows=frozenset({"relative_attention_num_buckets"}),
+)
+
+ROWS = (
+    BERT,
+    replace(BERT, model_type="roberta"),
+    replace(BERT, model_type="xlm-roberta"),
+    replace(BERT, model_type="electra", knows=frozenset({"summary_last_dropout"})),
+    ALBERT,
+    DISTILBERT,
+    DEBERTA_V2,
+    MODERNBERT,
+    MPNET,
 )

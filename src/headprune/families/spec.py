@@ -1,7 +1,14 @@
 """What headprune must know of a model family, as data.
 
-A family is one row. To add one, write the row (see ``llama.py`` for the plainest), and the
-registry-parametrised tests prove gate = cut = reloaded on a tiny model of it.
+A family is one row. Most models of today are laid out like Llama, and then the row is one line in
+``llama.py``: its name, and the settings of its own that do not touch heads, if it has any. OLMo adds
+one to Llama, and reads
+
+    llama_like("olmo", {"clip_qkv"}),
+
+The registry-parametrised tests pick the row up, build a tiny random model from the family's config
+class, and prove gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted
+sibling that must fail. If they pass, the family is supported; nothing else needs to be touched.
 """
 
 from __future__ import annotations
@@ -11,7 +18,13 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-Size = Literal["query_heads", "kv_heads", "queries_per_kv", "query_width"]
+Size = Literal["query_heads", "kv_heads", "queries_per_kv", "query_width", "kv_width"]
+Role = Literal["q", "k", "v"]
+
+
+
+def _nothing() -> Any:
+    return field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -20,13 +33,20 @@ class Projection:
 
     Attributes:
         path: Path relative to the attention module; a leading ``../`` climbs to its parent.
-        holds: What it computes, in order: "q", "k", "v", "qkv"; "o" for the output projection.
-        interleaved: For fused projections: False for ``[Q; K; V]``, True for ``[q k v]`` per head.
+        holds: What it computes, in order: "q", "k", "v", "qkv"; "o" for the output projection; ""
+            for one that stays whole.
+        groups: For fused projections: False for ``[Q; K; V]``, True for ``[q ... q k v]`` per KV
+            head, which with one query per KV head is ``[q k v]`` per head.
+        head_dim: Attribute of the attention module with the width of one head in this projection,
+            or several joined by "+"; by default the row's ``head_dim``.
+        optional: Whether some models of the family go without it.
     """
 
     path: str
     holds: str
-    interleaved: bool = False
+    groups: bool = False
+    head_dim: str | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +55,97 @@ class Family:
 
     Attributes:
         model_type: ``config.model_type`` of the family.
-        attention: Path of the attention modules below the base model; ``*`` is one path segment.
+        attention: The kinds of attention the model has ("self"; "encoder", "decoder", "cross";
+            "text", "vision"), each with the path of its modules below the base model, in which
+            ``*`` is one path segment.
         projections: The projections of one attention module.
         head_dim: Attribute of the attention module that holds the width of a head.
         follows: Attributes of the attention module that change with the head counts, and the size
             each one takes.
+        config_follows: The same for attributes that its forward reads from the config.
+        per_head: Other tensors (or module lists) of the attention module with one entry per head
+            along their first dimension, and the role of that head.
+        whole_norms: Norms over all heads of a projection at once. What they compute changes when a
+            head is missing, so norm and projection stay whole and their output is narrowed.
+        head_arguments: Arguments of the attention's forward that carry one entry per head of the
+            original model, and the dimension of it; "batch" where batch and heads share the first.
+        shares_position_bias: Whether the first module computes a position bias for all.
+        without_heads: What a forward without heads does with the output: "" returns it, "residual"
+            adds the argument of that name, anything else is the norm that takes input + output.
         query_heads_key: Config attribute for the number of query heads.
         kv_heads_key: Config attribute for the number of KV heads; None where it is always the
             number of query heads.
-        native_uniform: Whether the stock class, given other counts in its config, can hold a cut
-            with equal counts in all layers.
+        native: Whether the stock class, given other counts in its config, can hold a cut with
+            equal counts in all layers.
+        native_unless: Config attributes that make it impossible when they are truthy.
+        fewer_kv_heads: Where fewer KV heads than query heads fit: "native" in the stock class,
+            "runtime" in the class that travels with the result, or the reason why nowhere.
         refused: Config attributes that make a model of the family unsupported when they are
             truthy, with the reason.
+        knows: Config attributes, beyond the common ones, that were checked not to touch what this
+            row says. Any other that differs from its default is refused by name.
     """
 
     model_type: str
-    attention: str
+    attention: Mapping[str, str]
     projections: tuple[Projection, ...]
     head_dim: str = "head_dim"
-    follows: Mapping[str, Size] = field(default_factory=lambda: MappingProxyType({}))
+    follows: Mapping[str, Size] = _nothing()
+    config_follows: Mapping[str, Size] = _nothing()
+    per_head: Mapping[str, Role] = _nothing()
+    whole_norms: Mapping[str, Role] = _nothing()
+    head_arguments: Mapping[str, int | Literal["batch"]] = _nothing()
+    shares_position_bias: bool = False
+    without_heads: str = ""
     query_heads_key: str = "num_attention_heads"
     kv_heads_key: str | None = None
-    native_uniform: bool = False
-    refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    native: bool = False
+    native_unless: tuple[str, ...] = ()
+    fewer_kv_heads: str = "runtime"
+    refused: Mapping[str, str] = _nothing()
+    knows: frozenset[str] = field(default_factory=frozenset)
 
     def for_runtime(self) -> dict[str, Any]:
         """The part of the row that travels in config.json: all that rebuilding a model needs."""
         return {
-            "attention": self.attention,
+            "attention": dict(self.attention),
             "projections": [asdict(projection) for projection in self.projections],
             "head_dim": self.head_dim,
             "follows": dict(self.follows),
+            "config_follows": dict(self.config_follows),
+            "per_head": dict(self.per_head),
+            "whole_norms": dict(self.whole_norms),
+            "head_arguments": dict(self.head_arguments),
+            "shares_position_bias": self.shares_position_bias,
+            "without_heads": self.without_heads,
         }
+
+
+# Settings that many families share and that never touch heads: sizes of other parts, vocabulary,
+# dropout, norms, initialisation, rotary parameters, windows, heads on top. Head counts and head_dim
+# are read off the weights, so their names stand here as well.
+COMMON_SETTINGS = frozenset(
+    """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings type_vocab_size embedding_size
+    pad_token_id eos_token_id bos_token_id decoder_start_token_id forced_eos_token_id
+    tie_word_embeddings initializer_range initializer_factor init_std use_cache
+    hidden_act hidden_activation activation_function activation feed_forward_proj
+    attention_dropout hidden_dropout dropout dropout_rate activation_dropout resid_pdrop embd_pdrop
+    attn_pdrop hidden_dropout_prob attention_probs_dropout_prob embedding_dropout classifier_dropout
+    encoder_layerdrop decoder_layerdrop layerdrop layer_norm_eps layer_norm_epsilon rms_norm_eps
+    rope_parameters attention_bias mlp_bias qkv_bias sliding_window use_sliding_window layer_types
+    max_window_layers is_decoder pretraining_tp d_model d_ff d_kv encoder_layers encoder_ffn_dim
+    encoder_attention_heads decoder_layers decoder_ffn_dim decoder_attention_heads scale_embedding
+    num_layers num_heads num_decoder_layers n_layer n_head n_layers n_heads n_positions n_embd
+    n_inner use_parallel_residual logit_scale final_logit_softcapping attn_logit_softcapping
+    query_pre_attn_scalar num_experts_per_tok num_local_experts moe_intermediate_size
+    output_router_logits router_aux_loss_coef norm_topk_prob image_size patch_size num_channels
+    encoder_stride pooler_output_size pooler_act projection_dim summary_type summary_use_proj
+    summary_activation use_weighted_layer_sum classifier_proj_size apply_spec_augment mask_time_prob
+    mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
+    mask_feature_min_masks
+    architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id
+    output_hidden_states problem_type return_dict transformers_version
+    """.split()
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import FamilyError
-from headprune.families import FAMILIES, Family
+from headprune.families import COMMON_SETTINGS, FAMILIES, Family
 from headprune.plan import ModelIdentity
 from headprune.runtime.modeling_headprune import Attention, find_attention
 
@@ -29,6 +30,33 @@ def family_of(config: PreTrainedConfig) -> Family:
                 f"{reason}."
             )
     return family
+
+
+def refuse_unknown_settings(config: PreTrainedConfig) -> None:
+    """Refuses a config with a setting that nobody has checked against the family's row.
+
+    Such settings come with newer versions of transformers. The class behind the config might read
+    one and do something with heads that the row does not say.
+
+    Raises:
+        FamilyError: Naming the first such setting that differs from its default.
+    """
+    family = family_of(config)
+    for setting in dataclasses.fields(config):  # type: ignore[arg-type]
+        name = setting.name
+        if name in COMMON_SETTINGS or name in family.knows or name in family.refused:
+            continue
+        default = setting.default
+        if setting.default_factory is not dataclasses.MISSING:
+            default = setting.default_factory()
+        value = getattr(config, name, default)
+        if value != default:
+            raise FamilyError(
+                f"This {config.model_type} model sets {name}={value!r}, which headprune's table "
+                f"does not know (default: {default!r}): it might change what a head is. "
+                "--assume-supported goes on regardless; the proof then says whether the cut model "
+                "computes the same, on its probe inputs only."
+            )
 
 
 def attention_of(model: PreTrainedModel) -> list[Attention]:

@@ -11,6 +11,7 @@ from headprune.models.attention import attention_of
 from headprune.models.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
 
+GENERATES = ("causal-lm", "seq2seq-lm")
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -35,8 +36,11 @@ class ModelCost:
 
 
 def kv_cache_elements_per_token(attentions: Sequence[Attention]) -> int:
-    """Keys and values that one token leaves in the cache: 2 x sum of kv_heads x head_dim."""
-    return 2 * sum(a.kv_heads * a.head_dim for a in attentions)
+    """Keys and values that one generated token leaves in the cache: 2 x sum of kv_heads x head_dim.
+
+    An encoder caches nothing, and cross attention one entry per token of the source.
+    """
+    return 2 * sum(a.kv_heads * a.head_dim for a in attentions if a.kind in ("self", "decoder"))
 
 
 def attention_parameters(attention: Attention) -> int:
@@ -47,7 +51,7 @@ def attention_parameters(attention: Attention) -> int:
 def model_cost(model: PreTrainedModel) -> ModelCost:
     """Measures a model's sizes off its weights."""
     attentions = attention_of(model)
-    cached = kv_cache_elements_per_token(attentions) if task_of(model) == "causal-lm" else 0
+    cached = kv_cache_elements_per_token(attentions) if task_of(model) in GENERATES else 0
     return ModelCost(
         parameters=model.num_parameters(),
         attention_parameters=sum(map(attention_parameters, attentions)),

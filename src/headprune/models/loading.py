@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from headprune.errors import CheckpointError
 from headprune.runtime import modeling_headprune
 
-Task = Literal["causal-lm", "masked-lm", "classification", "features"]
+Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
 
 _TASKS: dict[str, Task] = {
     "AutoModelForCausalLM": "causal-lm",
+    "AutoModelForSeq2SeqLM": "seq2seq-lm",
+    "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
     "AutoModelForMaskedLM": "masked-lm",
     "AutoModelForSequenceClassification": "classification",
 }

@@ -8,14 +8,16 @@ by one head. A proof whose control is as small as its differences would show not
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
-from headprune.errors import ProofError
+from headprune.errors import FamilyError, ProofError
 from headprune.models.gating import fixed, gated
 from headprune.models.loading import task_of
 from headprune.models.surgery import Cut
@@ -67,11 +69,38 @@ class Proof:
         return all(d <= self.tolerance for d in (self.gated_vs_cut, self.gated_vs_reloaded))
 
 
-def probe_inputs(config: PreTrainedConfig, seed: int = PROBE_SEED) -> dict[str, Tensor]:
-    """Two rows of random token ids; the second is padded on the right."""
-    text = config.get_text_config()
-    length = min(24, getattr(text, "max_position_embeddings", 24))
-    generator = torch.Generator().manual_seed(seed)
+def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Tensor]:
+    """Two random examples of whatever the model takes; texts are of unequal length and padded."""
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    takes = set(inspect.signature(model.forward).parameters)
+    inputs: dict[str, Tensor] = {}
+    if "input_ids" in takes:
+        inputs = _random_text(config.get_text_config(), 24, generator)
+    if "pixel_values" in takes:
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        inputs["pixel_values"] = torch.randn(2, vision.num_channels, *sides, generator=generator)
+    if "input_features" in takes:
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        inputs["input_features"] = torch.randn(shape, generator=generator)
+    if "input_values" in takes:
+        inputs["input_values"] = torch.randn(2, 8000, generator=generator)
+    if "decoder_input_ids" in takes:
+        text = _random_text(config.get_text_config(decoder=True), 17, generator)
+        inputs["decoder_input_ids"] = text["input_ids"]
+    if not inputs:
+        raise FamilyError(
+            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no input that a proof can "
+            "make up. Cut the model without its head (the class that AutoModel gives)."
+        )
+    return inputs
+
+
+def _random_text(
+    text: PreTrainedConfig, length: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    length = min(length, getattr(text, "max_position_embeddings", None) or length)
     ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, length - length // 4 :] = 0
@@ -81,25 +110,37 @@ def probe_inputs(config: PreTrainedConfig, seed: int = PROBE_SEED) -> dict[str, 
 @torch.no_grad()
 def probe(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Outputs:
     """Runs a model on probe inputs; padded positions are zeroed, they carry no meaning."""
-    inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    result = model(**inputs)
-    name = "logits" if "logits" in result else "last_hidden_state"
-    output = result[name].double().cpu()
-    if output.dim() == 3:
-        output *= inputs["attention_mask"].cpu()[..., None]
-    outputs = {name: output}
-    if task_of(model) == "causal-lm":
-        outputs["logits_decoded_with_cache"] = _decoded(model, inputs["input_ids"][:1])
+    dtype, device = model.dtype, model.device
+    inputs = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+    result, mask = model(**inputs), inputs.get("attention_mask")
+    outputs = {}
+    for name, value in result.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            output = value.double().cpu()
+            if mask is not None and output.dim() == 3 and output.shape[:2] == mask.shape:
+                output *= mask.cpu()[..., None]
+            outputs[name] = output
+    if task_of(model) in ("causal-lm", "seq2seq-lm"):
+        outputs["logits_decoded_with_cache"] = _decoded(model, inputs)
     return outputs
 
 
-def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _decoded(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of the first example, the last positions decoded one by one."""
+    first = {name: value[:1] for name, value in inputs.items()}
+    name = "decoder_input_ids" if "decoder_input_ids" in first else "input_ids"
+    ids = first.pop(name)
+    if name == "input_ids":
+        first = {}  # the first example has no padding
     start = ids.shape[1] - _DECODED
-    result = model(ids[:, :start], use_cache=True)
+    result = model(**{**first, name: ids[:, :start]}, use_cache=True)
+    if name == "decoder_input_ids":
+        first = {k: v for k, v in first.items() if k == "attention_mask"}
+        first["encoder_outputs"] = BaseModelOutput(result.encoder_last_hidden_state)
     logits = [result.logits]
     for position in range(start, ids.shape[1]):
-        cache = result.past_key_values
-        result = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache, step = result.past_key_values, ids[:, position : position + 1]
+        result = model(**{**first, name: step}, past_key_values=cache, use_cache=True)
         logits.append(result.logits)
     return torch.cat(logits, dim=1).double().cpu()
 
@@ -124,10 +165,15 @@ def probe_control(
 
 
 def difference(wanted: Outputs, got: Outputs) -> float:
-    """Largest absolute difference over the largest wanted output; NaN if any output is NaN."""
-    largest = largest_output(wanted)
-    gaps = [float((wanted[name] - got[name]).abs().max()) for name in wanted]
-    return float("nan") if any(gap != gap for gap in gaps) else max(gaps) / (largest or 1.0)
+    """Largest absolute difference over the largest value, of the output where that is worst.
+
+    NaN if any output is NaN.
+    """
+    shares = []
+    for name, output in wanted.items():
+        largest = float(output.abs().max())
+        shares.append(float((output - got[name]).abs().max()) / (largest or 1.0))
+    return float("nan") if any(share != share for share in shares) else max(shares)
 
 
 def largest_output(outputs: Outputs) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.families import Family
@@ -16,7 +16,7 @@ from headprune.models.loading import native_class
 from headprune.plan import AttentionPlan, Plan, Shape, check_heads, check_module
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim
-from headprune.tensors.index_maps import IndexMap, projection_slices
+from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
 
 CONFIG_SCHEMA = 1
 
@@ -106,26 +106,43 @@ def _cut(attention: Attention, part: AttentionPlan, physical: bool) -> Cut:
     return Cut(attention, kept, tuple(used), part.scale)
 
 
-def index_maps(cut: Cut) -> list[IndexMap]:
+def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
     """The slices of the attention's tensors that stay, with gate values folded into W_O."""
     attention = cut.attention
     total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
     kept = {"q": cut.query_positions, "k": cut.kv_positions, "v": cut.kv_positions}
     maps = []
     for projection in attention.projections:
-        module, holds = projection.module, projection.holds
-        rows = projection_slices(holds, projection.interleaved, kept, total, attention.head_dim)
+        module, holds, head_dim = projection.module, projection.holds, projection.head_dim
+        if not holds:
+            continue
+        rows = projection_slices(holds, projection.groups, kept, total, head_dim)
         weight, bias = f"{projection.path}.weight", f"{projection.path}.bias"
         if holds == "o":
             scale = None
             if cut.scale is not None:
-                scale = torch.tensor(cut.scale).repeat_interleave(attention.head_dim)
+                scale = torch.tensor(cut.scale).repeat_interleave(head_dim)
             maps.append(IndexMap(weight, input_dim(module), rows, scale))
             continue
         maps.append(IndexMap(weight, 1 - input_dim(module), rows))
         if module.bias is not None:
             maps.append(IndexMap(bias, 0, rows))
+    parameters = dict(attention.module.named_parameters())
+    for name, role in family.per_head.items():
+        if name in parameters:
+            maps.append(IndexMap(f"{attention.path}.{name}", 0, head_slices(kept[role], 1)))
     return maps
+
+
+def _pick_modules(cut: Cut, family: Family) -> None:
+    """Keeps the entries of module lists that have one module per head."""
+    kept = {"q": cut.query_positions, "k": cut.kv_positions, "v": cut.kv_positions}
+    modules = dict(cut.attention.module.named_modules())
+    for name, role in family.per_head.items():
+        entries = modules.get(name)
+        if isinstance(entries, nn.ModuleList):
+            owner, _, last = name.rpartition(".")
+            setattr(modules[owner], last, nn.ModuleList(entries[p] for p in kept[role]))
 
 
 def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
@@ -139,27 +156,30 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
         How the result must be stored.
     """
     family = family_of(model.config)
-    shape = result_shape(cuts, family)
+    shape = result_shape(cuts, model.config)
     for cut in cuts:
-        for index_map in index_maps(cut):
+        for index_map in index_maps(cut, family):
             _replace(model, index_map)
+        _pick_modules(cut, family)
         modeling_headprune.resize(cut.attention, family.for_runtime(), cut.query_ids, cut.kv_ids)
     (_write_native_config if shape is Shape.NATIVE else _write_runtime_config)(model, cuts, family)
     return shape
 
 
-def result_shape(cuts: Sequence[Cut], family: Family) -> Shape:
+def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     """Native where the stock class and a plain config can hold the result."""
+    family = family_of(config)
     counts = {(len(cut.query_positions), len(cut.kv_positions)) for cut in cuts}
     untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
-    even = len(counts) == 1 and min(counts)[0] > 0 and family.native_uniform
+    native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
+    even = len(counts) == 1 and min(counts)[0] > 0 and native
     # an uncut model of any family is what its config already says
     return Shape.NATIVE if even or (untouched and not _already_cut(cuts)) else Shape.RUNTIME
 
 
 def _already_cut(cuts: Sequence[Cut]) -> bool:
     return any(
-        cut.attention.query_ids != tuple(range(cuts[0].attention.query_heads)) for cut in cuts
+        cut.attention.query_ids != tuple(range(cut.attention.query_heads)) for cut in cuts
     )
 
 
@@ -177,8 +197,8 @@ def _write_native_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Fa
         config.__dict__.pop(attribute, None)
     config.per_layer_config = None
     model.__class__ = native_class(type(model))
+    _write_head_dim(config, cuts[0].attention, family)
     if family.kv_heads_key is not None:
-        config.head_dim = cuts[0].attention.head_dim
         setattr(config, family.kv_heads_key, cuts[0].attention.kv_heads)
     setattr(config, family.query_heads_key, cuts[0].attention.query_heads)
 
@@ -196,18 +216,26 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
             for cut in cuts
         },
     }
-    # transformers' cache code sizes static caches from these
-    config.head_dim = cuts[0].attention.head_dim
-    config.per_layer_config = None
-    config.allow_global_per_layer_attribute_access = True
-    config.per_layer_config = {
-        layer: _layer_overrides(cut, family) for layer, cut in enumerate(cuts)
-    }
+    if list(family.attention) == ["self"] and len(cuts) == config.num_hidden_layers:
+        # transformers' cache code sizes static caches from these
+        _write_head_dim(config, cuts[0].attention, family)
+        config.per_layer_config = None
+        config.allow_global_per_layer_attribute_access = True
+        config.per_layer_config = {
+            layer: _layer_overrides(cut, family) for layer, cut in enumerate(cuts)
+        }
     config.auto_map = {
         auto: f"modeling_headprune.{cls.__name__}"
         for auto, cls in modeling_headprune.auto_classes(type(config)).items()
     }
     model.__class__ = modeling_headprune.pruned_class(native)
+
+
+def _write_head_dim(config: PreTrainedConfig, attention: Attention, family: Family) -> None:
+    """Says how wide a head is, where it can no longer be told from hidden_size and their number."""
+    computed = isinstance(getattr(type(config), "head_dim", None), property)
+    if family.head_dim == "head_dim" and not computed:
+        config.head_dim = attention.head_dim
 
 
 def _layer_overrides(cut: Cut, family: Family) -> dict[str, object]:

@@ -101,7 +101,7 @@ def inspect(model: str | Path, trust_remote_code: bool = False) -> Inspection:
     attentions = attention_of(net)
     sizes = cost.model_cost(net)
     unit = default_unit(attentions)
-    generates = task_of(net) == "causal-lm"
+    generates = task_of(net) in cost.GENERATES
     elements = cost.kv_cache_elements_per_token(attentions)
     return Inspection(
         family=family_of(net.config).model_type,

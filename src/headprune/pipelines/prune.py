@@ -18,7 +18,7 @@ from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, wr
 from headprune.config import Dtype
 from headprune.errors import PlanError
 from headprune.models import proof
-from headprune.models.attention import attention_of, family_of, identity
+from headprune.models.attention import attention_of, identity
 from headprune.models.loading import from_pretrained, native_class, parse_dtype
 from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
 from headprune.models.surgery import cut_heads, resolve, result_shape
@@ -101,7 +101,7 @@ def prune(
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
 
     on_stage("probing the gated original")
-    inputs = proof.probe_inputs(net.config)
+    inputs = proof.probe_inputs(net)
     wanted = proof.probe_gated(net, cuts, inputs)
     control = proof.probe_control(net, cuts, inputs)
 
@@ -149,7 +149,7 @@ def preview(
     chosen, _ = _plan(net, source, gates, plan, keep)
     cuts = resolve(chosen, net)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    shape = result_shape(cuts, family_of(net.config))
+    shape = result_shape(cuts, net.config)
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     return Preview(chosen, shape, (before[0], after[0]), (before[1], after[1]))

@@ -17,6 +17,7 @@ with its attention resized after ``__init__``. No modelling code is copied.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,19 +25,28 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 
 @dataclass
 class ProjectionModule:
-    """A projection of one attention module: its full path, its module, what it holds."""
+    """A projection of one attention module.
+
+    Attributes:
+        path: Full path in the model.
+        module: The module.
+        holds: What it computes: "q", "k", "v", "qkv", "o", or "" if it stays whole.
+        groups: Whether a fused one is laid out ``[q ... q k v]`` per KV head.
+        head_dim: Width of one head in it.
+    """
 
     path: str
     module: nn.Module
     holds: str
-    interleaved: bool
+    groups: bool
+    head_dim: int
 
 
 @dataclass
@@ -45,14 +55,16 @@ class Attention:
 
     Attributes:
         path: Full path of the module in the model.
+        kind: "self", "encoder", "decoder", "cross", "text" or "vision".
         module: The module itself.
         projections: Its projections.
-        head_dim: Width of a head.
+        head_dim: Width of a head at the output projection.
         query_ids: Ids of the query heads, in order; ids are those of the model before any cut.
         kv_ids: Ids of the KV heads, in order.
     """
 
     path: str
+    kind: str
     module: nn.Module
     projections: tuple[ProjectionModule, ...]
     head_dim: int
@@ -85,32 +97,19 @@ def width(projection: nn.Module, dim: int) -> int:
 def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[Attention]:
     """Finds the attention modules that a family row describes, in the order of the layers.
 
-    Head counts are read off the weights, never off the config: the number of query heads from the
-    width of the output projection's input, the number of KV heads from that of the key projection.
+    Head counts are read off the weights, never off the config.
 
     Raises:
         ValueError: If no module matches, or a projection is missing.
     """
     base = model.base_model
     prefix = next(name for name, module in model.named_modules() if module is base)
-    pattern = re.escape(family["attention"]).replace(r"\*", r"[^.]+")
     found = []
     for name, module in base.named_modules():
-        if not re.fullmatch(pattern, name):
-            continue
-        path = f"{prefix}.{name}" if prefix else name
-        projections = []
-        for row in family["projections"]:
-            below, relative = path, row["path"]
-            while relative.startswith("../"):
-                below, relative = below.rpartition(".")[0], relative[3:]
-            full = f"{below}.{relative}" if below else relative
-            try:
-                projection = model.get_submodule(full)
-            except AttributeError:
-                raise ValueError(f"'{path}' has no projection '{row['path']}'") from None
-            projections.append(ProjectionModule(full, projection, row["holds"], row["interleaved"]))
-        found.append(_measured(path, module, tuple(projections), family["head_dim"]))
+        kind = _kind(name, family)
+        if kind is not None:
+            path = f"{prefix}.{name}" if prefix else name
+            found.append(_measured(path, kind, module, _projections(model, path, family), family))
     description = getattr(model.config, "headprune", None) or {}
     layout = _below_base(model, description.get("layout", {}))
     for attention in found:
@@ -119,8 +118,37 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
             attention.query_ids = tuple(heads["query_heads"])
             attention.kv_ids = tuple(heads["kv_heads"])
     if not found:
-        raise ValueError(f"{type(model).__name__} has no module '{family['attention']}'")
+        wanted = " or ".join(f"'{pattern}'" for pattern in family["attention"].values())
+        raise ValueError(f"{type(model).__name__} has no module {wanted}")
     return found
+
+
+def _kind(name: str, family: Mapping[str, Any]) -> str | None:
+    for kind, pattern in family["attention"].items():
+        if re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name):
+            return str(kind)
+    return None
+
+
+def _projections(
+    model: PreTrainedModel, path: str, family: Mapping[str, Any]
+) -> tuple[ProjectionModule, ...]:
+    attention, found = model.get_submodule(path), []
+    for row in family["projections"]:
+        below, relative = path, row["path"]
+        while relative.startswith("../"):
+            below, relative = below.rpartition(".")[0], relative[3:]
+        full = f"{below}.{relative}" if below else relative
+        try:
+            projection = model.get_submodule(full)
+        except AttributeError:
+            if row["optional"]:
+                continue
+            raise ValueError(f"'{path}' has no projection '{row['path']}'") from None
+        names = (row["head_dim"] or family["head_dim"]).split("+")
+        head_dim = sum(int(getattr(attention, name)) for name in names)
+        found.append(ProjectionModule(full, projection, row["holds"], row["groups"], head_dim))
+    return tuple(found)
 
 
 def _base_path(model: PreTrainedModel, path: str) -> str:
@@ -133,19 +161,26 @@ def _below_base(model: PreTrainedModel, layout: Mapping[str, Any]) -> dict[str, 
 
 
 def _measured(
-    path: str, module: nn.Module, projections: tuple[ProjectionModule, ...], head_dim_attribute: str
+    path: str,
+    kind: str,
+    module: nn.Module,
+    projections: tuple[ProjectionModule, ...],
+    family: Mapping[str, Any],
 ) -> Attention:
-    head_dim = int(getattr(module, head_dim_attribute))
-    by_role = {p.holds: p.module for p in projections}
-    output = by_role["o"]
-    query_heads = width(output, input_dim(output)) // head_dim
-    if "k" in by_role:
-        kv_heads = width(by_role["k"], 1 - input_dim(by_role["k"])) // head_dim
-    else:
-        fused = by_role["qkv"]
-        kv_heads = (width(fused, 1 - input_dim(fused)) // head_dim - query_heads) // 2
+    by_role = {p.holds: p for p in projections}
+
+    def heads(projection: ProjectionModule) -> int:
+        dim = input_dim(projection.module)
+        along = dim if projection.holds == "o" else 1 - dim
+        return width(projection.module, along) // projection.head_dim
+
+    query_heads = kv_heads = heads(by_role["o"])
+    if "v" in by_role:
+        kv_heads = heads(by_role["v"])
+    elif "qkv" in by_role:
+        kv_heads = (heads(by_role["qkv"]) - query_heads) // 2
     ids = tuple(range(query_heads)), tuple(range(kv_heads))
-    return Attention(path, module, projections, head_dim, *ids)
+    return Attention(path, kind, module, projections, by_role["o"].head_dim, *ids)
 
 
 def resize(
@@ -159,29 +194,40 @@ def resize(
     Tensors that already have the new size keep their values; wider ones are cut to their first
     entries, as a place for weights that are loaded next.
     """
-    query_heads, kv_heads = len(query_ids), len(kv_ids)
-    counts = {"q": query_heads, "k": kv_heads, "v": kv_heads}
+    module, query_heads, kv_heads = attention.module, len(query_ids), len(kv_ids)
+    counts = {"q": query_heads, "k": kv_heads, "v": kv_heads, "o": query_heads}
     for projection in attention.projections:
-        heads = sum(counts[role] for role in projection.holds.replace("o", "q"))
-        size = heads * attention.head_dim
-        _resize_projection(projection.module, projection.holds == "o", size)
+        if projection.holds:
+            size = sum(counts[role] for role in projection.holds) * projection.head_dim
+            _resize_projection(projection.module, projection.holds == "o", size)
+    for name, role in family["per_head"].items():
+        _resize_per_head(module, name, counts[role])
     sizes = {
         "query_heads": query_heads,
         "kv_heads": kv_heads,
         "queries_per_kv": query_heads // max(kv_heads, 1),
         "query_width": query_heads * attention.head_dim,
+        "kv_width": kv_heads * attention.head_dim,
     }
     for attribute, size in family["follows"].items():
-        setattr(attention.module, attribute, sizes[size])
-    if query_heads == 0:
-        _make_empty(attention)
-    attention.query_ids, attention.kv_ids = tuple(query_ids), tuple(kv_ids)
-
-
-def _make_empty(attention: Attention) -> None:
-    inside = (n for n, m in attention.module.named_modules() if m is attention.output_projection)
-    attention.module.__class__ = empty_class(type(attention.module))
-    attention.module.headprune_output = next(inside, None)  # type: ignore[assignment]
+        setattr(module, attribute, sizes[size])
+    if family["config_follows"]:
+        own = {key: sizes[size] for key, size in family["config_follows"].items()}
+        module.config = LayerConfig(module.config, own)  # type: ignore[assignment, arg-type]
+    ids = {"q": tuple(query_ids), "k": tuple(kv_ids), "v": tuple(kv_ids)}
+    for name, role in family["whole_norms"].items():
+        norm = module.get_submodule(name)
+        _change_class(norm, NarrowedNorm)
+        norm.headprune_heads = (ids[role], attention.head_dim)  # type: ignore[assignment]
+    if family["head_arguments"] or query_heads == 0:
+        mixin = EmptyAttention if query_heads == 0 else PartOfHeads
+        if query_heads and family["shares_position_bias"]:
+            mixin = PartOfSharedBias
+        elif not query_heads and family["shares_position_bias"]:
+            mixin = EmptySharedBias
+        _change_class(module, mixin)
+        module.headprune = _Facts(attention, family, tuple(query_ids))  # type: ignore[assignment]
+    attention.query_ids, attention.kv_ids = ids["q"], ids["k"]
 
 
 def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
@@ -196,6 +242,19 @@ def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
         module.__class__ = EmptyConv1D
 
 
+def _resize_per_head(attention: nn.Module, name: str, heads: int) -> None:
+    owner_path, _, last = name.rpartition(".")
+    try:
+        owner = attention.get_submodule(owner_path)
+    except AttributeError:  # a norm that not all models of the family have
+        return
+    entries = getattr(owner, last, None)
+    if isinstance(entries, nn.ModuleList):
+        setattr(owner, last, entries[:heads])
+    elif entries is not None and entries.shape[0] != heads:
+        setattr(owner, last, _narrowed(entries, 0, heads))
+
+
 def _narrowed(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
     data = parameter.data.narrow(dim, 0, size).clone()
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -208,46 +267,179 @@ class EmptyConv1D(Conv1D):  # type: ignore[misc]
         return self.bias.expand(*x.shape[:-1], self.nf)
 
 
-class EmptyAttention:
-    """Mixed into an attention class whose heads are all gone: what is left is the output bias."""
+class LayerConfig:
+    """The model's config as one layer sees it: its own head counts, everything else shared."""
+
+    def __init__(self, config: Any, own: dict[str, int]) -> None:
+        shared = config.shared if isinstance(config, LayerConfig) else config
+        self.__dict__.update(shared=shared, **own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "shared" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["shared"], name)
+
+
+class _Facts:
+    """What a changed attention class must know of its module."""
+
+    def __init__(
+        self, attention: Attention, family: Mapping[str, Any], query_ids: tuple[int, ...]
+    ) -> None:
+        self.query_ids = list(query_ids)
+        self.arguments = dict(family["head_arguments"])
+        self.without_heads = family["without_heads"]
+        inside = (n for n, m in attention.module.named_modules() if m is attention.output_projection)
+        self.output = next(inside, None)
+        # the first decoder layer keeps the length of the cache, also when it has no heads
+        layer = getattr(attention.module, "layer_idx", getattr(attention.module, "layer_id", None))
+        self.keeps_cache_length = layer == 0 and attention.kind in ("self", "decoder")
+
+
+class _Changed:
+    """Mixed into a stock class; instances are copied and pickled by naming both classes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        mixin, native = type(self).__bases__
+        return _blank, (mixin, native), self.__dict__
+
+
+def _blank(mixin: type, native: type) -> Any:
+    cls = _mixed(mixin, native)
+    return cls.__new__(cls)
+
+
+class NarrowedNorm(_Changed):
+    """A norm over all heads of the original model, of whose output some heads are used."""
+
+    headprune_heads: tuple[tuple[int, ...], int]
+
+    def forward(self, hidden_states: Any) -> Any:
+        heads, head_dim = self.headprune_heads
+        whole = super().forward(hidden_states)  # type: ignore[misc]
+        by_head = whole.view(*whole.shape[:-1], -1, head_dim)
+        return by_head[..., list(heads), :].flatten(-2)
+
+
+class PartOfHeads(_Changed):
+    """An attention class that is handed something for every head of the original model."""
+
+    headprune: _Facts
+    headprune_parameters: tuple[str, ...]
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._own_heads(hidden_states.shape[0], args, kwargs)
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def _own_heads(self, batch: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+        positional = list(args)
+        for name, dim in self.headprune.arguments.items():
+            position = self.headprune_parameters.index(name)
+            if name in kwargs:
+                kwargs[name] = self._own(kwargs[name], dim, batch)
+            elif position < len(positional):
+                positional[position] = self._own(positional[position], dim, batch)
+        return positional, kwargs
+
+    def _own(self, tensor: Any, dim: int | str, batch: int) -> Any:
+        if tensor is None:
+            return None
+        ids = self.headprune.query_ids
+        if dim == "batch":
+            if tensor.shape[0] == batch and tensor.dim() > 3:  # not folded together after all
+                return tensor[:, ids]
+            return tensor.unflatten(0, (batch, -1))[:, ids].flatten(0, 1)
+        if tensor.shape[dim] == 1:  # the same for all heads
+            return tensor
+        return tensor[(slice(None),) * int(dim) + (ids,)]
+
+
+class PartOfSharedBias(PartOfHeads):
+    """T5: the first layer computes a position bias, for all heads, that all layers share."""
+
+    headprune_bias: Any
+    has_relative_attention_bias: bool
+
+    def compute_bias(self, *args: Any, **kwargs: Any) -> Any:
+        self.headprune_bias = super().compute_bias(*args, **kwargs)  # type: ignore[misc]
+        return self._own(self.headprune_bias, 1, 0)
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("position_bias")
+        output, bias, *rest = super().forward(hidden_states, *args, **kwargs)
+        if given is not None:
+            bias = given
+        elif self.has_relative_attention_bias:
+            bias, self.headprune_bias = self.headprune_bias, None
+        else:
+            bias = bias[:, :1]  # zeros, the same for all heads
+        return output, bias, *rest
+
+
+class EmptyAttention(_Changed):
+    """An attention class whose heads are all gone: what is left is the output bias."""
 
     # what it finds on the attention class that it is mixed into
     config: Any
-    layer_idx: int | None
+    layer_idx: int
     get_submodule: Any
-    headprune_output: str | None
+    headprune: _Facts
 
-    def forward(
-        self, hidden_states: Any, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         batch, length = hidden_states.shape[:2]
-        keys = length
-        if past_key_values is not None and self.layer_idx == 0:
-            keys = self._keep_cache_length(hidden_states, past_key_values)
+        keys = self._keys(hidden_states, args, kwargs)
         output = hidden_states.new_zeros(batch, length, 0)
-        if self.headprune_output is not None:
-            output = self.get_submodule(self.headprune_output)(output)
-        if self.config._attn_implementation != "eager":
+        if self.headprune.output is not None:
+            output = self.get_submodule(self.headprune.output)(output)
+        if self.headprune.without_heads == "residual":
+            output = output + (kwargs["residual"] if "residual" in kwargs else args[0])
+        elif self.headprune.without_heads:
+            norm = self.get_submodule(self.headprune.without_heads)
+            output = norm(hidden_states + output)
+        if getattr(getattr(self, "config", None), "_attn_implementation", "eager") != "eager":
             return output, None
         return output, hidden_states.new_zeros(batch, 0, length, keys)
+
+    def _keys(self, hidden_states: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """How many positions the attention would look at."""
+        if kwargs.get("key_value_states") is not None:
+            return kwargs["key_value_states"].shape[1]
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+        if caches and self.headprune.keeps_cache_length:
+            return self._keep_cache_length(hidden_states, caches[0])
+        return hidden_states.shape[1]
 
     def _keep_cache_length(self, hidden_states: Any, past_key_values: Any) -> Any:
         """Puts a stub into the cache: generate() reads the sequence length off layer 0."""
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
         layers = cache.layers
-        heads, width = 1, 1
+        heads, head_dim = 1, 1
         if layers and layers[0].is_initialized:
-            heads, width = layers[0].keys.shape[1], layers[0].keys.shape[3]
-        stub = hidden_states.new_zeros(hidden_states.shape[0], heads, hidden_states.shape[1], width)
-        keys, _ = cache.update(stub, stub, self.layer_idx)
+            heads, head_dim = layers[0].keys.shape[1], layers[0].keys.shape[3]
+        shape = (hidden_states.shape[0], heads, hidden_states.shape[1], head_dim)
+        stub = hidden_states.new_zeros(shape)
+        keys, _ = cache.update(stub, stub, 0)
         return keys.shape[2]
 
 
-def empty_class(attention_class: type[nn.Module]) -> type[nn.Module]:
-    """The attention class without heads; a subclass, so that isinstance checks still hold."""
-    body = {"__module__": __name__, "__doc__": EmptyAttention.__doc__}
-    name = f"Empty{attention_class.__name__}"
-    return _made_once(name, (EmptyAttention, attention_class), body)
+class EmptySharedBias(EmptyAttention):
+    """T5: a layer without heads still hands the position bias on, or computes it."""
+
+    has_relative_attention_bias: bool
+    compute_bias: Any
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        bias, cache = kwargs.get("position_bias"), kwargs.get("past_key_values")
+        seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+        length, keys = hidden_states.shape[1], self._keys(hidden_states, args, kwargs)
+        output, weights = super().forward(hidden_states, *args, **{**kwargs, "past_key_values": None})
+        if bias is None and self.has_relative_attention_bias:
+            bias = self.compute_bias(
+                length, keys, device=hidden_states.device, past_seen_tokens=seen
+            )
+        elif bias is None:
+            bias = hidden_states.new_zeros(1, 1, length, keys)
+        return output, bias, weights
 
 
 _CLASSES: dict[tuple[type, ...], type] = {}
@@ -258,21 +450,43 @@ def _made_once(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type
     return _CLASSES.setdefault(bases, type(name, bases, body))
 
 
+def _mixed(mixin: type, native: type) -> type:
+    """A stock class with a mixin before it; a subclass, so that isinstance checks still hold."""
+    parameters = tuple(inspect.signature(native.forward).parameters)  # type: ignore[attr-defined]
+    body = {
+        "__module__": __name__,
+        "__doc__": mixin.__doc__,
+        "headprune_parameters": parameters[2:],  # those after self and hidden_states
+    }
+    return _made_once(f"{mixin.__name__}{native.__name__}", (mixin, native), body)
+
+
+def _change_class(module: nn.Module, mixin: type) -> None:
+    native = type(module)
+    if issubclass(native, _Changed):
+        native = native.__bases__[1]  # type: ignore[assignment]
+    module.__class__ = _mixed(mixin, native)
+
+
 def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None:
     """Resizes the attention of a freshly built stock model to the layout in its config.
 
     Raises:
         ValueError: If the layout names modules that the model does not have.
     """
-    layout = _below_base(model, description["layout"])
-    for attention in find_attention(model, description["family"]):
+    family, layout = description["family"], _below_base(model, description["layout"])
+    attentions = find_attention(model, family)
+    for attention in attentions:
         heads = layout.pop(_base_path(model, attention.path), None)
         if heads is not None:
-            resize(attention, description["family"], heads["query_heads"], heads["kv_heads"])
-    if layout:
+            resize(attention, family, heads["query_heads"], heads["kv_heads"])
+    # the encoder of an encoder-decoder is a model of its own, without the other two kinds
+    kinds = {attention.kind for attention in attentions}
+    missing = [path for path in layout if _kind(path, family) in (*kinds, None)]
+    if missing:
         raise ValueError(
             f"config.json describes heads of modules that {type(model).__name__} does not have: "
-            + ", ".join(sorted(layout))
+            + ", ".join(sorted(missing))
         )
 
 

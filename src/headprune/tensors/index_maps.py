@@ -55,7 +55,7 @@ def head_slices(heads: Sequence[int], head_dim: int, offset: int = 0) -> Int[Ten
 
 def projection_slices(
     holds: str,
-    interleaved: bool,
+    groups: bool,
     kept: Mapping[str, Sequence[int]],
     total: Mapping[str, int],
     head_dim: int,
@@ -65,13 +65,19 @@ def projection_slices(
     Args:
         holds: What the projection computes, in order: "q", "k", "v", "qkv", or "o" for the
             input of the output projection.
-        interleaved: False for ``[Q; K; V]`` blocks, True for ``[q k v]`` per head.
+        groups: For "qkv": False for ``[Q; K; V]`` blocks, True for ``[q ... q k v]`` per KV head.
         kept: Kept head positions for "q", "k" and "v".
         total: Present head counts for "q", "k" and "v".
         head_dim: Width of a head.
     """
-    if interleaved:
-        return head_slices(kept["q"], len(holds) * head_dim)
+    if groups:
+        size = total["q"] // max(total["k"], 1)
+        slots: list[int] = []
+        for group in kept["k"]:
+            start = group * (size + 2)
+            slots += [start + q % size for q in kept["q"] if q // size == group]
+            slots += [start + size, start + size + 1]
+        return head_slices(slots, head_dim)
     blocks, offset = [], 0
     for role in holds.replace("o", "q"):
         blocks.append(head_slices(kept[role], head_dim, offset))

@@ -1,0 +1,174 @@
+"""GPT-2 and the decoders after it that have one KV head per query head, or one in all."""
+
+from headprune.families.spec import Family, Projection
+
+_CROSS = "cross attention of decoders on their own is not in the table yet"
+_FUSED = "its fused projection has no place for another number of KV heads"
+_SEPARATE = (
+    Projection("q_proj", "q"),
+    Projection("k_proj", "k"),
+    Projection("v_proj", "v"),
+    Projection("out_proj", "o"),
+)
+_SUMMARY = {"summary_proj_to_labels", "summary_first_dropout"}
+
+GPT2 = Family(
+    model_type="gpt2",
+    attention={"self": "h.*.attn"},
+    # one fused c_attn = [Q; K; V], stored as Conv1D (in, out)
+    projections=(Projection("c_attn", "qkv"), Projection("c_proj", "o")),
+    # forward splits c_attn's output by split_size: one of Q, K, V
+    follows={"num_heads": "query_heads", "split_size": "query_width"},
+    query_heads_key="n_head",
+    fewer_kv_heads=_FUSED,
+    refused={"add_cross_attention": _CROSS},
+    knows=frozenset(
+        _SUMMARY
+        | {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}
+    ),
+)
+
+GPT_BIGCODE = Family(
+    model_type="gpt_bigcode",
+    attention={"self": "h.*.attn"},
+    # [Q; k; v] for multi-query, else [q k v] per head: one rule
+    projections=(Projection("c_attn", "qkv", groups=True), Projection("c_proj", "o")),
+    follows={
+        "num_heads": "query_heads",
+        "kv_heads": "kv_heads",
+        "kv_dim": "kv_width",
+        "embed_dim": "query_width",
+        "split_size": "query_width",
+        "num_key_value_groups": "queries_per_kv",
+    },
+    query_heads_key="n_head",
+    fewer_kv_heads="one KV head is what multi_query stands for, and it knows no other number",
+    refused={"add_cross_attention": _CROSS},
+    knows=frozenset(
+        {
+            "scale_attn_weights",
+            "multi_query",
+            "attention_softmax_in_fp32",
+            "scale_attention_softmax_in_fp32",
+        }
+    ),
+)
+
+GPT_NEO = Family(
+    model_type="gpt_neo",
+    attention={"self": "h.*.attn.attention"},
+    projections=_SEPARATE,
+    follows={"num_heads": "query_heads"},
+    query_heads_key="num_heads",
+    fewer_kv_heads="its attention multiplies Q with K head by head and has no repeat",
+    knows=frozenset(
+        {
+            "attention_types",
+            "attention_layers",
+            "window_size",
+            "resid_dropout",
+            "embed_dropout",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    ),
+)
+
+GPTJ = Family(
+    model_type="gptj",
+    attention={"self": "h.*.attn"},
+    projections=_SEPARATE,
+    follows={"num_attention_heads": "query_heads"},
+    query_heads_key="n_head",
+    fewer_kv_heads="its attention multiplies Q with K head by head and has no repeat",
+    knows=frozenset({"rotary_dim"}),
+)
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    attention={"self": "layers.*.attention"},
+    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
+    head_dim="head_size",
+)
+
+OPT = Family(
+    model_type="opt",
+    attention={"self": "decoder.layers.*.self_attn"},
+    projections=_SEPARATE,
+    follows={"num_heads": "query_heads"},
+    knows=frozenset(
+        {
+            "ffn_dim",
+            "do_layer_norm_before",
+            "_remove_final_layer_norm",
+            "word_embed_proj_dim",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+        }
+    ),
+)
+
+BLOOM = Family(
+    model_type="bloom",
+    attention={"self": "h.*.self_attention"},
+    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
+    follows={"num_heads": "query_heads"},
+    head_arguments={"alibi": "batch"},
+    without_heads="residual",
+    query_heads_key="n_head",
+    fewer_kv_heads=_FUSED,
+    refused={
+        "slow_but_exact": "it multiplies slices of W_O of a fixed width; set it to false in "
+        "config.json, which changes the outputs by rounding only"
+    },
+    knows=frozenset({"apply_residual_connection_post_layernorm"}),
+)
+
+MPT = Family(
+    model_type="mpt",
+    attention={"self": "blocks.*.attn"},
+    projections=(Projection("Wqkv", "qkv"), Projection("out_proj", "o")),
+    follows={"n_heads": "query_heads"},
+    head_arguments={"position_bias": 0},
+    query_heads_key="n_heads",
+    fewer_kv_heads=_FUSED,
+    knows=frozenset(
+        {
+            "expansion_ratio",
+            "max_seq_len",
+            "emb_pdrop",
+            "learned_pos_emb",
+            "attn_config",
+            "init_device",
+            "no_bias",
+            "embedding_fraction",
+            "norm_type",
+        }
+    ),
+)
+
+FALCON = Family(
+    model_type="falcon",
+    attention={"self": "h.*.self_attention"},
+    # [q k v] per head (old), [Q; k; v] (multi-query), [q ... q k v] per group (new): one rule
+    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
+    follows={"num_heads": "query_heads", "num_kv_heads": "kv_heads"},
+    # with alibi and sdpa the bias of every head is folded into the mask
+    head_arguments={"alibi": "batch", "attention_mask": 1},
+    fewer_kv_heads="the old layouts have no place for it, and the new one caches K and V of every "
+    "query head, so nothing is saved",
+    knows=frozenset(
+        {
+            "multi_query",
+            "num_ln_in_parallel_attn",
+            "num_kv_heads",
+            "alibi",
+            "new_decoder_architecture",
+            "parallel_attn",
+            "bias",
+            "ffn_hidden_size",
+        }
+    ),
+)
+
+ROWS = (GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, GPT_NEOX, OPT, BLOOM, MPT, FALCON)

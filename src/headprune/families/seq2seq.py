@@ -1,0 +1,71 @@
+"""Encoder-decoders, with three kinds of attention: encoder, decoder, and cross."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headprune.families.spec import Family, Projection
+
+BART = Family(
+    model_type="bart",
+    attention={
+        "encoder": "encoder.layers.*.self_attn",
+        "decoder": "decoder.layers.*.self_attn",
+        "cross": "decoder.layers.*.encoder_attn",
+    },
+    projections=(
+        Projection("q_proj", "q"),
+        Projection("k_proj", "k"),
+        Projection("v_proj", "v"),
+        Projection("out_proj", "o"),
+    ),
+    follows={"num_heads": "query_heads"},
+)
+
+T5 = Family(
+    model_type="t5",
+    attention={
+        "encoder": "encoder.block.*.layer.0.SelfAttention",
+        "decoder": "decoder.block.*.layer.0.SelfAttention",
+        "cross": "decoder.block.*.layer.1.EncDecAttention",
+    },
+    projections=(
+        Projection("q", "q"),
+        Projection("k", "k"),
+        Projection("v", "v"),
+        Projection("o", "o"),
+    ),
+    head_dim="key_value_proj_dim",
+    follows={"n_heads": "query_heads", "inner_dim": "query_width"},
+    head_arguments={"position_bias": 1},
+    shares_position_bias=True,
+    query_heads_key="num_heads",
+    knows=frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"}),
+)
+
+ROWS = (
+    BART,
+    replace(BART, model_type="mbart"),
+    replace(BART, model_type="pegasus"),
+    replace(
+        BART,
+        model_type="marian",
+        knows=frozenset({"decoder_vocab_size", "share_encoder_decoder_embeddings"}),
+    ),
+    replace(
+        BART,
+        model_type="whisper",
+        knows=frozenset(
+            {
+                "num_mel_bins",
+                "max_source_positions",
+                "max_target_positions",
+                "suppress_tokens",
+                "begin_suppress_tokens",
+                "median_filter_width",
+            }
+        ),
+    ),
+    T5,
+    replace(T5, model_type="mt5"),
+)

@@ -1,0 +1,53 @@
+"""Uneven plans, and the way from a plan to a proven folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.models import proof
+from headprune.models.attention import attention_of, identity
+from headprune.models.planning import default_unit
+from headprune.models.surgery import Cut, cut_heads
+from headprune.plan import AttentionPlan, Plan
+
+
+def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
+    """Another number of units in every layer, gate values that are not 1, some layers without.
+
+    Args:
+        model: The model.
+        *empty: Positions, among the modules of each kind, of those that lose every head.
+    """
+    attentions, parts = attention_of(model), {}
+    for kind in {a.kind: None for a in attentions}:
+        modules = [a for a in attentions if a.kind == kind]
+        gone = {position % len(modules) for position in empty}
+        for layer, attention in enumerate(modules):
+            group = attention.query_heads // attention.kv_heads
+            units = [g for g in range(attention.kv_heads) if g != layer]
+            units = units[: max(1, attention.kv_heads - 1 - layer)] or [0]
+            keep = [g * group + j for g in units for j in range(group)] if layer not in gone else []
+            parts[attention.path] = AttentionPlan(
+                query_heads=attention.query_heads,
+                kv_heads=attention.kv_heads,
+                keep=tuple(keep),
+                scale=tuple(1 - 0.05 * h for h in keep),
+            )
+    unit = default_unit(attentions)
+    return Plan(unit=unit, model=identity(model, "tiny"), attentions=parts)
+
+
+def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
+    """Gates, cuts, writes, reloads and compares."""
+    inputs, dtype = proof.probe_inputs(model), model.dtype
+    wanted = proof.probe_gated(model, cuts, inputs)
+    control = proof.probe_control(model, cuts, inputs)
+    cut_heads(model, cuts)
+    cut = proof.probe(model, inputs)
+    model.save_pretrained(folder)
+    attn = model.config._attn_implementation
+    reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
+    return proof.conclude(wanted, cut, proof.probe(reloaded, inputs), control, dtype)
