@@ -206,13 +206,13 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     unknown = tiny.save(tiny.model("gpt2"), tmp_path / "unknown")
-    config = json.loads((unknown / "config.json").read_text()) | {"model_type": "opt"}
-    (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["OPTForCausalLM"]}))
+    config = json.loads((unknown / "config.json").read_text()) | {"model_type": "xglm"}
+    (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["XGLMForCausalLM"]}))
     (tmp_path / "none").mkdir()
     for folder, message in (
         (pickled, "as a pickle only (pytorch_model.bin)"),
         (bare, "no *.safetensors weights"),
-        (unknown, "No family named 'opt'"),
+        (unknown, "No family named 'xglm'"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "missing", "could not find a folder or hub model of that name"),
     ):

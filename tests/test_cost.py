@@ -7,21 +7,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from headprune.models.attention import attention_of
-from headprune.models.cost import kv_cache_elements_per_token, model_cost
+from headprune.models.cost import model_cost
+from headprune.models.proof import probe_inputs
+from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.inspect import inspect
 from tests import tiny
+from tests.cutting import uneven_plan
+from tests.test_families import GENERATING
 
 
-@pytest.mark.parametrize("case", ["llama-mha", "llama-gqa", "llama-mqa", "gpt2"])
-def test_the_cache_is_as_large_as_a_live_one(case: str) -> None:
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("case", ["llama-mha", "llama-mqa", *GENERATING])
+def test_the_cache_is_as_large_as_a_live_one(case: str, cut: bool) -> None:
     model = tiny.model(case)
+    if cut:
+        cut_heads(model, resolve(uneven_plan(model, -1), model))
+    shortened = {"input_ids", "attention_mask", "decoder_input_ids"}  # to less than a window
+    inputs = {k: v[:, :6] if k in shortened else v for k, v in probe_inputs(model).items()}
+    length = inputs.get("decoder_input_ids", inputs.get("input_ids")).shape[1]
     with torch.no_grad():
-        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
-    live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
-    assert model_cost(model).kv_cache_bytes_per_token == live
-    fewer = attention_of(model)[1:]
-    assert kv_cache_elements_per_token(fewer) * 4 != live  # the comparison can fail
+        cache = model(**inputs, use_cache=True).past_key_values
+    cache = getattr(cache, "self_attention_cache", cache)
+    filled = [layer for layer in cache.layers if layer.is_initialized]
+    live = sum(layer.keys[:1].nbytes + layer.values[:1].nbytes for layer in filled)
+    assert live == model_cost(model).kv_cache_bytes_per_token * length
+    assert len(filled) == len(cache.layers) - cut  # a layer without heads holds nothing
 
 
 @pytest.mark.parametrize("case", tiny.CASES)

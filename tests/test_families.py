@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
-from headprune.errors import ProofError
+import headprune
+from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
+from headprune.errors import DataError, FamilyError, ProofError
+from headprune.families import COMMON_SETTINGS
 from headprune.models import proof
-from headprune.models.attention import attention_of, refuse_unknown_settings
+from headprune.models.attention import (
+    attention_of,
+    family_of,
+    of_kinds,
+    refuse_unknown_settings,
+)
 from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.prune import prune
+from headprune.pipelines.train_gates import train_gates
+from headprune.plan import AttentionPlan, Plan
+from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import prove, uneven_plan
 
+KINDS = ("encoder", "decoder", "cross")
 EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
 
 
@@ -57,6 +73,24 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
         proof.conclude(wanted, cut, cut, None, model.dtype)
 
 
+@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path: Path) -> None:
+    model = tiny.model(case)
+    family, parts = family_of(model.config), {}
+    for layer, a in enumerate(attention_of(model)):
+        group = a.query_heads // a.kv_heads
+        gone = layer % a.kv_heads if a.kv_heads > 1 else None
+        keep = tuple(h for h in range(a.query_heads) if h // group != gone)
+        parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep)
+    cuts = resolve(Plan(unit=Unit.HEAD, attentions=parts), model)
+    native = family.native and not any(getattr(model.config, k, 0) for k in family.native_unless)
+    untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
+    assert prove(model, cuts, tmp_path).passed
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert ("headprune" in written) is ("auto_map" in written) is not (native or untouched)
+    assert bool(list(tmp_path.glob("*.py"))) is not (native or untouched)
+
+
 GENERATING = [
     case for case in tiny.FAMILY_CASES if task_of(tiny.model(case)) in ("causal-lm", "seq2seq-lm")
 ]
@@ -86,4 +120,90 @@ def test_generation_does_not_depend_on_the_cache(case: str, empty: str) -> None:
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
 def test_every_setting_of_the_config_is_known(case: str) -> None:
-    refuse_unknown_settings(tiny.config(case))
+    config = tiny.config(case)
+    refuse_unknown_settings(config)
+    family = family_of(config)
+    settings = {setting.name for setting in dataclasses.fields(config)}
+    assert settings <= COMMON_SETTINGS | family.knows | set(family.refused)
+
+
+def test_an_unknown_setting_is_refused_by_name(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class NewerLlamaConfig(LlamaConfig):  # type: ignore[misc]
+        heads_per_expert: int = 1
+
+    model = tiny.model("llama-gqa")
+    model.config.__class__ = NewerLlamaConfig
+    refuse_unknown_settings(model.config)  # at its default it changes nothing
+    model.config.heads_per_expert = 2
+    with pytest.raises(FamilyError, match=r"sets heads_per_expert=2.*--assume-supported"):
+        refuse_unknown_settings(model.config)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
+@pytest.mark.parametrize("case", ["marian", "t5"])
+def test_gates_of_one_kind_of_attention_leave_the_others_whole(
+    case: str, kind: str, tmp_path: Path
+) -> None:
+    source = tiny.save(tiny.model(case), tmp_path / "model")
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"de": tiny.text(9 + i % 4, i), "en": tiny.text(8 + i % 3, i)} for i in range(12)]
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig(source=str(pairs), text_column="de,en")
+    settings = {"steps": 4, "batch_size": 3, "seq_len": 16}
+    config = TrainGatesConfig(target_heads=0.5, attention=(kind,), **settings)
+    run = train_gates(source, data, tmp_path / "gates", config)
+    kept = run.metadata.kept_heads
+    assert kept == run.metadata.query_heads // 2
+    prune(source, tmp_path / "out", gates=tmp_path / "gates")
+    cut = headprune.from_pretrained(tmp_path / "out")
+    left = {k: sum(a.query_heads for a in of_kinds(attention_of(cut), (k,))) for k in KINDS}
+    whole = {a.kind: 0 for a in attention_of(cut)}
+    for a in attention_of(headprune.from_pretrained(source)):
+        whole[a.kind] += a.query_heads
+    assert run.metadata.query_heads == whole[kind]
+    assert left == {**whole, kind: kept}
+    settings = EvaluateConfig(seq_len=16)
+    report = evaluate(str(tmp_path / "out"), data, settings, against=str(source))
+    assert report.model.cost.query_heads == sum(left.values())
+    assert report.differences[0].interval.n == len(rows)
+    one = DataConfig(source=str(pairs), text_column="de")
+    with pytest.raises(DataError, match="SOURCE,TARGET"):
+        train_gates(source, one, tmp_path / "other", config)
+
+
+def test_a_kind_that_is_not_there_is_named() -> None:
+    attentions = attention_of(tiny.model("bart"))
+    with pytest.raises(FamilyError, match="no 'crossed' attention. Did you mean 'cross'"):
+        of_kinds(attentions, ("crossed",))
+    assert len(of_kinds(attentions, ())) == len(attentions)
+
+
+@pytest.mark.parametrize("case", ["vit", "clip", "whisper", "wav2vec2"])
+def test_training_on_text_is_refused_where_there_is_none(case: str, tmp_path: Path) -> None:
+    source = tiny.save(tiny.model(case), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(100))
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    with pytest.raises(FamilyError, match="reads text.*prune --plan"):
+        train_gates(source, data, tmp_path / "gates", TrainGatesConfig(target_heads=0.5))
+
+
+@pytest.mark.parametrize("case", ["t5", "clip_vision_model"])
+def test_prune_works_on_models_without_text_and_with_three_kinds(case: str, tmp_path: Path) -> None:
+    model = tiny.model(case)
+    source = tiny.save(model, tmp_path / "model")
+    result = prune(source, tmp_path / "out", plan=uneven_plan(model, 0))
+    assert result.manifest.proof["gated_vs_reloaded"] < 2e-5
+
+
+def test_the_encoder_of_a_cut_encoder_decoder_loads_on_its_own(tmp_path: Path) -> None:
+    model = tiny.model("t5")
+    cuts = resolve(uneven_plan(model), model)
+    cut_heads(model, cuts)
+    model.save_pretrained(tmp_path)
+    encoder = headprune.from_pretrained(tmp_path, auto_class="AutoModelForTextEncoding")
+    inputs = proof.probe_inputs(model)
+    with torch.no_grad():
+        wanted = model(**inputs).encoder_last_hidden_state
+        got = encoder(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    torch.testing.assert_close(got.last_hidden_state, wanted)

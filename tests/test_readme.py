@@ -61,3 +61,10 @@ def test_the_python_example_runs(stand_ins: Path) -> None:
 def test_every_command_of_the_table_exists() -> None:
     named = set(re.findall(r"\| `headprune ([a-z-]+)", README))
     assert named == {c.name or c.callback.__name__ for c in cli.app.registered_commands}
+
+
+def test_the_table_of_families_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    table = README.partition("-->\n\n")[2].partition("\n\n<!-- end of families -->")[0]
+    with pytest.raises(SystemExit):
+        cli.app(["families", "--markdown"])
+    assert capsys.readouterr().out.strip() == table

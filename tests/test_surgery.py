@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import FamilyError, PlanError, ProofError
 from headprune.models import proof
-from headprune.models.attention import attention_of, fingerprint, identity
+from headprune.models.attention import attention_of, fingerprint
 from headprune.models.planning import default_unit, plan_from_scores, unit_sizes
-from headprune.models.surgery import Cut, cut_heads, resolve
+from headprune.models.surgery import cut_heads, resolve
 from headprune.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.tensors.units import Unit
 from tests import tiny

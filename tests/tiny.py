@@ -96,6 +96,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "falcon-mqa": {"new_decoder_architecture": False, "multi_query": True},
     "falcon-new": {"new_decoder_architecture": True, "num_kv_heads": 3},
     "falcon-alibi": {"new_decoder_architecture": False, "multi_query": False, "alibi": True},
+    "t5": {"decoder_start_token_id": 2},
+    "mt5": {"decoder_start_token_id": 2},
     "deepseek_v3": {
         **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
         **{"v_head_dim": 10, "num_key_value_heads": 6, "head_dim": 4, "n_routed_experts": 4},
@@ -141,7 +143,9 @@ _PREFERRED = (
 )
 
 
-def model(case: str, dtype: torch.dtype = torch.float32, attn: str | None = None) -> PreTrainedModel:
+def model(
+    case: str, dtype: torch.dtype = torch.float32, attn: str | None = None
+) -> PreTrainedModel:
     """Builds one tiny model in eval mode; a case is a family, or a family and a variant."""
     torch.manual_seed(sum(map(ord, case)))
     built = _build(case, attn)

@@ -74,6 +74,8 @@ class TrainGatesConfig(_Config):
         target_heads: Query heads to keep: a share (a float up to 1.0) or a count.
         l0_penalty: Constant penalty per expected open head (Voita et al. 2019), instead of a
             target; the count is then what training ends with.
+        attention: Kinds of attention that get gates ("encoder", "decoder", "cross"); the heads of
+            the others all stay. Empty for all kinds.
         unit: What is removed as one piece; None for "head" with one query per KV head and
             "kv-group" otherwise.
         train: Which weights move beside the gates.
@@ -101,6 +103,7 @@ class TrainGatesConfig(_Config):
 
     target_heads: float | int | None = None
     l0_penalty: Positive | None = None
+    attention: tuple[str, ...] = ()
     unit: Unit | None = None
     train: Train = Train.GATES
     objective: Objective = Objective.AUTO

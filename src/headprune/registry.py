@@ -23,10 +23,14 @@ class Registry(Mapping[str, T], Generic[T]):
     Args:
         kind: What an entry is, for messages: "family", "criterion".
         error: The error to raise for an unknown name.
+        listed_by: The command that lists the entries, where there are too many for a message.
     """
 
-    def __init__(self, kind: str, error: type[HeadpruneError] = HeadpruneError) -> None:
+    def __init__(
+        self, kind: str, error: type[HeadpruneError] = HeadpruneError, listed_by: str | None = None
+    ) -> None:
         self.kind = kind
+        self._listed_by = listed_by
         self._error = error
         self._entries: dict[str, T] = {}
         self._frozen = False
@@ -53,9 +57,10 @@ class Registry(Mapping[str, T], Generic[T]):
             return self._entries[name]
         except KeyError:
             known = sorted(self._entries)
+            listed = f"'{self._listed_by}' lists the {len(known)} that are supported"
             raise self._error(
                 f"No {self.kind} named '{name}'.{did_you_mean(name, known)} "
-                f"Supported: {', '.join(known)}."
+                f"{listed if self._listed_by else 'Supported: ' + ', '.join(known)}."
             ) from None
 
     def __contains__(self, name: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,6 +47,14 @@ TextColumn = Annotated[
 LabelColumn = Annotated[
     str | None, typer.Option(help="Column with the label or the similarity score.")
 ]
+Assume = Annotated[
+    bool,
+    typer.Option(
+        "--assume-supported",
+        help="Go on where the model's config has settings that headprune's table does not know. "
+        "The risk: heads may mean something else there, and the proof sees only its probe inputs.",
+    ),
+]
 DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
 
 _GATES = cfg.TrainGatesConfig.model_construct()
@@ -82,6 +91,26 @@ def inspect(model: Model, json_: Json = False, trust_remote_code: Trust = False)
         render.inspection(terminal.out, report)
 
 
+@app.command()
+def families(
+    json_: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as the README has it.")
+    ] = False,
+) -> None:
+    """List the supported model families, and what works for each."""
+    from headprune.cli import render
+    from headprune.families.capabilities import capabilities
+
+    rows = capabilities()
+    if json_:
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+    elif markdown:
+        typer.echo(render.families_markdown(rows))
+    else:
+        render.families(terminal.out, rows)
+
+
 @app.command("train-gates")
 def train_gates(
     model: Model,
@@ -94,6 +123,13 @@ def train_gates(
     l0_penalty: Annotated[
         float | None,
         typer.Option(help="Instead of a target: Voita's constant penalty per open head."),
+    ] = None,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kind of attention that gets gates, for encoder-decoders: encoder, decoder or "
+            "cross (repeatable). The heads of the others all stay."
+        ),
     ] = None,
     unit: Annotated[
         Unit | None,
@@ -160,6 +196,7 @@ def train_gates(
     label_column: LabelColumn = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
+    assume_supported: Assume = False,
 ) -> None:
     """Train hard-concrete gates on every head, towards an exact number of heads."""
     config = cfg.build(
@@ -167,6 +204,7 @@ def train_gates(
         {
             "target_heads": _share_or_count(target_heads, "--target-heads"),
             "l0_penalty": l0_penalty,
+            "attention": attention or (),
             "unit": unit,
             "train": train,
             "objective": objective,
@@ -211,6 +249,7 @@ def train_gates(
             resume=resume,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
             on_step=on_step,
             on_stage=lambda stage: progress.update(task, description=stage),
         )
@@ -245,6 +284,7 @@ def prune(
     dtype: DtypeOption = cfg.Dtype.AUTO,
     json_: Json = False,
     trust_remote_code: Trust = False,
+    assume_supported: Assume = False,
 ) -> None:
     """Cut heads out for real, prove that the result is the gated model, and write it."""
     if output is None and not dry_run:
@@ -259,6 +299,7 @@ def prune(
         "keep": _share_or_count(keep, "--keep"),
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
+        "assume_supported": assume_supported,
     }
     if dry_run:
         preview = pipeline.preview(model, **what)

@@ -14,6 +14,7 @@ from headprune.plan import AttentionPlan, Plan, Shape
 
 if TYPE_CHECKING:
     from headprune.evaluation.report import ModelReport, Report
+    from headprune.families.capabilities import Capability
     from headprune.pipelines.inspect import Inspection
     from headprune.pipelines.prune import Preview, Pruned
     from headprune.pipelines.train_gates import GatesRun
@@ -163,6 +164,53 @@ def inspection(console: Console, report: Inspection) -> None:
     console.print(f"Default unit: {report.unit.value} ({report.units} of them).")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {note}")
+
+
+def families(console: Console, rows: list[Capability]) -> None:
+    """What works for which family; every listed one can be gated, cut and proven."""
+    cells, notes = _family_cells(rows)
+    grid = table(*_FAMILY_COLUMNS, numbers_from=len(_FAMILY_COLUMNS))
+    for row in cells:
+        grid.add_row(*row)
+    console.print(grid)
+    for note in (*notes, _FAMILY_LEGEND):
+        console.print(note, highlight=False)
+
+
+def families_markdown(rows: list[Capability]) -> str:
+    """The same for the README."""
+    cells, notes = _family_cells(rows)
+    lines = [_FAMILY_COLUMNS, ("---",) * len(_FAMILY_COLUMNS), *cells]
+    drawn = "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    return "\n\n".join([drawn, "<br>\n".join(notes), _FAMILY_LEGEND])
+
+
+_FAMILY_COLUMNS = ("family", "attention", "even cut", "uneven cut", "fewer KV heads", "refused")
+_FAMILY_LEGEND = (
+    "All of them: gates, cuts with other counts in every layer, layers without heads. native: a "
+    "plain config that loads anywhere. runtime: modeling_headprune.py lies beside the weights, "
+    "which asks for trust_remote_code=True, or for headprune.from_pretrained."
+)
+
+
+def _family_cells(rows: list[Capability]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Cells, and the numbered reasons that they point to."""
+    notes: list[str] = []
+
+    def note(reason: str) -> str:
+        if reason not in notes:
+            notes.append(reason)
+        return f"({notes.index(reason) + 1})"
+
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        fewer = row.fewer_kv_heads
+        if fewer not in ("native", "runtime"):
+            fewer = f"no {note(fewer)}"
+        refused = [f"{name} {note(reason)}" for name, reason in row.refused.items()]
+        kinds = ", ".join(row.attention)
+        cells.append((row.family, kinds, row.even, row.uneven, fewer, ", ".join(refused)))
+    return cells, [f"({number}) {reason}." for number, reason in enumerate(notes, 1)]
 
 
 def evaluation(console: Console, report: Report) -> None:

@@ -74,6 +74,25 @@ def tokenized_rows(
     return Dataset.from_dict(rows)
 
 
+def translation_rows(examples: Examples, tokenizer: Any, seq_len: int) -> Dataset:
+    """Tokenizes pairs of source and target text, each cut off at ``seq_len``.
+
+    Returns:
+        Rows of ``input_ids``, ``attention_mask`` and ``labels``, of unequal length.
+
+    Raises:
+        DataError: If an example is not a pair.
+    """
+    if len(examples.texts[0]) != 2:
+        raise DataError(
+            "An encoder-decoder learns from pairs: name both columns, as in "
+            "--text-column SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
+        )
+    sources, targets = (list(column) for column in zip(*examples.texts, strict=True))
+    options = {"truncation": True, "max_length": seq_len, "verbose": False}
+    return Dataset.from_dict(dict(tokenizer(sources, text_target=targets, **options)))
+
+
 def _label_id(label: str, label_ids: dict[str, int]) -> int:
     if label in label_ids:
         return label_ids[label]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedModel
 
 from headprune.data.windows import masked
 from headprune.errors import DataError
@@ -89,6 +89,29 @@ def masked_losses(
         losses.append(_summed(logits, labels.to(model.device)))
         scored += [row[row != -100].tolist() for row in labels]
     return _token_losses(losses, scored, tokenizer)
+
+
+@torch.no_grad()
+def translation_losses(
+    model: PreTrainedModel,
+    rows: Dataset,
+    tokenizer: Any,
+    batch_size: int,
+    progress: Progress = lambda done, total: None,
+) -> TokenLosses:
+    """Scores every token of every target, given the source and the target before it.
+
+    Raises:
+        DataError: If a loss is not finite; the row is named.
+    """
+    collate, losses = DataCollatorForSeq2Seq(tokenizer, model=model), []
+    for start in range(0, len(rows), batch_size):
+        part = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
+        batch = {name: value.to(model.device) for name, value in collate(part).items()}
+        labels = batch.pop("labels")
+        losses.append(_summed(model(**batch, use_cache=False).logits, labels))
+        progress(start + len(part), len(rows))
+    return _token_losses(losses, list(rows["labels"]), tokenizer)
 
 
 @torch.no_grad()

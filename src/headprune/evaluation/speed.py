@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
+from headprune.models.cost import GENERATES
 from headprune.models.loading import task_of
 
 
@@ -65,7 +68,7 @@ def measure(
         Speed(
             prefill_tokens_per_s=prompt_tokens / median(prefills[index]),
             decode_tokens_per_s=(
-                decoded / median(decodes[index]) if task_of(model) == "causal-lm" else None
+                decoded / median(decodes[index]) if task_of(model) in GENERATES else None
             ),
             prompt_tokens=prompt_tokens,
             decoded_tokens=decoded,
@@ -78,18 +81,29 @@ def measure(
 
 @torch.no_grad()
 def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float]:
-    """Seconds for the prompt, and for ``decoded`` greedy tokens after it."""
-    if task_of(model) != "causal-lm":
+    """Seconds for the prompt, and for ``decoded`` greedy tokens after it.
+
+    The prompt of an encoder-decoder is its source; its continuation starts from one token.
+    """
+    task = task_of(model)
+    if task not in GENERATES:
         return _seconds(lambda: model(input_ids=ids), ids.device), 0.0
-    state: dict[str, object] = {}
+    state: dict[str, Any] = {}
+    prompt, step = {"input_ids": ids}, "input_ids"
+    if task == "seq2seq-lm":
+        prompt, step = {**prompt, "decoder_input_ids": ids[:, :1]}, "decoder_input_ids"
 
     def prefill() -> None:
-        result = model(input_ids=ids, use_cache=True)
+        result = model(**prompt, use_cache=True)
         state["cache"], state["next"] = result.past_key_values, result.logits[:, -1:].argmax(-1)
+        if task == "seq2seq-lm":
+            source = BaseModelOutput(result.encoder_last_hidden_state)
+            state["rest"] = {"encoder_outputs": source}
 
     def decode() -> None:
         for _ in range(decoded):
-            result = model(input_ids=state["next"], past_key_values=state["cache"], use_cache=True)
+            inputs = {step: state["next"], **state.get("rest", {})}
+            result = model(**inputs, past_key_values=state["cache"], use_cache=True)
             state["next"] = result.logits[:, -1:].argmax(-1)
 
     return _seconds(prefill, ids.device), _seconds(decode, ids.device)

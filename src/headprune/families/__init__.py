@@ -7,7 +7,7 @@ from headprune.registry import Registry
 
 __all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Projection"]
 
-FAMILIES: Registry[Family] = Registry("family", FamilyError)
+FAMILIES: Registry[Family] = Registry("family", FamilyError, listed_by="headprune families")
 for _module in (llama, gpt, bert, seq2seq, perception):
     for _row in _module.ROWS:
         FAMILIES.add(_row.model_type, _row)

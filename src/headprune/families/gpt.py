@@ -157,6 +157,7 @@ FALCON = Family(
     head_arguments={"alibi": "batch", "attention_mask": 1},
     fewer_kv_heads="the old layouts have no place for it, and the new one caches K and V of every "
     "query head, so nothing is saved",
+    caches_query_heads="new_decoder_architecture",
     knows=frozenset(
         {
             "multi_query",

@@ -51,11 +51,7 @@ ROWS = (
     llama_like("smollm3", {"no_rope_layers", "no_rope_layer_interval"}),
     llama_like("granite", _GRANITE),
     llama_like("starcoder2", {"norm_epsilon", "residual_dropout", "use_bias"}),
-    llama_like(
-        "gpt_oss",
-        {"swiglu_alpha", "swiglu_limit"},
-        per_head={"sinks": "q"},
-    ),
+    llama_like("gpt_oss", {"swiglu_alpha", "swiglu_limit"}, per_head={"sinks": "q"}),
     llama_like(
         "cohere",
         {"use_qk_norm"},
@@ -72,6 +68,7 @@ ROWS = (
             Projection("o_proj", "o"),
         ),
         native=False,
+        fewer_kv_heads="a norm runs over all K heads at once and would see other heads",
     ),
     llama_like(
         "stablelm",
@@ -141,6 +138,7 @@ ROWS = (
         ),
         head_dim="v_head_dim",
         follows={"num_heads": "query_heads"},
+        cached_width="kv_lora_rank+qk_rope_head_dim",
         fewer_kv_heads="all heads share one latent K and V already, and the cache holds only that",
     ),
 )

@@ -47,7 +47,7 @@ WAV2VEC2 = Family(
         proj_codevector_dim diversity_loss_weight ctc_loss_reduction ctc_zero_infinity tdnn_dim
         tdnn_kernel tdnn_dilation xvector_output_dim add_adapter adapter_kernel_size adapter_stride
         num_adapter_layers output_hidden_size adapter_attn_dim
-        """.split()
+        """.split()  # noqa: SIM905
     ),
 )
 

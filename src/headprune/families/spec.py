@@ -1,8 +1,8 @@
 """What headprune must know of a model family, as data.
 
 A family is one row. Most models of today are laid out like Llama, and then the row is one line in
-``llama.py``: its name, and the settings of its own that do not touch heads, if it has any. OLMo adds
-one to Llama, and reads
+``llama.py``: its name, and the settings of its own that do not touch heads, if it has any. OLMo
+adds one to Llama, and reads
 
     llama_like("olmo", {"clip_qkv"}),
 
@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 Size = Literal["query_heads", "kv_heads", "queries_per_kv", "query_width", "kv_width"]
 Role = Literal["q", "k", "v"]
-
 
 
 def _nothing() -> Any:
@@ -80,6 +79,9 @@ class Family:
         native_unless: Config attributes that make it impossible when they are truthy.
         fewer_kv_heads: Where fewer KV heads than query heads fit: "native" in the stock class,
             "runtime" in the class that travels with the result, or the reason why nowhere.
+        cached_width: Attributes of the attention module, joined by "+", that say how many numbers
+            one token leaves in the cache, where that is not K and V of every KV head.
+        caches_query_heads: Config attribute under which K and V are cached for every query head.
         refused: Config attributes that make a model of the family unsupported when they are
             truthy, with the reason.
         knows: Config attributes, beyond the common ones, that were checked not to touch what this
@@ -102,6 +104,8 @@ class Family:
     native: bool = False
     native_unless: tuple[str, ...] = ()
     fewer_kv_heads: str = "runtime"
+    cached_width: str | None = None
+    caches_query_heads: str | None = None
     refused: Mapping[str, str] = _nothing()
     knows: frozenset[str] = field(default_factory=frozenset)
 
@@ -147,5 +151,5 @@ COMMON_SETTINGS = frozenset(
     mask_feature_min_masks
     architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id
     output_hidden_states problem_type return_dict transformers_version
-    """.split()
+    """.split()  # noqa: SIM905
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.families import COMMON_SETTINGS, FAMILIES, Family
 from headprune.plan import ModelIdentity
+from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
 
 
@@ -42,7 +44,7 @@ def refuse_unknown_settings(config: PreTrainedConfig) -> None:
         FamilyError: Naming the first such setting that differs from its default.
     """
     family = family_of(config)
-    for setting in dataclasses.fields(config):  # type: ignore[arg-type]
+    for setting in dataclasses.fields(config):
         name = setting.name
         if name in COMMON_SETTINGS or name in family.knows or name in family.refused:
             continue
@@ -71,6 +73,22 @@ def attention_of(model: PreTrainedModel) -> list[Attention]:
         raise FamilyError(
             f"The model says it is '{model.config.model_type}' but does not look like one: {error}."
         ) from None
+
+
+def of_kinds(attentions: list[Attention], kinds: Sequence[str]) -> list[Attention]:
+    """Those attention modules that are of the given kinds; all where none is given.
+
+    Raises:
+        FamilyError: If the model has no attention of a kind.
+    """
+    present = list(dict.fromkeys(attention.kind for attention in attentions))
+    for kind in kinds:
+        if kind not in present:
+            raise FamilyError(
+                f"This model has no '{kind}' attention.{did_you_mean(kind, present)} "
+                f"Kinds: {', '.join(present)}."
+            )
+    return [a for a in attentions if not kinds or a.kind in kinds]
 
 
 def identity(model: PreTrainedModel, name: str | Path) -> ModelIdentity:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from headprune.models.attention import attention_of
+from headprune.models.attention import attention_of, family_of
 from headprune.models.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
 
@@ -35,12 +34,18 @@ class ModelCost:
     kv_cache_bytes_per_token: int
 
 
-def kv_cache_elements_per_token(attentions: Sequence[Attention]) -> int:
-    """Keys and values that one generated token leaves in the cache: 2 x sum of kv_heads x head_dim.
+def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
+    """What one generated token leaves in the cache: 2 x sum of kv_heads x head_dim, mostly.
 
     An encoder caches nothing, and cross attention one entry per token of the source.
     """
-    return 2 * sum(a.kv_heads * a.head_dim for a in attentions if a.kind in ("self", "decoder"))
+    family = family_of(model.config)
+    cached = (a for a in attention_of(model) if a.kind in ("self", "decoder"))
+    if family.cached_width is not None:
+        names = family.cached_width.split("+")
+        return sum(int(getattr(a.module, name)) for a in cached if a.query_heads for name in names)
+    repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
+    return 2 * sum((a.query_heads if repeats else a.kv_heads) * a.head_dim for a in cached)
 
 
 def attention_parameters(attention: Attention) -> int:
@@ -51,7 +56,7 @@ def attention_parameters(attention: Attention) -> int:
 def model_cost(model: PreTrainedModel) -> ModelCost:
     """Measures a model's sizes off its weights."""
     attentions = attention_of(model)
-    cached = kv_cache_elements_per_token(attentions) if task_of(model) in GENERATES else 0
+    cached = kv_cache_elements_per_token(model) if task_of(model) in GENERATES else 0
     return ModelCost(
         parameters=model.num_parameters(),
         attention_parameters=sum(map(attention_parameters, attentions)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, FamilyError
 from headprune.runtime import modeling_headprune
 
 Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
@@ -50,6 +51,21 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
         ).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"'{model}' does not load as {cls.__name__}: {error}") from error
+
+
+def refuse_without_text(model: PreTrainedModel, what: str) -> None:
+    """Refuses a model of images or sound where text is needed.
+
+    Raises:
+        FamilyError: Saying what can be done with it.
+    """
+    takes = set(inspect.signature(model.forward).parameters)
+    other = takes & {"pixel_values", "input_features", "input_values"}
+    if other or "input_ids" not in takes:
+        raise FamilyError(
+            f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
+            "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."
+        )
 
 
 def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:

@@ -60,16 +60,18 @@ def plan_from_scores(
     budget: int,
     model: ModelIdentity | None = None,
     scale: Sequence[float] | None = None,
+    whole: Sequence[Attention] = (),
 ) -> Plan:
     """Keeps the best units, exactly ``budget`` query heads.
 
     Args:
-        attentions: The attention modules, in order.
+        attentions: The attention modules to choose among, in order.
         unit: What is removed as one piece.
         scores: One score per unit, in order; higher is kept first.
         budget: Query heads to keep.
         model: The model that the plan is for.
         scale: Gate value per unit, folded into the output projection; None for all 1.
+        whole: Other attention modules of the model, which keep all their heads.
     """
     kept = set(keep_best(scores, unit_sizes(attentions, unit), budget))
     parts, index = {}, 0
@@ -86,6 +88,12 @@ def plan_from_scores(
             kv_heads=attention.kv_heads,
             keep=tuple(head for head, _ in chosen),
             scale=None if scale is None else tuple(factor for _, factor in chosen),
+        )
+    for attention in whole:
+        parts[attention.path] = AttentionPlan(
+            query_heads=attention.query_heads,
+            kv_heads=attention.kv_heads,
+            keep=tuple(sorted(attention.query_ids)),
         )
     return Plan(unit=unit, model=model, attentions=parts)
 

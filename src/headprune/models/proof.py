@@ -111,7 +111,9 @@ def _random_text(
 def probe(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Outputs:
     """Runs a model on probe inputs; padded positions are zeroed, they carry no meaning."""
     dtype, device = model.dtype, model.device
-    inputs = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+    inputs = {
+        k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()
+    }
     result, mask = model(**inputs), inputs.get("attention_mask")
     outputs = {}
     for name, value in result.items():

@@ -178,9 +178,7 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
 
 
 def _already_cut(cuts: Sequence[Cut]) -> bool:
-    return any(
-        cut.attention.query_ids != tuple(range(cut.attention.query_heads)) for cut in cuts
-    )
+    return any(cut.attention.query_ids != tuple(range(cut.attention.query_heads)) for cut in cuts)
 
 
 def _replace(model: nn.Module, index_map: IndexMap) -> None:

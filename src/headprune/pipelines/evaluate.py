@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import packed_windows, tokenized_rows
+from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import metrics, quality
 from headprune.evaluation.comparison import Statistic, bootstrap, rank_correlation
@@ -34,7 +34,15 @@ from headprune.evaluation.report import (
 )
 from headprune.evaluation.speed import Speed, measure
 from headprune.models.cost import model_cost
-from headprune.models.loading import from_pretrained, load_tokenizer, parse_dtype, task_of
+from headprune.models.loading import (
+    from_pretrained,
+    load_tokenizer,
+    parse_dtype,
+    refuse_without_text,
+    task_of,
+)
+
+LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 
 
 @dataclass
@@ -87,6 +95,8 @@ def evaluate(
         ).to("cuda" if torch.cuda.is_available() else "cpu")
         for name in names
     ]
+    for net in nets:
+        refuse_without_text(net, "evaluate")
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
     _check(nets, names, examples, config)
     if against is not None:
@@ -163,6 +173,8 @@ def _rows(
     positions = getattr(net.config, "max_position_embeddings", config.seq_len)
     seq_len = min(config.seq_len, positions)
     texts, labels = examples.texts[:count], examples.labels and examples.labels[:count]
+    if task == "seq2seq-lm":
+        return translation_rows(Examples(texts, None, True), tokenizer, seq_len)
     if task == "classification":
         part = Examples(texts, labels, rows_are_documents=True)
         return tokenized_rows(part, tokenizer, seq_len, net.config.label2id)
@@ -180,12 +192,13 @@ def _measure(
     progress: Progress,
 ) -> _Measured:
     task, size = task_of(net), config.batch_size
-    if task in ("causal-lm", "masked-lm"):
-        losses = (
-            quality.causal_losses(net, rows, tokenizer, size, progress)
-            if task == "causal-lm"
-            else quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
-        )
+    if task in LANGUAGE_MODELS:
+        if task == "causal-lm":
+            losses = quality.causal_losses(net, rows, tokenizer, size, progress)
+        elif task == "seq2seq-lm":
+            losses = quality.translation_losses(net, rows, tokenizer, size, progress)
+        else:
+            losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
         return _Measured(name, net, losses, _token_metrics(losses))
     if task == "classification":
         labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
@@ -241,7 +254,7 @@ def _differences(
         return Difference(name=name, kind=kind, interval=found, higher_is_better=METRICS[name][1])
 
     task = task_of(model.net)
-    if task in ("causal-lm", "masked-lm"):
+    if task in LANGUAGE_MODELS:
         a, b = model.values, base.values
 
         def nll(i: Any) -> float:

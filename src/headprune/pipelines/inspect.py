@@ -26,6 +26,7 @@ class AttentionReport(_Record):
 
     Attributes:
         path: Module path; the key of plans.
+        kind: "self", or which of several: encoder, decoder, cross, text, vision.
         query_heads: Query heads.
         kv_heads: KV heads.
         head_dim: Width of a head.
@@ -33,6 +34,7 @@ class AttentionReport(_Record):
     """
 
     path: str
+    kind: str
     query_heads: int
     kv_heads: int
     head_dim: int
@@ -102,7 +104,7 @@ def inspect(model: str | Path, trust_remote_code: bool = False) -> Inspection:
     sizes = cost.model_cost(net)
     unit = default_unit(attentions)
     generates = task_of(net) in cost.GENERATES
-    elements = cost.kv_cache_elements_per_token(attentions)
+    elements = cost.kv_cache_elements_per_token(net)
     return Inspection(
         family=family_of(net.config).model_type,
         architecture=type(net).__name__,
@@ -113,6 +115,7 @@ def inspect(model: str | Path, trust_remote_code: bool = False) -> Inspection:
         attentions=tuple(
             AttentionReport(
                 path=a.path,
+                kind=a.kind,
                 query_heads=a.query_heads,
                 kv_heads=a.kv_heads,
                 head_dim=a.head_dim,

@@ -18,7 +18,7 @@ from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, wr
 from headprune.config import Dtype
 from headprune.errors import PlanError
 from headprune.models import proof
-from headprune.models.attention import attention_of, identity
+from headprune.models.attention import attention_of, identity, refuse_unknown_settings
 from headprune.models.loading import from_pretrained, native_class, parse_dtype
 from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
 from headprune.models.surgery import cut_heads, resolve, result_shape
@@ -73,6 +73,7 @@ def prune(
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
+    assume_supported: bool = False,
     on_stage: Stage = lambda stage: None,
 ) -> Pruned:
     """Cuts heads out of a model and writes the result, proven, to ``output``.
@@ -86,6 +87,7 @@ def prune(
         overwrite: Replace an existing output.
         dtype: Element type to load, and so to write.
         trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
         on_stage: Called with a few words before every stage.
 
     Raises:
@@ -94,7 +96,7 @@ def prune(
     """
     check_output(output, overwrite)
     on_stage("loading the model")
-    net, source = _load(model, dtype, trust_remote_code)
+    net, source = _load(model, dtype, trust_remote_code, assume_supported)
     chosen, weights = _plan(net, source, gates, plan, keep)
     cuts = resolve(chosen, net)
     _load_weights(net, weights)
@@ -143,9 +145,10 @@ def preview(
     keep: float | int | None = None,
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
+    assume_supported: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    net, source = _load(model, dtype, trust_remote_code)
+    net, source = _load(model, dtype, trust_remote_code, assume_supported)
     chosen, _ = _plan(net, source, gates, plan, keep)
     cuts = resolve(chosen, net)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
@@ -156,11 +159,13 @@ def preview(
 
 
 def _load(
-    model: str | Path, dtype: Dtype, trust_remote_code: bool
+    model: str | Path, dtype: Dtype, trust_remote_code: bool, assume_supported: bool
 ) -> tuple[PreTrainedModel, ModelIdentity]:
     net = from_pretrained(
         model, dtype=parse_dtype(dtype.value), trust_remote_code=trust_remote_code
     )
+    if not assume_supported:
+        refuse_unknown_settings(net.config)
     return net, identity(net, model)
 
 
@@ -189,13 +194,15 @@ def _plan_from_gates(
     net: PreTrainedModel, source: ModelIdentity, folder: Path, keep: float | int | None
 ) -> tuple[Plan, dict[str, Tensor]]:
     trained = read_gates(folder, source)
-    unit, attentions = trained.metadata.unit, attention_of(net)
+    unit, gated = trained.metadata.unit, set(trained.metadata.modules)
+    attentions = [a for a in attention_of(net) if a.path in gated]
+    whole = [a for a in attention_of(net) if a.path not in gated]
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
     # units that training kept come first; one that --keep brings back is open as in the original
     scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    plan = plan_from_scores(attentions, unit, scores, budget, source, scale)
+    plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
     return plan, trained.weights or {}
 
 

@@ -17,18 +17,24 @@ import torch
 import yaml
 from datasets import Dataset
 from safetensors import SafetensorError
-from transformers import DataCollatorWithPadding, PreTrainedModel
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel
 
 from headprune._version import __version__
 from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import GatesMetadata, write_gates
 from headprune.config import DataConfig, Objective, Train, TrainGatesConfig, write_yaml
 from headprune.data.sources import read_examples
-from headprune.data.windows import masked, packed_windows, tokenized_rows
+from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.models.attention import attention_of, identity
+from headprune.models.attention import attention_of, identity, of_kinds, refuse_unknown_settings
 from headprune.models.gating import gated
-from headprune.models.loading import from_pretrained, load_tokenizer, parse_dtype, task_of
+from headprune.models.loading import (
+    from_pretrained,
+    load_tokenizer,
+    parse_dtype,
+    refuse_without_text,
+    task_of,
+)
 from headprune.models.planning import default_unit, head_budget, unit_sizes
 from headprune.tensors.units import Unit
 from headprune.training.gates import Gates
@@ -75,6 +81,7 @@ def train_gates(
     resume: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    assume_supported: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> GatesRun:
@@ -88,6 +95,7 @@ def train_gates(
         resume: Go on from the last checkpoint in ``output``; the settings must be the same.
         overwrite: Start anew in an existing ``output``.
         trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
         on_step: Called after every optimiser step.
         on_stage: Called with a few words before every stage.
 
@@ -100,7 +108,11 @@ def train_gates(
     net = from_pretrained(
         model, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
     )
-    attentions, source = attention_of(net), identity(net, model)
+    refuse_without_text(net, "train-gates")
+    if not assume_supported:
+        refuse_unknown_settings(net.config)
+    source = identity(net, model)
+    attentions = of_kinds(attention_of(net), config.attention)
     unit = config.unit or default_unit(attentions)
     gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
     sparsity = _sparsity(config, unit_sizes(attentions, unit), len(attentions))
@@ -200,6 +212,7 @@ def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Obje
     task = task_of(net)
     natural = {
         "causal-lm": Objective.LM,
+        "seq2seq-lm": Objective.LM,
         "masked-lm": Objective.MLM,
         "classification": Objective.TASK if data.label_column else Objective.DISTILL,
         "features": Objective.DISTILL,
@@ -227,10 +240,8 @@ def _batches(
     if config.seq_len > positions:
         raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
     decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
-    if (objective is not Objective.TASK and not examples.rows_are_documents) or task_of(net) in (
-        "causal-lm",
-        "masked-lm",
-    ):
+    packed = objective is not Objective.TASK and not examples.rows_are_documents
+    if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
         rows = packed_windows(
             examples,
             tokenizer,
@@ -249,14 +260,19 @@ def _batches(
             return {**batch, **decoder}
 
         return rows, collate
-    labels = net.config.label2id if objective is Objective.TASK else None
-    rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
+    if task_of(net) == "seq2seq-lm":
+        rows = translation_rows(examples, tokenizer, config.seq_len)
+        collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
+    else:
+        labels = net.config.label2id if objective is Objective.TASK else None
+        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
+        collator = DataCollatorWithPadding(tokenizer)
     if len(rows) < config.batch_size:
         raise DataError(
             f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
             "Give more data or a smaller --batch-size."
         )
-    return rows, DataCollatorWithPadding(tokenizer)
+    return rows, lambda features: dict(collator(features))
 
 
 @contextmanager

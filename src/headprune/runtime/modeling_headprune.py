@@ -213,7 +213,7 @@ def resize(
         setattr(module, attribute, sizes[size])
     if family["config_follows"]:
         own = {key: sizes[size] for key, size in family["config_follows"].items()}
-        module.config = LayerConfig(module.config, own)  # type: ignore[assignment, arg-type]
+        module.config = LayerConfig(module.config, own)  # type: ignore[assignment]
     ids = {"q": tuple(query_ids), "k": tuple(kv_ids), "v": tuple(kv_ids)}
     for name, role in family["whole_norms"].items():
         norm = module.get_submodule(name)
@@ -289,7 +289,9 @@ class _Facts:
         self.query_ids = list(query_ids)
         self.arguments = dict(family["head_arguments"])
         self.without_heads = family["without_heads"]
-        inside = (n for n, m in attention.module.named_modules() if m is attention.output_projection)
+        inside = (
+            n for n, m in attention.module.named_modules() if m is attention.output_projection
+        )
         self.output = next(inside, None)
         # the first decoder layer keeps the length of the cache, also when it has no heads
         layer = getattr(attention.module, "layer_idx", getattr(attention.module, "layer_id", None))
@@ -305,7 +307,7 @@ class _Changed:
 
 
 def _blank(mixin: type, native: type) -> Any:
-    cls = _mixed(mixin, native)
+    cls: Any = _mixed(mixin, native)
     return cls.__new__(cls)
 
 
@@ -432,7 +434,9 @@ class EmptySharedBias(EmptyAttention):
         bias, cache = kwargs.get("position_bias"), kwargs.get("past_key_values")
         seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
         length, keys = hidden_states.shape[1], self._keys(hidden_states, args, kwargs)
-        output, weights = super().forward(hidden_states, *args, **{**kwargs, "past_key_values": None})
+        output, weights = super().forward(
+            hidden_states, *args, **{**kwargs, "past_key_values": None}
+        )
         if bias is None and self.has_relative_attention_bias:
             bias = self.compute_bias(
                 length, keys, device=hidden_states.device, past_seen_tokens=seen
@@ -450,9 +454,9 @@ def _made_once(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type
     return _CLASSES.setdefault(bases, type(name, bases, body))
 
 
-def _mixed(mixin: type, native: type) -> type:
+def _mixed(mixin: type, native: Any) -> type:
     """A stock class with a mixin before it; a subclass, so that isinstance checks still hold."""
-    parameters = tuple(inspect.signature(native.forward).parameters)  # type: ignore[attr-defined]
+    parameters = tuple(inspect.signature(native.forward).parameters)
     body = {
         "__module__": __name__,
         "__doc__": mixin.__doc__,
@@ -464,7 +468,7 @@ def _mixed(mixin: type, native: type) -> type:
 def _change_class(module: nn.Module, mixin: type) -> None:
     native = type(module)
     if issubclass(native, _Changed):
-        native = native.__bases__[1]  # type: ignore[assignment]
+        native = native.__bases__[1]
     module.__class__ = _mixed(mixin, native)
 
 

@@ -48,6 +48,8 @@ class Distillation:
         gates.draw(batch["input_ids"].shape[0])
         got = model(**inputs)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        if "decoder_input_ids" in batch:  # then the logits are those of the target
+            mask = (batch["labels"] != -100).long()
         if "logits" in got:
             logits, target = got.logits, wanted.logits
             if logits.dim() == 2:  # one row of class logits per sequence

@@ -1,0 +1,46 @@
+"""What works for which family, read off the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.families import FAMILIES
+from headprune.families.spec import Family
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One family.
+
+    Attributes:
+        family: ``config.model_type``.
+        attention: Its kinds of attention.
+        uneven: How a cut with other counts in every layer loads.
+        even: How a cut with equal counts in all layers loads.
+        fewer_kv_heads: "native", "runtime", or the reason why it cannot have fewer.
+        refused: Settings under which a model of the family is refused, with the reason.
+    """
+
+    family: str
+    attention: tuple[str, ...]
+    uneven: str
+    even: str
+    fewer_kv_heads: str
+    refused: dict[str, str]
+
+
+def capabilities() -> list[Capability]:
+    """One entry per row of the family table, in its order."""
+    return [_capability(FAMILIES[name]) for name in FAMILIES]
+
+
+def _capability(family: Family) -> Capability:
+    unless = f", unless {' or '.join(family.native_unless)}" if family.native_unless else ""
+    return Capability(
+        family=family.model_type,
+        attention=tuple(family.attention),
+        uneven="runtime",
+        even=f"native{unless}" if family.native else "runtime",
+        fewer_kv_heads=family.fewer_kv_heads,
+        refused=dict(family.refused),
+    )
