@@ -207,7 +207,9 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (bare / "model.safetensors").unlink()
     unknown = tiny.save(tiny.model("gpt2"), tmp_path / "unknown")
     config = json.loads((unknown / "config.json").read_text()) | {"model_type": "xglm"}
-    (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["XGLMForCausalLM"]}))
+    (unknown / "config.json").write_text(
+        json.dumps(config | {"architectures": ["XGLMForCausalLM"]})
+    )
     (tmp_path / "none").mkdir()
     for folder, message in (
         (pickled, "as a pickle only (pytorch_model.bin)"),

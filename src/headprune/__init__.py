@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from headprune.models.loading import from_pretrained as from_pretrained
     from headprune.pipelines.evaluate import evaluate as evaluate
     from headprune.pipelines.inspect import inspect as inspect
+    from headprune.pipelines.prune import migrate as migrate
     from headprune.pipelines.prune import prune as prune
     from headprune.pipelines.train_gates import train_gates as train_gates
+    from headprune.pipelines.verify import verify as verify
     from headprune.plan import Plan as Plan
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
@@ -30,8 +32,10 @@ _LAZY = {
     "evaluate": "headprune.pipelines.evaluate",
     "from_pretrained": "headprune.models.loading",
     "inspect": "headprune.pipelines.inspect",
+    "migrate": "headprune.pipelines.prune",
     "prune": "headprune.pipelines.prune",
     "train_gates": "headprune.pipelines.train_gates",
+    "verify": "headprune.pipelines.verify",
 }
 
 __all__ = ["__version__", *_LAZY]

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from headprune._version import __version__
 from headprune.checkpoint.folders import sha256_of
+from headprune.errors import CheckpointError
 from headprune.plan import ModelIdentity, Plan, Shape
-
-MANIFEST = "headprune.json"
+from headprune.runtime import MANIFEST
 
 
 class Manifest(BaseModel):
@@ -30,7 +30,9 @@ class Manifest(BaseModel):
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
+        trained_weights: Whether weights beside the gates were trained before the cut.
         proof: What the proof measured.
+        probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
         files: SHA-256 of every other file of the folder, but for the model card.
     """
 
@@ -45,7 +47,9 @@ class Manifest(BaseModel):
     query_heads: tuple[int, int]
     kv_heads: tuple[int, int]
     parameters: tuple[int, int]
+    trained_weights: bool = False
     proof: dict[str, Any]
+    probe: dict[str, Any]
     files: dict[str, str]
 
 
@@ -76,6 +80,29 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
     return manifest
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of a result.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged or of a later schema.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(
+            f"'{folder}' has no {MANIFEST}, so headprune did not write it; prune and migrate do."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.get("schema_version", 1) > 1:
+            raise CheckpointError(
+                f"'{path}' has schema {content['schema_version']}; this headprune reads 1. Upgrade "
+                "headprune."
+            )
+        return Manifest.model_validate(content)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{path}' is damaged: {str(error).splitlines()[0]}.") from None
+
+
 def read_lineage(folder: Path) -> tuple[dict[str, Any], ...]:
     """The manifests that lead to a folder, oldest first; none if headprune did not make it."""
     path = folder / MANIFEST
@@ -83,7 +110,8 @@ def read_lineage(folder: Path) -> tuple[dict[str, Any], ...]:
         return ()
     content = json.loads(path.read_text(encoding="utf-8"))
     earlier = content.pop("lineage", ())
-    content.pop("files", None)
+    for bulky in ("files", "probe"):
+        content.pop(bulky, None)
     return (*earlier, content)
 
 

@@ -318,6 +318,57 @@ def prune(
 
 
 @app.command()
+def migrate(
+    model: Model,
+    output: Annotated[Path, typer.Argument(help="Folder for the result.", metavar="OUT")],
+    overwrite: Overwrite = False,
+    dtype: DtypeOption = cfg.Dtype.AUTO,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines import prune as pipeline
+
+    with terminal.stages() as on_stage:
+        result = pipeline.migrate(
+            model, output, overwrite, dtype, trust_remote_code, on_stage=on_stage
+        )
+    if json_:
+        typer.echo(result.manifest.model_dump_json(indent=2))
+    else:
+        render.pruned(terminal.out, result)
+
+
+@app.command()
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that headprune wrote.", metavar="FOLDER")
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(help="The model it was made from: compare with its gated form in full."),
+    ] = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Prove a result again: hashes, load routes, and outputs against those that were stored."""
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.verify import verify as pipeline
+
+    with terminal.stages() as on_stage:
+        result = pipeline(folder, against, trust_remote_code, on_stage)
+    if json_:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    else:
+        render.verification(terminal.out, result)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def evaluate(
     model: Model,
     data: Data,

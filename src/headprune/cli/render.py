@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headprune.pipelines.inspect import Inspection
     from headprune.pipelines.prune import Preview, Pruned
     from headprune.pipelines.train_gates import GatesRun
+    from headprune.pipelines.verify import Verification
     from headprune.training.trainer import StepRecord
 
 KEPT, GONE = "■", "·"
@@ -126,6 +127,15 @@ def pruned(console: Console, result: Pruned) -> None:
         grid.add_row("a cut that is one head off would show", f"{proof['control']:.1e}")
     console.print(grid)
     console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
+
+
+def verification(console: Console, result: Verification) -> None:
+    """What was looked at, and what was found."""
+    grid = table("", "check", "found", numbers_from=3)
+    for check in result.checks:
+        mark = Text("passed", "green") if check.passed else Text("FAILED", "bold red")
+        grid.add_row(mark, escape(check.name), escape(check.found))
+    console.print(grid)
 
 
 def _stored(shape: Shape) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from headprune.errors import CheckpointError, FamilyError
+from headprune.errors import CheckpointError
+from headprune.models.legacy import has_pruned_heads, layout_of_pruned_heads
+from headprune.models.refusals import (
+    refuse_edited_runtime,
+    refuse_links,
+    refuse_newer,
+    refuse_pickles,
+)
 from headprune.runtime import modeling_headprune
 
 Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
@@ -22,7 +29,6 @@ _TASKS: dict[str, Task] = {
     "AutoModelForMaskedLM": "masked-lm",
     "AutoModelForSequenceClassification": "classification",
 }
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -44,28 +50,24 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
     selection = {k: kwargs[k] for k in ("revision", "trust_remote_code") if k in kwargs}
     config = kwargs.pop("config", None) or load_config(model, **selection)
     refuse_pickles(model)
-    cls = model_class(config, auto_class)
+    refuse_links(model)
+    if not kwargs.get("trust_remote_code"):
+        refuse_edited_runtime(model)
+    native = native_of(config, auto_class)
+    if has_pruned_heads(config):
+        layout_of_pruned_heads(config, native)
+    description = getattr(config, "headprune", None)
+    if description:
+        refuse_newer(model, description)
+    cls = modeling_headprune.pruned_class(native) if description else native
     try:
         return cls.from_pretrained(
             str(model), config=config, use_safetensors=True, **{"dtype": "auto"} | kwargs
         ).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"'{model}' does not load as {cls.__name__}: {error}") from error
-
-
-def refuse_without_text(model: PreTrainedModel, what: str) -> None:
-    """Refuses a model of images or sound where text is needed.
-
-    Raises:
-        FamilyError: Saying what can be done with it.
-    """
-    takes = set(inspect.signature(model.forward).parameters)
-    other = takes & {"pixel_values", "input_features", "input_values"}
-    if other or "input_ids" not in takes:
-        raise FamilyError(
-            f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
-            "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."
-        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"'{model}' does not load as {cls.__name__}: {_first_line(error)}"
+        ) from error
 
 
 def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
@@ -102,8 +104,12 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
         ) from None
 
 
-def model_class(config: PreTrainedConfig, auto_class: str | None = None) -> type[PreTrainedModel]:
-    """The class to build a model of ``config`` with: the stock one, or its pruned form."""
+def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[PreTrainedModel]:
+    """The class of transformers for ``config``: the one it names, or what an Auto class leads to.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
     name = (config.architectures or [None])[0]
     native = getattr(transformers, name, None) if name else None
     if auto_class is not None or native is None:
@@ -114,7 +120,8 @@ def model_class(config: PreTrainedConfig, auto_class: str | None = None) -> type
                 f"'{config.model_type}'."
             )
         native = mapping[type(config)]
-    return modeling_headprune.pruned_class(native) if getattr(config, "headprune", None) else native
+    chosen: type[PreTrainedModel] = native[0] if isinstance(native, tuple) else native
+    return chosen
 
 
 def task_of(model: PreTrainedModel) -> Task:
@@ -130,28 +137,16 @@ def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return native
 
 
+def auto_class_of(model: PreTrainedModel) -> str:
+    """The Auto class that leads to a model's class; "AutoModel" if none does."""
+    native = native_class(type(model))
+    known = modeling_headprune.auto_classes(native.config_class)
+    return next((auto for auto, cls in known.items() if cls is native), "AutoModel")
+
+
 def parse_dtype(name: str) -> torch.dtype | str:
     """Reads a ``--dtype`` value: "auto", "float32", "bfloat16", "float16", "float64"."""
     return "auto" if name == "auto" else getattr(torch, name)
-
-
-def refuse_pickles(model: str | Path) -> None:
-    """Refuses a folder whose weights are pickles only.
-
-    Raises:
-        CheckpointError: If there are pickles and no safetensors, or no weights at all.
-    """
-    path = Path(model)
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"'{model}' holds its weights as a pickle only ({pickles[0]}), which can run code when "
-            "it is read. Convert it once where you trust it: "
-            "AutoModel.from_pretrained(folder).save_pretrained(new_folder) writes safetensors."
-        )
-    raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,9 +8,11 @@ by one head. A proof whose control is as small as its differences would show not
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,6 +183,58 @@ def difference(wanted: Outputs, got: Outputs) -> float:
 def largest_output(outputs: Outputs) -> float:
     """Largest absolute output."""
     return max(float(output.abs().max()) for output in outputs.values())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is kept of the gated original's outputs, so that a result can be proven years later.
+
+    Attributes:
+        inputs_sha256: Digest of the probe inputs, which are made anew from the seed.
+        outputs: Per output: its largest absolute value, positions in it, and the values there.
+        seed: Seed of the inputs.
+    """
+
+    inputs_sha256: str
+    outputs: dict[str, dict[str, Any]]
+    seed: int = PROBE_SEED
+
+    def as_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return asdict(self)
+
+    def difference(self, outputs: Outputs) -> float:
+        """As ``difference``, at the positions that were kept; infinite if an output is missing."""
+        shares = []
+        for name, kept in self.outputs.items():
+            if name not in outputs or outputs[name].numel() != kept["size"]:
+                return float("inf")
+            got = outputs[name].flatten()[kept["positions"]]
+            gap = (got - torch.tensor(kept["values"], dtype=torch.float64)).abs().max()
+            shares.append(float(gap) / (kept["largest"] or 1.0))
+        return float("nan") if any(share != share for share in shares) else max(shares)
+
+
+def sample(inputs: dict[str, Tensor], outputs: Outputs, count: int = 256) -> Sample:
+    """Keeps ``count`` values of every output, at random positions."""
+    generator, kept = torch.Generator().manual_seed(PROBE_SEED), {}
+    for name, output in outputs.items():
+        positions = torch.randint(0, output.numel(), (count,), generator=generator)
+        kept[name] = {
+            "size": output.numel(),
+            "largest": float(output.abs().max()),
+            "positions": positions.tolist(),
+            "values": output.flatten()[positions].tolist(),
+        }
+    return Sample(digest(inputs), kept)
+
+
+def digest(inputs: dict[str, Tensor]) -> str:
+    """SHA-256 of probe inputs."""
+    total = hashlib.sha256()
+    for name, value in sorted(inputs.items()):
+        total.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
 
 
 def conclude(

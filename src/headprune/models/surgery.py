@@ -18,8 +18,6 @@ from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
 
-CONFIG_SCHEMA = 1
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -204,7 +202,7 @@ def _write_native_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Fa
 def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Family) -> None:
     config, native = model.config, native_class(type(model))
     config.headprune = {
-        "schema_version": CONFIG_SCHEMA,
+        "schema_version": modeling_headprune.SCHEMA,
         "family": family.for_runtime(),
         "layout": {
             cut.attention.path: {

@@ -38,9 +38,9 @@ from headprune.models.loading import (
     from_pretrained,
     load_tokenizer,
     parse_dtype,
-    refuse_without_text,
     task_of,
 )
+from headprune.models.refusals import refuse_without_text
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 

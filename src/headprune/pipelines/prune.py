@@ -16,14 +16,15 @@ from headprune.checkpoint.folders import check_output, copy_companions, whole_fo
 from headprune.checkpoint.gates import read_gates
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, write_manifest
 from headprune.config import Dtype
-from headprune.errors import PlanError
+from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
-from headprune.models.loading import from_pretrained, native_class, parse_dtype
+from headprune.models.legacy import has_pruned_heads
+from headprune.models.loading import auto_class_of, from_pretrained, load_config, parse_dtype
 from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
-from headprune.models.surgery import cut_heads, resolve, result_shape
+from headprune.models.surgery import Cut, cut_heads, resolve, result_shape
 from headprune.plan import ModelIdentity, Plan, Shape, read_plan
-from headprune.runtime.modeling_headprune import auto_classes
+from headprune.tensors.units import Unit
 
 Stage = Callable[[str], None]
 
@@ -100,6 +101,72 @@ def prune(
     chosen, weights = _plan(net, source, gates, plan, keep)
     cuts = resolve(chosen, net)
     _load_weights(net, weights)
+    return write_proven(net, source, model, chosen, cuts, output, bool(weights), on_stage)
+
+
+def migrate(
+    model: str | Path,
+    output: Path,
+    overwrite: bool = False,
+    dtype: Dtype = Dtype.AUTO,
+    trust_remote_code: bool = False,
+    on_stage: Stage = lambda stage: None,
+) -> Pruned:
+    """Rewrites a folder in which transformers 4 pruned heads, so that transformers 5 loads it.
+
+    Args:
+        model: A folder whose config has ``pruned_heads``, or a result of headprune.
+        output: Folder to write; it appears whole or not at all.
+        overwrite: Replace an existing output.
+        dtype: Element type to load, and so to write.
+        trust_remote_code: Allow code that comes with the model.
+        on_stage: Called with a few words before every stage.
+
+    Raises:
+        CheckpointError: If nothing was pruned in it, or it cannot be read or written.
+        ProofError: If the result does not compute what the old folder computes.
+    """
+    check_output(output, overwrite)
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    if not has_pruned_heads(config):
+        raise CheckpointError(
+            f"The config of '{model}' has no 'pruned_heads': it needs no migration, and loads as "
+            "it is."
+        )
+    on_stage("loading the model")
+    net, source = _load(model, dtype, trust_remote_code, assume_supported=False)
+    attentions = attention_of(net)
+    chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
+    cuts = resolve(chosen, net)
+    return write_proven(net, source, model, chosen, cuts, output, False, on_stage)
+
+
+def write_proven(
+    net: PreTrainedModel,
+    source: ModelIdentity,
+    origin: str | Path,
+    plan: Plan,
+    cuts: list[Cut],
+    output: Path,
+    trained_weights: bool,
+    on_stage: Stage,
+) -> Pruned:
+    """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
+
+    Args:
+        net: The model, uncut.
+        source: Who it is.
+        origin: Folder or hub id it came from; tokenizer files are taken from there.
+        plan: What stays.
+        cuts: The plan, resolved on ``net``.
+        output: Folder to write.
+        trained_weights: Whether ``net`` has other weights than ``origin``.
+        on_stage: Called with a few words before every stage.
+
+    Raises:
+        CheckpointError: If the folder cannot be written.
+        ProofError: If the result does not compute what the gated ``net`` computes.
+    """
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
 
     on_stage("probing the gated original")
@@ -115,10 +182,10 @@ def prune(
     with whole_folder(output) as folder:
         on_stage("writing")
         net.save_pretrained(folder)
-        origin = _source_folder(model)
-        copy_companions(origin, folder)
-        chosen.write(folder / "plan.json")
-        auto_class, model_dtype = _auto_class(net), net.dtype
+        home = _source_folder(origin)
+        copy_companions(home, folder)
+        plan.write(folder / "plan.json")
+        auto_class, model_dtype = auto_class_of(net), net.dtype
         del net
 
         on_stage("proving the folder")
@@ -127,15 +194,17 @@ def prune(
         manifest = write_manifest(
             folder,
             source=source,
-            lineage=read_lineage(origin),
+            lineage=read_lineage(home),
             shape=shape,
-            query_heads=(chosen.query_heads, chosen.kept_heads),
+            query_heads=(plan.query_heads, plan.kept_heads),
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
+            trained_weights=trained_weights,
             proof=asdict(proven),
+            probe=proof.sample(inputs, wanted).as_json(),
         )
-        write_card(folder, output.name, auto_class, chosen, manifest)
-    return Pruned(output, chosen, manifest)
+        write_card(folder, output.name, auto_class, plan, manifest)
+    return Pruned(output, plan, manifest)
 
 
 def preview(
@@ -211,12 +280,6 @@ def _load_weights(net: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     parameters = dict(net.named_parameters())
     for name, value in weights.items():
         parameters[name].copy_(value)
-
-
-def _auto_class(net: PreTrainedModel) -> str:
-    native = native_class(type(net))
-    known = auto_classes(native.config_class)
-    return next((auto for auto, cls in known.items() if cls is native), "AutoModel")
 
 
 def _source_folder(model: str | Path) -> Path:

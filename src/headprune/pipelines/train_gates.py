@@ -32,10 +32,10 @@ from headprune.models.loading import (
     from_pretrained,
     load_tokenizer,
     parse_dtype,
-    refuse_without_text,
     task_of,
 )
 from headprune.models.planning import default_unit, head_budget, unit_sizes
+from headprune.models.refusals import refuse_without_text
 from headprune.tensors.units import Unit
 from headprune.training.gates import Gates
 from headprune.training.objectives import Batch, Distillation, Loss, labelled

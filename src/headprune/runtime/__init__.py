@@ -1,1 +1,4 @@
-"""Code that runs a cut model; ``modeling_headprune.py`` travels with every result that needs it."""
+"""The code that runs a cut model, here and in the folder of every result that needs it."""
+
+RUNTIME = "modeling_headprune.py"  # this package's module, as it is called in a result's folder
+MANIFEST = "headprune.json"  # the record that lies beside it

@@ -29,6 +29,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
+SCHEMA = 1  # of config.headprune
+
 
 @dataclass
 class ProjectionModule:
@@ -478,6 +480,11 @@ def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None
     Raises:
         ValueError: If the layout names modules that the model does not have.
     """
+    if description["schema_version"] != SCHEMA:
+        raise ValueError(
+            f"config.json describes heads in schema {description['schema_version']}; this "
+            f"modeling_headprune.py reads {SCHEMA}: take the one that came with the model"
+        )
     family, layout = description["family"], _below_base(model, description["layout"])
     attentions = find_attention(model, family)
     for attention in attentions:

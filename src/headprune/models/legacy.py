@@ -1,0 +1,52 @@
+"""Folders of transformers 4 whose heads were pruned there.
+
+``prune_heads`` of transformers 4 wrote ``"pruned_heads": {"0": [1, 4]}`` into config.json: layer to
+the heads that are gone. transformers 5 ignores the entry, and the weights then do not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headprune.errors import CheckpointError
+from headprune.models.attention import attention_of, family_of
+from headprune.runtime.modeling_headprune import SCHEMA
+
+
+def has_pruned_heads(config: PreTrainedConfig) -> bool:
+    """Whether the config says that transformers 4 pruned heads."""
+    return any((getattr(config, "pruned_heads", None) or {}).values())
+
+
+def layout_of_pruned_heads(config: PreTrainedConfig, native: type[PreTrainedModel]) -> None:
+    """Gives such a config the description that the runtime rebuilds models from, in place.
+
+    Raises:
+        CheckpointError: If the entry names layers or heads that the model does not have.
+        FamilyError: If the family is not supported.
+    """
+    pruned = {int(layer): set(heads) for layer, heads in config.pruned_heads.items()}
+    family = family_of(config)
+    del config.pruned_heads
+    with torch.device("meta"):
+        attentions = attention_of(native(config))
+    unknown = sorted(set(pruned) - set(range(len(attentions))))
+    if unknown:
+        raise CheckpointError(
+            f"config.json says that heads of layer {unknown[0]} were pruned, but the model has "
+            f"{len(attentions)} attention modules."
+        )
+    layout: dict[str, Any] = {}
+    for layer, attention in enumerate(attentions):
+        gone = pruned.get(layer, set())
+        if gone - set(attention.query_ids):
+            raise CheckpointError(
+                f"config.json says that head {max(gone)} of layer {layer} was pruned, but it had "
+                f"{attention.query_heads} heads."
+            )
+        left = [head for head in attention.query_ids if head not in gone]
+        layout[attention.path] = {"query_heads": left, "kv_heads": left}
+    config.headprune = {"schema_version": SCHEMA, "family": family.for_runtime(), "layout": layout}

@@ -1,0 +1,107 @@
+"""What headprune does not load or train on, each said in one sentence with what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from headprune.errors import CheckpointError, FamilyError
+from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def refuse_pickles(model: str | Path) -> None:
+    """Refuses a folder whose weights are pickles only.
+
+    Raises:
+        CheckpointError: If there are pickles and no safetensors, or no weights at all.
+    """
+    path = Path(model)
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"'{model}' holds its weights as a pickle only ({pickles[0]}), which can run code when "
+            "it is read. Convert it once where you trust it: "
+            "AutoModel.from_pretrained(folder).save_pretrained(new_folder) writes safetensors."
+        )
+    raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
+
+
+def refuse_links(model: str | Path) -> None:
+    """Refuses a folder with links that lead out of it; the hub's own cache is built of such.
+
+    Raises:
+        CheckpointError: Naming the first one.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return
+    allowed = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        allowed.append(folder.resolve().parent.parent / "blobs")
+    for file in sorted(folder.rglob("*")):
+        target = file.resolve()
+        if file.is_symlink() and not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"'{file}' is a link that leads out of the model folder, to '{target}'. Put the "
+                "file itself there."
+            )
+
+
+def refuse_edited_runtime(model: str | Path) -> None:
+    """Refuses a result whose code is not what headprune wrote.
+
+    Raises:
+        CheckpointError: If the hash of the runtime file is not that of the manifest.
+    """
+    file = Path(model) / RUNTIME
+    if not file.is_file() or not (file.parent / MANIFEST).is_file():
+        return
+    try:
+        manifest = json.loads((file.parent / MANIFEST).read_text(encoding="utf-8"))
+        recorded = manifest["files"].get(RUNTIME)
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"'{file.parent / MANIFEST}' is damaged: {error!r}.") from None
+    if recorded != hashlib.sha256(file.read_bytes()).hexdigest():
+        raise CheckpointError(
+            f"'{file}' was edited after headprune wrote it: its hash is not the one in {MANIFEST}. "
+            "Put the original back, or allow it with --trust-remote-code (trust_remote_code=True)."
+        )
+
+
+def refuse_newer(model: str | Path, description: Mapping[str, Any]) -> None:
+    """Refuses a config whose description of heads is of a later schema.
+
+    Raises:
+        CheckpointError: Naming both versions.
+    """
+    version = description.get("schema_version")
+    if version != modeling_headprune.SCHEMA:
+        raise CheckpointError(
+            f"The config of '{model}' describes heads in schema {version}; this headprune reads "
+            f"{modeling_headprune.SCHEMA}. Upgrade headprune."
+        )
+
+
+def refuse_without_text(model: PreTrainedModel, what: str) -> None:
+    """Refuses a model of images or sound where text is needed.
+
+    Raises:
+        FamilyError: Saying what can be done with it.
+    """
+    takes = set(inspect.signature(model.forward).parameters)
+    other = takes & {"pixel_values", "input_features", "input_values"}
+    if other or "input_ids" not in takes:
+        raise FamilyError(
+            f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
+            "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."
+        )

@@ -1,0 +1,146 @@
+"""headprune verify: is a folder still the model that it says it is?"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from headprune.checkpoint.folders import sha256_of
+from headprune.checkpoint.manifest import Manifest, read_manifest
+from headprune.errors import HeadpruneError, PlanError
+from headprune.models import proof
+from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
+from headprune.models.proof import TOLERANCE, Outputs, Sample
+from headprune.models.surgery import resolve
+from headprune.plan import Shape, read_plan
+from headprune.runtime import RUNTIME
+
+Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What was looked at.
+        passed: Whether it is as it should be.
+        found: What was found.
+    """
+
+    name: str
+    passed: bool
+    found: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All checks of a folder."""
+
+    folder: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"schema_version": 1, "passed": self.passed, **asdict(self)}
+
+
+def verify(
+    folder: Path,
+    against: str | Path | None = None,
+    trust_remote_code: bool = False,
+    on_stage: Stage = lambda stage: None,
+) -> Verification:
+    """Re-runs the proof of a result: hashes, load routes, outputs against those that were stored.
+
+    Args:
+        folder: A folder that headprune wrote.
+        against: The model it was made from: compares with its gated form in full.
+        trust_remote_code: Load the folder's own code even where it is not what headprune wrote.
+        on_stage: Called with a few words before every stage.
+
+    Raises:
+        HeadpruneError: If the folder is none of headprune's, or ``against`` is another model.
+    """
+    manifest = read_manifest(folder)
+    on_stage("hashing the files")
+    checks = [_files(folder, manifest)]
+    dtype = parse_dtype(manifest.proof["dtype"])
+    assert isinstance(dtype, torch.dtype)
+    stored = Sample(**manifest.probe)
+
+    def compare(route: str, load: Callable[[], PreTrainedModel]) -> Outputs | None:
+        on_stage(f"loading by {route}")
+        try:
+            net = load()
+            inputs = proof.probe_inputs(net, stored.seed)
+            outputs = proof.probe(net, inputs)
+        except (HeadpruneError, OSError, ValueError, RuntimeError) as error:
+            checks.append(Check(route, False, str(error).splitlines()[0]))
+            return None
+        gap = stored.difference(outputs)
+        same_inputs = proof.digest(inputs) == stored.inputs_sha256
+        found = f"{gap:.1e} from the stored outputs, {TOLERANCE[dtype]:.0e} allowed"
+        if not same_inputs:
+            found = "this torch makes other probe inputs from the same seed"
+        checks.append(Check(route, same_inputs and gap <= TOLERANCE[dtype], found))
+        return outputs
+
+    trust = {"trust_remote_code": True} if trust_remote_code else {}
+    outputs = compare("headprune.from_pretrained", lambda: from_pretrained(folder, **trust))
+    ours = importlib.import_module("headprune.runtime.modeling_headprune").__file__
+    written_by_us = not (folder / RUNTIME).is_file() or (
+        sha256_of(folder / RUNTIME) == sha256_of(Path(str(ours)))
+    )
+    if outputs is not None and (written_by_us or trust_remote_code):
+        net = from_pretrained(folder, **trust)
+        name, remote = auto_class_of(net), manifest.shape is Shape.RUNTIME
+        auto = getattr(transformers, name)
+        extra = {"trust_remote_code": True} if remote else {}
+        compare(
+            f"{name}.from_pretrained" + (", trust_remote_code=True" if remote else ""),
+            lambda: auto.from_pretrained(folder, dtype="auto", **extra).eval(),
+        )
+    if against is not None and outputs is not None:
+        on_stage("gating the model it was made from")
+        checks.append(_against(folder, manifest, against, outputs, dtype))
+    return Verification(str(folder), tuple(checks))
+
+
+def _files(folder: Path, manifest: Manifest) -> Check:
+    missing = [name for name in manifest.files if not (folder / name).is_file()]
+    changed = [
+        name
+        for name, digest in manifest.files.items()
+        if name not in missing and sha256_of(folder / name) != digest
+    ]
+    found = [f"{name} is missing" for name in missing] + [f"{name} was changed" for name in changed]
+    return Check("hashes", not found, "; ".join(found) or f"{len(manifest.files)} files unchanged")
+
+
+def _against(
+    folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
+) -> Check:
+    if manifest.trained_weights:
+        raise PlanError(
+            "The weights of this result were trained before the cut, so it is not the gated form "
+            f"of '{against}', and --against has nothing to compare. Leave it out."
+        )
+    base = from_pretrained(against, dtype=dtype)
+    cuts = resolve(read_plan(folder / "plan.json", {}), base)
+    wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))
+    gap = proof.difference(wanted, outputs)
+    found = f"{gap:.1e} from its gated form, {TOLERANCE[dtype]:.0e} allowed"
+    return Check(f"against {against}", gap <= TOLERANCE[dtype], found)

@@ -1,0 +1,223 @@
+"""Proving a folder again, migrating old ones, and folders that were tampered with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.models import proof
+from headprune.models.attention import attention_of
+from headprune.models.surgery import cut_heads, resolve
+from headprune.pipelines.prune import migrate, prune
+from headprune.pipelines.verify import Verification, verify
+from headprune.plan import AttentionPlan, Plan
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.cutting import uneven_plan
+
+
+@pytest.fixture
+def result(llama_folder: Path, tmp_path: Path) -> Path:
+    """A tiny Llama, cut unevenly."""
+    plan = uneven_plan(headprune.from_pretrained(llama_folder))
+    return prune(llama_folder, tmp_path / "result", plan=plan).output
+
+
+def failed(verification: Verification) -> list[str]:
+    return [check.name for check in verification.checks if not check.passed]
+
+
+def test_a_result_is_proven_again(result: Path, llama_folder: Path) -> None:
+    verification = verify(result, against=llama_folder)
+    assert verification.passed
+    assert [check.name for check in verification.checks] == [
+        "hashes",
+        "headprune.from_pretrained",
+        "AutoModelForCausalLM.from_pretrained, trust_remote_code=True",
+        f"against {llama_folder}",
+    ]
+
+
+def test_a_changed_weight_is_seen_three_times(result: Path, llama_folder: Path) -> None:
+    weights = load_file(result / "model.safetensors")
+    name = next(n for n in weights if n.endswith("layers.1.self_attn.v_proj.weight"))
+    weights[name][0] += 0.05
+    save_file(weights, result / "model.safetensors", metadata={"format": "pt"})
+    verification = verify(result, against=llama_folder)
+    assert len(failed(verification)) == 4
+    assert "model.safetensors was changed" in verification.checks[0].found
+
+
+def test_a_native_result_needs_no_code_to_be_verified(llama_folder: Path, tmp_path: Path) -> None:
+    model = headprune.from_pretrained(llama_folder)
+    keep = {a.path: (0, 1, 4, 5) for a in attention_of(model)}
+    parts = {p: AttentionPlan(query_heads=6, kv_heads=3, keep=k) for p, k in keep.items()}
+    plan = Plan(unit=Unit.KV_GROUP, attentions=parts)
+    out = prune(llama_folder, tmp_path / "out", plan=plan).output
+    verification = verify(out)
+    assert verification.passed
+    assert verification.checks[-1].name == "AutoModelForCausalLM.from_pretrained"
+
+
+def test_the_wrong_base_is_refused(result: Path, tmp_path: Path) -> None:
+    other = tiny.save(tiny.model("llama-mha"), tmp_path / "other")
+    with pytest.raises(PlanError, match="Give the model it was made for"):
+        verify(result, against=other)
+
+
+def test_what_headprune_did_not_write_is_not_verified(llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="no headprune.json"):
+        verify(llama_folder)
+
+
+def old_folder(model: PreTrainedModel, folder: Path, pruned: dict[int, list[int]]) -> Path:
+    """What prune_heads and save_pretrained of transformers 4 left."""
+    config = model.config.to_dict()
+    parts = {}
+    for layer, a in enumerate(attention_of(model)):
+        keep = tuple(h for h in a.query_ids if h not in pruned.get(layer, []))
+        parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep)
+    cut_heads(model, resolve(Plan(unit=Unit.HEAD, attentions=parts), model))
+    model.save_pretrained(folder)
+    (folder / "modeling_headprune.py").unlink()
+    tiny.tokenizer().save_pretrained(folder)
+    old = {**config, "pruned_heads": {str(layer): heads for layer, heads in pruned.items()}}
+    old["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(old, default=str))
+    return folder
+
+
+PRUNED = {0: [1, 4], 2: [0, 1, 2]}
+
+
+@pytest.mark.parametrize("case", ["bert-mlm", "gpt2", "distilbert", "vit"])
+def test_a_folder_of_transformers_4_loads_and_migrates(case: str, tmp_path: Path) -> None:
+    model = tiny.model(case)
+    folder = old_folder(model, tmp_path / "old", PRUNED)
+    inputs = proof.probe_inputs(model)
+    wanted = proof.probe(model, inputs)
+    loaded = headprune.from_pretrained(folder)
+    assert proof.difference(wanted, proof.probe(loaded, inputs)) == 0
+    out = migrate(folder, tmp_path / "new").output
+    assert verify(out).passed
+    assert "pruned_heads" not in json.loads((out / "config.json").read_text())
+    migrated = headprune.from_pretrained(out)
+    assert proof.difference(wanted, proof.probe(migrated, inputs)) == 0
+    assert [a.query_ids for a in attention_of(migrated)][:3] == [
+        (0, 2, 3, 5),
+        (0, 1, 2, 3, 4, 5),
+        (3, 4, 5),
+    ]
+    # the corrupted sibling: the same weights under other heads do not fit, or compute otherwise
+    config = json.loads((folder / "config.json").read_text())
+    config["pruned_heads"] = {"1": [1, 4], "2": [0, 1, 2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError):
+        headprune.from_pretrained(folder)
+
+
+def test_old_folders_that_make_no_sense(tmp_path: Path, llama_folder: Path) -> None:
+    folder = old_folder(tiny.model("gpt2"), tmp_path / "old", {1: [2]})
+    config = json.loads((folder / "config.json").read_text())
+    for pruned, message in (({"9": [0]}, "layer 9"), ({"0": [11]}, "head 11 of layer 0")):
+        (folder / "config.json").write_text(json.dumps({**config, "pruned_heads": pruned}))
+        with pytest.raises(CheckpointError, match=message):
+            headprune.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match="needs no migration"):
+        migrate(llama_folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def edit_config(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return apply
+
+
+def edit_runtime(folder: Path) -> None:
+    with (folder / "modeling_headprune.py").open("a") as file:
+        file.write("# edited\n")
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def link_out(folder: Path) -> None:
+    outside = folder.parent / "outside.safetensors"
+    shutil.move(folder / "model.safetensors", outside)
+    (folder / "model.safetensors").symlink_to(outside)
+
+
+def shard(folder: Path) -> None:
+    model = headprune.from_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    sorted(folder.glob("model-0*.safetensors"))[1].unlink()
+
+
+def other_shapes(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if n.endswith("layers.1.self_attn.k_proj.weight"))
+    weights[name] = weights[name][:-10].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edit_runtime, "modeling_headprune.py' was edited after headprune wrote it"),
+        (edit_config(lambda c: c["headprune"].update(schema_version=2)), "Upgrade headprune"),
+        (
+            edit_config(
+                lambda c: c["headprune"]["layout"].update({"model.layers.9.self_attn": {}})
+            ),
+            "heads of modules that LlamaForCausalLM does not have: layers.9.self_attn",
+        ),
+        (shard, "does not load as LlamaForCausalLM"),
+        (truncate, "does not load as LlamaForCausalLM"),
+        (link_out, "is a link that leads out of the model folder"),
+        (other_shapes, "does not load as LlamaForCausalLM"),
+    ],
+    ids=["runtime", "schema", "layout", "shard", "truncated", "link", "shapes"],
+)
+def test_a_damaged_folder_is_refused_in_a_sentence(
+    damage: Callable[[Path], None], message: str, result: Path
+) -> None:
+    headprune.from_pretrained(result)  # it was fine before
+    damage(result)
+    with pytest.raises(HeadpruneError) as error:
+        headprune.from_pretrained(result)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not verify(result).passed
+
+
+def test_an_edited_runtime_is_allowed_when_asked(result: Path) -> None:
+    edit_runtime(result)
+    model = headprune.from_pretrained(result, trust_remote_code=True)
+    assert sum(a.query_heads for a in attention_of(model)) < 24
+
+
+def test_links_of_the_hub_cache_are_fine(result: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--x" / "snapshots" / "abc"
+    blobs = tmp_path / "models--x" / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in result.iterdir():
+        shutil.copy(file, blobs / file.name)
+        (snapshot / file.name).symlink_to(blobs / file.name)
+    assert torch.is_tensor(next(headprune.from_pretrained(snapshot).parameters()))
