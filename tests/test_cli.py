@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,82 @@ def test_keep_overrides_the_trained_count(
         code, text, err = run(capsys, *base, "--keep", keep)
         assert code == 0, err
         assert json.loads(text)["query_heads"] == [24, heads]
+
+
+def test_shapes_are_weighed_in_the_dry_run_and_hit(
+    llama_folder: Path, gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("prune", llama_folder, "--gates", gates)
+    code, text, err = run(capsys, *base, "--dry-run", "--json")
+    assert code == 0, err
+    costs = {cost["shape"]: cost for cost in json.loads(text)["shapes"]}
+    assert costs["native"]["stored"] == "native"
+    assert costs["native"]["heads"] == 4 * 4 or costs["native"]["heads"] == 4 * 2
+    assert 0 < costs["auto"]["evidence"] == costs["ragged"]["evidence"] <= 1
+    best = costs["auto"]["evidence"] / costs["auto"]["heads"]
+    assert costs["native"]["evidence"] / costs["native"]["heads"] <= best * 1.01
+    code, text, err = run(capsys, *base, "--dry-run")
+    assert "kept evidence" in text
+    out = tmp_path / "native"
+    code, text, err = run(capsys, *base, "--shape", "native", "--output", out)
+    assert code == 0, err
+    assert "Plain config" in text
+    assert not list(out.glob("*.py"))
+
+
+def test_a_native_shape_that_cannot_be_is_refused(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model.layers.1.self_attn": [0, 1]}))
+    out = tmp_path / "out"
+    base = ("prune", llama_folder, "--plan", plan, "--output", out)
+    code, _, err = run(capsys, *base, "--shape", "native")
+    assert (code, "does not fit a plain config" in err) == (2, True), err
+    plan.write_text(json.dumps({"model.layers.1.self_attn": [0, 2]}))
+    code, _, err = run(capsys, *base)
+    assert (code, "ask for them with --shape ragged" in err) == (2, True), err
+    assert not out.exists()
+    code, _, err = run(capsys, *base, "--shape", "ragged")
+    assert code == 0, err
+    assert run(capsys, "verify", out)[0] == 0
+
+
+def test_prune_again_keeps_the_ids_and_the_lineage(
+    llama_folder: Path,
+    gates: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(capsys, "prune", llama_folder, "--gates", gates, "--output", first)[0] == 0
+    command = ["train-gates", first, "--data", text_file, "--output", tmp_path / "again"]
+    code, _, err = run(capsys, *command, "--target-heads", "8", *TRAIN)
+    assert code == 0, err
+    code, _, err = run(
+        capsys, "prune", first, "--gates", tmp_path / "again", "--output", second, "--json"
+    )
+    assert code == 0, err
+    once, twice = (
+        {path: part["keep"] for path, part in read_json(folder / "plan.json")["attentions"].items()}
+        for folder in (first, second)
+    )
+    assert sum(map(len, twice.values())) == 8
+    assert all(set(twice[path]) <= set(once[path]) for path in once)
+    manifest = read_json(second / "headprune.json")
+    assert manifest["query_heads"] == [12, 8]
+    (earlier,) = manifest["lineage"]
+    assert earlier["query_heads"] == [24, 12]
+    assert earlier["source"]["fingerprint"] != manifest["source"]["fingerprint"]
+    assert run(capsys, "verify", second, "--against", first)[0] == 0
+    # the gates belong to the first cut, not to the original
+    wrong = ("prune", llama_folder, "--gates", tmp_path / "again", "--dry-run")
+    assert run(capsys, *wrong)[0] == 2
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 def test_a_plain_load_without_our_code_fails_loudly(

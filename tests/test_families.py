@@ -14,8 +14,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import headprune
 from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
-from headprune.errors import DataError, FamilyError, ProofError
-from headprune.families import COMMON_SETTINGS
+from headprune.errors import DataError, FamilyError, PlanError, ProofError
+from headprune.families import COMMON_SETTINGS, FAMILIES
 from headprune.models import proof
 from headprune.models.attention import (
     attention_of,
@@ -89,6 +89,48 @@ def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path
     written = json.loads((tmp_path / "config.json").read_text())
     assert ("headprune" in written) is ("auto_map" in written) is not (native or untouched)
     assert bool(list(tmp_path.glob("*.py"))) is not (native or untouched)
+
+
+RAGGED = [
+    case
+    for case in tiny.FAMILY_CASES
+    if "num_key_value_groups" in FAMILIES[tiny.family_of_case(case)].follows
+    and attention_of(tiny.model(case))[0].kv_heads == 3
+]
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", RAGGED)
+def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: Path) -> None:
+    model = build(case, attn)
+    parts, keep = {}, [(0, 2, 3), (1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (3,)]
+    for layer, a in enumerate(attention_of(model)):
+        scale = tuple(1 - 0.05 * h for h in keep[layer])
+        parts[a.path] = AttentionPlan(query_heads=6, kv_heads=3, keep=keep[layer], scale=scale)
+    plan = Plan(unit=Unit.HEAD, attentions=parts)
+    with pytest.raises(PlanError, match="--shape ragged"):
+        resolve(plan, model)
+    proven = prove(model, resolve(plan, model, ragged=True), tmp_path)
+    assert proven.passed
+    assert proven.control is not None and proven.control > 1e2 * proven.tolerance
+    reloaded = headprune.from_pretrained(tmp_path)
+    groups = [a.group_sizes for a in attention_of(reloaded)]
+    assert groups == [(1, 2), (1, 2, 2), (2, 1, 2), (1,)]
+    ids = proof.probe_inputs(reloaded)["input_ids"][:1]
+    options = {"max_new_tokens": 9, "do_sample": False}
+    uncached = reloaded.generate(ids, use_cache=False, **options).tolist()
+    assert reloaded.generate(ids, **options).tolist() == uncached
+    # cut once more: the first group of the second layer goes
+    first = attention_of(reloaded)[1]
+    again = {a.path: tuple(sorted(a.query_ids)) for a in attention_of(reloaded)}
+    again[first.path] = (2, 3, 4, 5)
+    parts = {
+        a.path: AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=again[a.path])
+        for a in attention_of(reloaded)
+    }
+    cuts = resolve(Plan(unit=Unit.HEAD, attentions=parts), reloaded, ragged=True)
+    assert prove(reloaded, cuts, tmp_path / "again").passed
+    assert attention_of(reloaded)[1].group_sizes == (2, 2)
 
 
 GENERATING = [

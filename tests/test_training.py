@@ -55,7 +55,7 @@ def test_the_target_is_hit_exactly(
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     result = run(folder, text_file, tmp_path / "gates", unit=unit, target_heads=target)
     assert result.metadata.kept_heads == kept
-    if unit is not Unit.HEAD:  # single heads of a grouped model are masks only
+    if unit is not Unit.HEAD:  # single heads of a grouped model leave ragged groups
         pruned = prune(folder, tmp_path / "out", gates=tmp_path / "gates")
         assert sum(len(a.keep) for a in pruned.plan.attentions.values()) == kept
         assert pruned.manifest.proof["gated_vs_reloaded"] < 2e-5

@@ -45,6 +45,14 @@ class Dtype(str, Enum):
     FLOAT64 = "float64"
 
 
+class ShapeOption(str, Enum):
+    """What a cut may look like."""
+
+    AUTO = "auto"  # other counts in every layer; equal groups within a layer
+    NATIVE = "native"  # the same counts everywhere, so that a plain config holds the result
+    RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
+
+
 class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

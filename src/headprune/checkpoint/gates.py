@@ -33,6 +33,7 @@ class GatesMetadata(BaseModel):
         headprune_version: Version that wrote them.
         model: The model they were trained on.
         unit: What one gate opens and closes.
+        temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
         query_heads: Query heads of the model.
         kept_heads: Query heads whose gates stay open.
@@ -49,6 +50,7 @@ class GatesMetadata(BaseModel):
     headprune_version: str
     model: ModelIdentity
     unit: Unit
+    temperature: float
     modules: tuple[str, ...]
     query_heads: int
     kept_heads: int

@@ -277,6 +277,14 @@ def prune(
         str | None,
         typer.Option(help="Keep another share or count of heads than the gates were trained for."),
     ] = None,
+    shape: Annotated[
+        cfg.ShapeOption,
+        typer.Option(
+            help="auto: other counts in every layer, equal groups within a layer. native: the same "
+            "counts everywhere, so that a plain config holds the result. ragged: any head, also "
+            "where that leaves KV heads with unequal numbers of queries."
+        ),
+    ] = cfg.ShapeOption.AUTO,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, write nothing.")
     ] = False,
@@ -297,6 +305,7 @@ def prune(
         "gates": gates,
         "plan": plan,
         "keep": _share_or_count(keep, "--keep"),
+        "shape": shape,
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
         "assume_supported": assume_supported,

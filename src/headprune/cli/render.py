@@ -78,14 +78,15 @@ def gates_run(console: Console, run: GatesRun, model: str) -> None:
         f"{m.unit.value}) after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
     )
     console.print(f"Written to {escape(str(run.output))}.")
-    if not run.storable:
+    if run.ragged:
         console.print(
-            "[yellow]note:[/] single heads of a grouped-query model leave ragged groups: these "
-            "gates can be studied as a mask, but not cut. --unit kv-group and query-slot can."
+            "[yellow]note:[/] single heads of a grouped-query model leave KV heads with unequal "
+            "numbers of queries. Such a result loads through the runtime only; --unit kv-group and "
+            "query-slot keep the groups equal."
         )
-        return
     console.print("Next:\n")
     command = f"headprune prune {model} --gates {run.output} --output {run.output}-pruned"
+    command += " --shape ragged" if run.ragged else ""
     console.print(f"  {escape(command)}", soft_wrap=True)
 
 
@@ -101,6 +102,14 @@ def preview(console: Console, preview: Preview) -> None:
             ]
         )
     )
+    if preview.shapes:
+        grid = table("--shape", "heads", "kept evidence", "stored", numbers_from=1)
+        for cost in preview.shapes:
+            if cost.why_not is None:
+                grid.add_row(cost.shape, str(cost.heads), f"{cost.evidence:.1%}", cost.stored)
+            else:
+                grid.add_row(cost.shape, "-", "-", escape(cost.why_not))
+        console.print(grid)
     console.print(f"{_stored(preview.shape)} Nothing was written (--dry-run).")
 
 

@@ -65,8 +65,12 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
             str(model), config=config, use_safetensors=True, **{"dtype": "auto"} | kwargs
         ).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        why = _first_line(error)
+        if "ignore_mismatched_sizes" in why:
+            why = "some of its tensors have other shapes than its config describes"
         raise CheckpointError(
-            f"'{model}' does not load as {cls.__name__}: {_first_line(error)}"
+            f"'{model}' does not load as {cls.__name__}: {why}. The folder is incomplete or "
+            "damaged; get it again."
         ) from error
 
 

@@ -19,7 +19,7 @@ def default_unit(attentions: Sequence[Attention]) -> Unit:
 
 def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
     """Query heads per unit, for all units of all modules in order."""
-    return [len(m) for a in attentions for m in members(unit, a.query_heads, a.kv_heads)]
+    return [len(m) for a in attentions for m in members(unit, a.group_sizes)]
 
 
 def head_budget(target: float | int, sizes: Sequence[int]) -> int:
@@ -53,6 +53,38 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
     return target
 
 
+def even_units(
+    attentions: Sequence[Attention], unit: Unit, scores: Sequence[float], budget: int
+) -> list[int]:
+    """The best units when every module must keep the same number of them.
+
+    Args:
+        attentions: The attention modules, in order.
+        unit: What is removed as one piece.
+        scores: One score per unit, in order.
+        budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least.
+
+    Returns:
+        Positions of the kept units.
+
+    Raises:
+        PlanError: If the modules differ in their heads, so that equal counts would be no plain cut.
+    """
+    per_module = [members(unit, a.group_sizes) for a in attentions]
+    if len({(len(units), len(units[0]) if units else 0) for units in per_module}) != 1:
+        raise PlanError(
+            "The attention modules differ in their number of heads, so the same cut in all of them "
+            "is no plain config. Leave out --shape native."
+        )
+    units, size = len(per_module[0]), len(per_module[0][0])
+    count = min(units, max(1, round(budget / (size * len(attentions)))))
+    kept: list[int] = []
+    for start in range(0, units * len(attentions), units):
+        best = sorted(range(start, start + units), key=lambda u: (-scores[u], u))
+        kept += sorted(best[:count])
+    return kept
+
+
 def plan_from_scores(
     attentions: Sequence[Attention],
     unit: Unit,
@@ -77,7 +109,7 @@ def plan_from_scores(
     parts, index = {}, 0
     for attention in attentions:
         chosen: list[tuple[int, float]] = []
-        for unit_heads in members(unit, attention.query_heads, attention.kv_heads):
+        for unit_heads in members(unit, attention.group_sizes):
             if index in kept:
                 factor = 1.0 if scale is None else scale[index]
                 chosen += [(attention.query_ids[position], factor) for position in unit_heads]

@@ -15,8 +15,9 @@ from headprune.models.attention import attention_of, family_of, fingerprint
 from headprune.models.loading import native_class
 from headprune.plan import AttentionPlan, Plan, Shape, check_heads, check_module
 from headprune.runtime import modeling_headprune
-from headprune.runtime.modeling_headprune import Attention, input_dim
+from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
+from headprune.tensors.units import Unit, members
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,12 @@ class Cut:
     query_positions: tuple[int, ...]
     kv_positions: tuple[int, ...]
     scale: tuple[float, ...] | None
+    group_sizes: tuple[int, ...]
+
+    @property
+    def heads(self) -> dict[str, list[int]]:
+        """The entry of the layout for what stays."""
+        return layout_entry(self.query_ids, self.kv_ids, self.group_sizes)
 
     @property
     def query_ids(self) -> list[int]:
@@ -46,13 +53,13 @@ class Cut:
         return gate
 
 
-def resolve(plan: Plan, model: PreTrainedModel, physical: bool = True) -> list[Cut]:
+def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cut]:
     """Checks a plan against a model and turns ids into positions.
 
     Args:
         plan: The plan.
         model: The model it is for.
-        physical: Whether the heads will be removed; a mask may leave groups ragged.
+        ragged: Whether the KV heads of a module may end with unequal numbers of query heads.
 
     Raises:
         PlanError: If the plan is for another model, names what is not there, leaves out a module,
@@ -71,7 +78,8 @@ def resolve(plan: Plan, model: PreTrainedModel, physical: bool = True) -> list[C
             f"{plan.model.fingerprint}), but this model's fingerprint is "
             f"{fingerprint(attentions)}. Give the model it was made for."
         )
-    return [_cut(attention, plan.attentions[attention.path], physical) for attention in attentions]
+    family = family_of(model.config)
+    return [_cut(a, plan.attentions[a.path], family, ragged) for a in attentions]
 
 
 def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:
@@ -89,19 +97,25 @@ def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:
         )
 
 
-def _cut(attention: Attention, part: AttentionPlan, physical: bool) -> Cut:
+def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool) -> Cut:
     kept = tuple(attention.query_ids.index(head) for head in part.keep)
-    group = attention.query_heads // max(attention.kv_heads, 1)
-    sizes = {g: sum(p // group == g for p in kept) for g in range(attention.kv_heads)}
-    used = {g: size for g, size in sizes.items() if size}
-    if physical and len(set(used.values())) > 1:
-        raise PlanError(
+    groups = members(Unit.KV_GROUP, attention.group_sizes)
+    used = {g: len(set(kept) & set(group)) for g, group in enumerate(groups)}
+    used = {g: size for g, size in used.items() if size}
+    if len(set(used.values())) > 1:
+        problem = (
             f"The plan leaves the KV heads of '{attention.path}' with "
-            f"{', '.join(map(str, used.values()))} query heads each; a folder that loads needs "
-            "equal groups. Train or plan with --unit kv-group (removes whole KV heads) or "
-            "--unit query-slot (the same query of every group)."
+            f"{', '.join(map(str, used.values()))} query heads each"
         )
-    return Cut(attention, kept, tuple(used), part.scale)
+        if "num_key_value_groups" not in family.follows:
+            raise PlanError(f"{problem}; {family.model_type} needs equal groups.")
+        if not ragged:
+            raise PlanError(
+                f"{problem}. Such ragged groups load through the runtime only: ask for them with "
+                "--shape ragged. --unit kv-group (removes whole KV heads) and --unit query-slot "
+                "(the same query of every group) keep the groups equal."
+            )
+    return Cut(attention, kept, tuple(used), part.scale, tuple(used.values()))
 
 
 def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
@@ -159,7 +173,7 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
         for index_map in index_maps(cut, family):
             _replace(model, index_map)
         _pick_modules(cut, family)
-        modeling_headprune.resize(cut.attention, family.for_runtime(), cut.query_ids, cut.kv_ids)
+        modeling_headprune.resize(cut.attention, family.for_runtime(), cut.heads)
     (_write_native_config if shape is Shape.NATIVE else _write_runtime_config)(model, cuts, family)
     return shape
 
@@ -170,7 +184,8 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     counts = {(len(cut.query_positions), len(cut.kv_positions)) for cut in cuts}
     untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
-    even = len(counts) == 1 and min(counts)[0] > 0 and native
+    ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
+    even = len(counts) == 1 and min(counts)[0] > 0 and native and not ragged
     # an uncut model of any family is what its config already says
     return Shape.NATIVE if even or (untouched and not _already_cut(cuts)) else Shape.RUNTIME
 
@@ -205,11 +220,8 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
         "schema_version": modeling_headprune.SCHEMA,
         "family": family.for_runtime(),
         "layout": {
-            cut.attention.path: {
-                "query_heads": list(cut.attention.query_ids),
-                "kv_heads": list(cut.attention.kv_ids),
-            }
-            for cut in cuts
+            a.path: layout_entry(a.query_ids, a.kv_ids, a.group_sizes)
+            for a in (cut.attention for cut in cuts)
         },
     }
     if list(family.attention) == ["self"] and len(cuts) == config.num_hidden_layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,39 @@ from transformers import PreTrainedModel
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
 from headprune.checkpoint.gates import read_gates
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, write_manifest
-from headprune.config import Dtype
+from headprune.config import Dtype, ShapeOption
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
 from headprune.models.legacy import has_pruned_heads
 from headprune.models.loading import auto_class_of, from_pretrained, load_config, parse_dtype
-from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
+from headprune.models.planning import even_units, head_budget, plan_from_scores, unit_sizes
 from headprune.models.surgery import Cut, cut_heads, resolve, result_shape
 from headprune.plan import ModelIdentity, Plan, Shape, read_plan
-from headprune.tensors.units import Unit
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.hard_concrete import open_probability
+from headprune.tensors.units import Unit, members
 
 Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ShapeCost:
+    """What a shape would cost.
+
+    Attributes:
+        shape: The value of ``--shape``.
+        heads: Query heads that it keeps; None where it is not possible.
+        evidence: Share of the expected open heads, by the gates, that it keeps.
+        stored: How it would be stored.
+        why_not: Why it is not possible.
+    """
+
+    shape: str
+    heads: int | None
+    evidence: float | None
+    stored: str | None
+    why_not: str | None
 
 
 @dataclass(frozen=True)
@@ -38,12 +59,14 @@ class Preview:
         shape: How the result would be stored.
         parameters: Parameters before and after.
         kv_heads: KV heads before and after.
+        shapes: With gates: what every shape would keep of the evidence.
     """
 
     plan: Plan
     shape: Shape
     parameters: tuple[int, int]
     kv_heads: tuple[int, int]
+    shapes: tuple[ShapeCost, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -52,6 +75,7 @@ class Preview:
             "query_heads": [self.plan.query_heads, self.plan.kept_heads],
             "kv_heads": list(self.kv_heads),
             "parameters": list(self.parameters),
+            "shapes": [asdict(cost) for cost in self.shapes],
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -71,6 +95,7 @@ def prune(
     gates: Path | None = None,
     plan: Path | Plan | None = None,
     keep: float | int | None = None,
+    shape: ShapeOption = ShapeOption.AUTO,
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
@@ -85,6 +110,7 @@ def prune(
         gates: Folder that train-gates wrote. Exactly one of ``gates`` and ``plan`` is given.
         plan: A plan, or the path of a plan file.
         keep: With ``gates``: keep another share (float) or count (int) of heads than trained for.
+        shape: What the result may look like.
         overwrite: Replace an existing output.
         dtype: Element type to load, and so to write.
         trust_remote_code: Allow code that comes with the model.
@@ -98,8 +124,9 @@ def prune(
     check_output(output, overwrite)
     on_stage("loading the model")
     net, source = _load(model, dtype, trust_remote_code, assume_supported)
-    chosen, weights = _plan(net, source, gates, plan, keep)
-    cuts = resolve(chosen, net)
+    chosen, weights = _plan(net, source, gates, plan, keep, shape)
+    cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
+    _check_shape(shape, result_shape(cuts, net.config))
     _load_weights(net, weights)
     return write_proven(net, source, model, chosen, cuts, output, bool(weights), on_stage)
 
@@ -212,19 +239,60 @@ def preview(
     gates: Path | None = None,
     plan: Path | Plan | None = None,
     keep: float | int | None = None,
+    shape: ShapeOption = ShapeOption.AUTO,
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
     net, source = _load(model, dtype, trust_remote_code, assume_supported)
-    chosen, _ = _plan(net, source, gates, plan, keep)
-    cuts = resolve(chosen, net)
+    chosen, _ = _plan(net, source, gates, plan, keep, shape)
+    cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
+    stored = result_shape(cuts, net.config)
+    _check_shape(shape, stored)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    shape = result_shape(cuts, net.config)
+    costs = () if gates is None else _shape_costs(net, source, gates, keep)
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    return Preview(chosen, shape, (before[0], after[0]), (before[1], after[1]))
+    return Preview(chosen, stored, (before[0], after[0]), (before[1], after[1]), costs)
+
+
+def _shape_costs(
+    net: PreTrainedModel, source: ModelIdentity, gates: Path, keep: float | int | None
+) -> tuple[ShapeCost, ...]:
+    """What every shape would keep of the evidence."""
+    trained, costs = read_gates(gates, source), []
+    evidence = open_probability(trained.log_alpha, trained.metadata.temperature)
+    attentions = _gated(net, trained.metadata.modules)
+    for shape in ShapeOption:
+        try:
+            plan, _ = _plan_from_gates(net, source, gates, keep, shape)
+            cuts = resolve(plan, net, ragged=shape is ShapeOption.RAGGED)
+            stored = result_shape(cuts, net.config)
+            _check_shape(shape, stored)
+        except PlanError as error:
+            costs.append(ShapeCost(shape.value, None, None, None, str(error).split(". ")[0] + "."))
+            continue
+        stays = {(path, head) for path, part in plan.attentions.items() for head in part.keep}
+        kept, index = 0.0, 0
+        for attention in attentions:
+            for unit in members(trained.metadata.unit, attention.group_sizes):
+                inside = (attention.path, attention.query_ids[unit[0]]) in stays
+                kept += float(evidence[index]) * len(unit) * inside
+                index += 1
+        sizes = torch.tensor(unit_sizes(attentions, trained.metadata.unit))
+        share = kept / float((evidence * sizes).sum())
+        costs.append(ShapeCost(shape.value, plan.kept_heads, share, stored.value, None))
+    return tuple(costs)
+
+
+def _check_shape(asked: ShapeOption, stored: Shape) -> None:
+    if asked is ShapeOption.NATIVE and stored is not Shape.NATIVE:
+        raise PlanError(
+            "--shape native: this plan does not fit a plain config, which needs the same counts in "
+            "every layer and a family that can hold them ('headprune families'). With --gates, "
+            "headprune chooses such a plan; leave out --shape for the runtime."
+        )
 
 
 def _load(
@@ -244,12 +312,13 @@ def _plan(
     gates: Path | None,
     plan: Path | Plan | None,
     keep: float | int | None,
+    shape: ShapeOption,
 ) -> tuple[Plan, dict[str, Tensor]]:
     """The plan, and the trained weights that belong to it."""
     if (gates is None) == (plan is None):
         raise PlanError("Give either --gates (from train-gates) or --plan (a file), and not both.")
     if gates is not None:
-        return _plan_from_gates(net, source, gates, keep)
+        return _plan_from_gates(net, source, gates, keep, shape)
     if keep is not None:
         raise PlanError("--keep goes with --gates; a plan already says which heads stay.")
     if isinstance(plan, Plan):
@@ -260,19 +329,30 @@ def _plan(
 
 
 def _plan_from_gates(
-    net: PreTrainedModel, source: ModelIdentity, folder: Path, keep: float | int | None
+    net: PreTrainedModel,
+    source: ModelIdentity,
+    folder: Path,
+    keep: float | int | None,
+    shape: ShapeOption,
 ) -> tuple[Plan, dict[str, Tensor]]:
     trained = read_gates(folder, source)
-    unit, gated = trained.metadata.unit, set(trained.metadata.modules)
-    attentions = [a for a in attention_of(net) if a.path in gated]
-    whole = [a for a in attention_of(net) if a.path not in gated]
+    unit, attentions = trained.metadata.unit, _gated(net, trained.metadata.modules)
+    whole = [a for a in attention_of(net) if a.path not in trained.metadata.modules]
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
     # units that training kept come first; one that --keep brings back is open as in the original
     scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
+    if shape is ShapeOption.NATIVE:
+        even = even_units(attentions, unit, scores, budget)
+        budget = sum(sizes[position] for position in even)
+        scores = [float(position in set(even)) for position in range(len(sizes))]
     plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
     return plan, trained.weights or {}
+
+
+def _gated(net: PreTrainedModel, modules: Sequence[str]) -> list[Attention]:
+    return [attention for attention in attention_of(net) if attention.path in modules]
 
 
 @torch.no_grad()

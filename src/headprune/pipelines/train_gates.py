@@ -58,13 +58,13 @@ class GatesRun:
     Attributes:
         output: The gates folder.
         metadata: What gates.json says.
-        storable: Whether ``prune`` can cut these units out; single heads of a grouped-query model
-            are a mask only.
+        ragged: Whether a cut of these units leaves KV heads with unequal numbers of queries, as
+            single heads of a grouped-query model do; ``prune`` then needs ``--shape ragged``.
     """
 
     output: Path
     metadata: GatesMetadata
-    storable: bool
+    ragged: bool
 
 
 class Interrupted(HeadpruneError):
@@ -154,7 +154,7 @@ def train_gates(
         )
     metadata = _finish(output, trainer, source, unit, objective, data, [a.path for a in attentions])
     grouped = any(a.query_heads != a.kv_heads for a in attentions)
-    return GatesRun(output, metadata, storable=not (grouped and unit is Unit.HEAD))
+    return GatesRun(output, metadata, ragged=grouped and unit is Unit.HEAD)
 
 
 def _prepare(
@@ -330,6 +330,7 @@ def _finish(
         headprune_version=__version__,
         model=source,
         unit=unit,
+        temperature=gates.temperature,
         modules=tuple(modules),
         query_heads=int(gates.sizes.sum()),
         kept_heads=int((gates.sizes * gates.kept).sum()),

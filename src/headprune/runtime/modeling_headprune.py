@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
@@ -63,6 +65,7 @@ class Attention:
         head_dim: Width of a head at the output projection.
         query_ids: Ids of the query heads, in order; ids are those of the model before any cut.
         kv_ids: Ids of the KV heads, in order.
+        group_sizes: Query heads of every KV head, in order; equal unless a cut left them ragged.
     """
 
     path: str
@@ -72,6 +75,7 @@ class Attention:
     head_dim: int
     query_ids: tuple[int, ...]
     kv_ids: tuple[int, ...]
+    group_sizes: tuple[int, ...]
 
     @property
     def query_heads(self) -> int:
@@ -119,6 +123,7 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
         if heads and len(heads["query_heads"]) == attention.query_heads:
             attention.query_ids = tuple(heads["query_heads"])
             attention.kv_ids = tuple(heads["kv_heads"])
+            attention.group_sizes = _group_sizes(heads)
     if not found:
         wanted = " or ".join(f"'{pattern}'" for pattern in family["attention"].values())
         raise ValueError(f"{type(model).__name__} has no module {wanted}")
@@ -182,21 +187,46 @@ def _measured(
     elif "qkv" in by_role:
         kv_heads = (heads(by_role["qkv"]) - query_heads) // 2
     ids = tuple(range(query_heads)), tuple(range(kv_heads))
-    return Attention(path, kind, module, projections, by_role["o"].head_dim, *ids)
+    groups = (query_heads // kv_heads,) * kv_heads if kv_heads else ()
+    return Attention(path, kind, module, projections, by_role["o"].head_dim, *ids, groups)
+
+
+def layout_entry(
+    query_ids: Sequence[int], kv_ids: Sequence[int], group_sizes: Sequence[int]
+) -> dict[str, list[int]]:
+    """What the layout says of one attention module."""
+    entry = {"query_heads": list(query_ids), "kv_heads": list(kv_ids)}
+    if len(set(group_sizes)) > 1:
+        entry["group_sizes"] = list(group_sizes)
+    return entry
+
+
+def _group_sizes(heads: Mapping[str, Any]) -> tuple[int, ...]:
+    """Query heads of every KV head, from an entry of the layout; named there if they differ."""
+    queries, kv_heads = len(heads["query_heads"]), len(heads["kv_heads"])
+    equal = (queries // max(kv_heads, 1),) * kv_heads
+    return tuple(heads.get("group_sizes", equal))
 
 
 def resize(
     attention: Attention,
     family: Mapping[str, Any],
-    query_ids: Sequence[int],
-    kv_ids: Sequence[int],
+    heads: Mapping[str, Any],
 ) -> None:
     """Gives one attention module the sizes that the heads left need.
 
     Tensors that already have the new size keep their values; wider ones are cut to their first
     entries, as a place for weights that are loaded next.
+
+    Args:
+        attention: The attention module.
+        family: The row of its family.
+        heads: Its entry of the layout: ids of the query heads and KV heads that are left, and,
+            where the KV heads have unequal numbers of queries, these numbers.
     """
+    query_ids, kv_ids, group_sizes = heads["query_heads"], heads["kv_heads"], _group_sizes(heads)
     module, query_heads, kv_heads = attention.module, len(query_ids), len(kv_ids)
+    ragged = len(set(group_sizes)) > 1
     counts = {"q": query_heads, "k": kv_heads, "v": kv_heads, "o": query_heads}
     for projection in attention.projections:
         if projection.holds:
@@ -207,14 +237,18 @@ def resize(
     sizes = {
         "query_heads": query_heads,
         "kv_heads": kv_heads,
-        "queries_per_kv": query_heads // max(kv_heads, 1),
+        "queries_per_kv": 1 if ragged else query_heads // max(kv_heads, 1),
         "query_width": query_heads * attention.head_dim,
         "kv_width": kv_heads * attention.head_dim,
     }
     for attribute, size in family["follows"].items():
         setattr(module, attribute, sizes[size])
-    if family["config_follows"]:
-        own = {key: sizes[size] for key, size in family["config_follows"].items()}
+    own: dict[str, Any] = {key: sizes[size] for key, size in family["config_follows"].items()}
+    if ragged:
+        own["_attn_implementation"] = RAGGED
+        owners = [kv for kv, size in enumerate(group_sizes) for _ in range(size)]
+        module.headprune_kv_of_query = owners  # type: ignore[assignment]
+    if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)  # type: ignore[assignment]
     ids = {"q": tuple(query_ids), "k": tuple(kv_ids), "v": tuple(kv_ids)}
     for name, role in family["whole_norms"].items():
@@ -230,6 +264,7 @@ def resize(
         _change_class(module, mixin)
         module.headprune = _Facts(attention, family, tuple(query_ids))  # type: ignore[assignment]
     attention.query_ids, attention.kv_ids = ids["q"], ids["k"]
+    attention.group_sizes = group_sizes
 
 
 def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
@@ -272,7 +307,7 @@ class EmptyConv1D(Conv1D):  # type: ignore[misc]
 class LayerConfig:
     """The model's config as one layer sees it: its own head counts, everything else shared."""
 
-    def __init__(self, config: Any, own: dict[str, int]) -> None:
+    def __init__(self, config: Any, own: dict[str, Any]) -> None:
         shared = config.shared if isinstance(config, LayerConfig) else config
         self.__dict__.update(shared=shared, **own)
 
@@ -280,6 +315,30 @@ class LayerConfig:
         if name.startswith("__") or "shared" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.__dict__["shared"], name)
+
+
+RAGGED = "headprune_ragged"
+
+
+def ragged_attention(
+    module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Attention whose KV heads have unequal numbers of queries: hands each query its KV head.
+
+    Shapes are (batch, heads, length, head_dim). The cache holds every KV head once; how it goes on
+    is for the model's own attention implementation.
+    """
+    native = type(module)
+    while issubclass(native, _Changed):
+        native = native.__bases__[1]
+    eager = getattr(sys.modules[native.__module__], "eager_attention_forward", None)
+    name = module.config.shared._attn_implementation
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    owners = module.headprune_kv_of_query
+    return attention(module, query, key[:, owners], value[:, owners], *args, **kwargs)
+
+
+AttentionInterface.register(RAGGED, ragged_attention)
 
 
 class _Facts:
@@ -490,7 +549,7 @@ def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None
     for attention in attentions:
         heads = layout.pop(_base_path(model, attention.path), None)
         if heads is not None:
-            resize(attention, family, heads["query_heads"], heads["kv_heads"])
+            resize(attention, family, heads)
     # the encoder of an encoder-decoder is a model of its own, without the other two kinds
     kinds = {attention.kind for attention in attentions}
     missing = [path for path in layout if _kind(path, family) in (*kinds, None)]

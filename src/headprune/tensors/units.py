@@ -9,6 +9,7 @@ With 6 query heads on 2 KV heads, heads 0-2 share the first KV head and heads 3-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 
@@ -20,22 +21,23 @@ class Unit(str, Enum):
     QUERY_SLOT = "query-slot"
 
 
-def members(unit: Unit, query_heads: int, kv_heads: int) -> list[list[int]]:
+def members(unit: Unit, group_sizes: Sequence[int]) -> list[list[int]]:
     """Lists the query-head positions of every unit of one attention.
 
     Args:
         unit: The unit of removal.
-        query_heads: Number of query heads; a multiple of ``kv_heads``.
-        kv_heads: Number of key/value heads.
+        group_sizes: Query heads of every KV head, in order.
 
     Returns:
         One ascending list per unit; together they hold every position exactly once.
     """
-    if query_heads == 0:
-        return []
-    group = query_heads // kv_heads
+    starts = [sum(group_sizes[:group]) for group in range(len(group_sizes))]
     if unit is Unit.HEAD:
-        return [[h] for h in range(query_heads)]
+        return [[h] for h in range(sum(group_sizes))]
+    groups = [
+        list(range(start, start + size)) for start, size in zip(starts, group_sizes, strict=True)
+    ]
     if unit is Unit.KV_GROUP:
-        return [list(range(g * group, (g + 1) * group)) for g in range(kv_heads)]
-    return [list(range(slot, query_heads, group)) for slot in range(group)]
+        return groups
+    slots = max(group_sizes, default=0)
+    return [[group[slot] for group in groups if slot < len(group)] for slot in range(slots)]

@@ -46,7 +46,7 @@ class Gates(nn.Module):
         self._rows: list[slice] = []
         for attention in attentions:
             start, of_head = len(heads), [0] * attention.query_heads
-            for positions in members(unit, attention.query_heads, attention.kv_heads):
+            for positions in members(unit, attention.group_sizes):
                 for position in positions:
                     of_head[position] = units
                 units += 1
