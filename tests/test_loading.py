@@ -2,122 +2,131 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.models.attention import attention_of
 from headprune.models.gating import fixed, gated
 from headprune.models.surgery import resolve
 from headprune.pipelines.prune import prune
-from headprune.plan import AttentionPlan, Plan
-from headprune.tensors.units import Unit
-from tests import tiny
+from tests import load_routes, tiny
+from tests.cutting import uneven_plan
 
+README = Path(__file__).parents[1] / "README.md"
 AUTO = {
     "llama-gqa": "AutoModelForCausalLM",
     "gpt2": "AutoModelForCausalLM",
     "bert-mlm": "AutoModelForMaskedLM",
 }
-
-WITHOUT_HEADPRUNE = """
-import sys
-
-class Blocked:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.split(".")[0] == "headprune":
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Blocked)
-import copy, torch, transformers
-from safetensors.torch import load_file
-
-folder, auto, again = sys.argv[1:]
-expected = load_file(folder + "/../expected.safetensors")
-load = lambda name, where: getattr(transformers, name).from_pretrained(
-    where, trust_remote_code=True).eval()
-model = load(auto, folder)
-assert "headprune" not in sys.modules
-ids, wanted = expected["ids"], expected["logits"]
-with torch.no_grad():
-    torch.testing.assert_close(model(ids).logits, wanted)
-    torch.testing.assert_close(copy.deepcopy(model)(ids).logits, wanted)
-    model.save_pretrained(again)
-    torch.testing.assert_close(load(auto, again)(ids).logits, wanted)
-    base = load("AutoModel", folder)(ids).last_hidden_state
-    torch.testing.assert_close(base, expected["states"])
-if "tokens" in expected:
-    tokens = model.generate(ids[:1], max_new_tokens=12, do_sample=False)
-    assert tokens.tolist() == expected["tokens"].tolist(), (tokens, expected["tokens"])
-    text = transformers.pipeline("text-generation", model=folder, trust_remote_code=True)
-    assert text("w1 w2", max_new_tokens=3)[0]["generated_text"].startswith("w1 w2")
-print(type(model).__name__)
-"""
+TITLES = {"llama-gqa": "Llama, GQA", "gpt2": "GPT-2", "bert-mlm": "BERT"}
+ENCODERS_ONLY, DECODERS_ONLY = {"sentence-transformers"}, {"lm-eval"}
 
 
-def uneven(model: torch.nn.Module, empty: int) -> Plan:
-    parts = {}
-    for layer, a in enumerate(attention_of(model)):
-        group = a.query_heads // a.kv_heads
-        kept = [] if layer == empty else range(group * (1 + layer % 2), a.query_heads)
-        parts[a.path] = AttentionPlan(
-            query_heads=a.query_heads,
-            kv_heads=a.kv_heads,
-            keep=tuple(kept),
-            scale=tuple(1 - 0.1 * h for h in kept),
-        )
-    return Plan(unit=Unit.KV_GROUP, attentions=parts)
+def routes_for(case: str) -> list[str]:
+    decoder = case != "bert-mlm"
+    left_out = ENCODERS_ONLY if decoder else DECODERS_ONLY
+    return [
+        name
+        for name in load_routes.ROUTES
+        if name not in left_out and (decoder or not name.startswith("generate"))
+    ]
 
 
-@pytest.mark.parametrize("empty", [0, 2])
-@pytest.mark.parametrize("case", AUTO)
-def test_a_result_loads_where_headprune_is_not_installed(
-    case: str, empty: int, tmp_path: Path
+def run_routes(folder: Path, case: str, routes: list[str]) -> dict[str, str | None]:
+    """Runs routes in a process in which headprune cannot be imported; None is no failure."""
+    env = os.environ | {"HF_MODULES_CACHE": str(folder.parent / "modules")}
+    command = [sys.executable, load_routes.__file__, str(folder), AUTO[case], *routes]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"route"')]
+    return {line["route"]: line["failure"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Cut models, uneven and with a first layer that has no heads, and what they must compute."""
+    made = {}
+    for case in AUTO:
+        root, model = tmp_path_factory.mktemp(case), tiny.model(case)
+        plan, source = uneven_plan(model, 0), tiny.save(model, root / "model")
+        cuts, ids = resolve(plan, model), torch.randint(5, tiny.VOCAB, (2, 9))
+        gates = fixed([cut.gate() for cut in cuts])
+        with gated([cut.attention for cut in cuts], gates), torch.no_grad():
+            expected = {"ids": ids, "logits": model(ids).logits}
+            if case != "bert-mlm":
+                tokens = model.generate(ids[:1], max_new_tokens=12, do_sample=False)
+                expected["tokens"] = tokens
+        made[case] = prune(source, root / "out", plan=plan).output
+        save_file(expected, root / "expected.safetensors")
+    return made
+
+
+@pytest.fixture(scope="module")
+def matrix(folders: dict[str, Path]) -> dict[str, dict[str, str | None]]:
+    """What became of every route, by case."""
+    return {case: run_routes(folders[case], case, routes_for(case)) for case in AUTO}
+
+
+@pytest.mark.parametrize(("case", "name"), [(c, name) for c in AUTO for name in routes_for(c)])
+def test_a_result_works_where_headprune_is_not_installed(
+    case: str, name: str, matrix: dict[str, dict[str, str | None]]
 ) -> None:
-    model = tiny.model(case)
-    source = tiny.save(model, tmp_path / "model")
-    plan = uneven(model, empty)
-    cuts = resolve(plan, model)
-    ids = torch.randint(5, tiny.VOCAB, (2, 9))
-    gates = fixed([cut.gate() for cut in cuts])
-    with gated([cut.attention for cut in cuts], gates), torch.no_grad():
-        expected = {"ids": ids, "logits": model(ids).logits}
-        expected["states"] = model.base_model(ids).last_hidden_state
-        if case != "bert-mlm":
-            expected["tokens"] = model.generate(ids[:1], max_new_tokens=12, do_sample=False)
-    prune(source, tmp_path / "out", plan=plan)
-    save_file(expected, tmp_path / "expected.safetensors")
+    assert matrix[case][name] is None, matrix[case][name]
 
-    with torch.no_grad():
-        ours = headprune.from_pretrained(tmp_path / "out")
-        torch.testing.assert_close(ours(ids).logits, expected["logits"])
 
-    arguments = [str(tmp_path / "out"), AUTO[case], str(tmp_path / "again")]
-    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", WITHOUT_HEADPRUNE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-1] == type(model).__name__
-
-    # the corrupted sibling: the same check refuses logits that are off by one head's gate
+@pytest.mark.parametrize("case", AUTO)
+def test_the_routes_notice_another_model(case: str, folders: dict[str, Path]) -> None:
+    wrong = folders[case].parent / "wrong"
+    wrong.mkdir()
+    shutil.copytree(folders[case], wrong / "out")
+    expected = load_file(folders[case].parent / "expected.safetensors")
     expected["logits"] = expected["logits"].roll(1, 0)
-    save_file(expected, tmp_path / "expected.safetensors")
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode != 0
-    assert "not close" in done.stderr
+    if "tokens" in expected:
+        expected["tokens"] = expected["tokens"] + 1
+    save_file(expected, wrong / "expected.safetensors")
+    comparing = ["AutoModel*.from_pretrained", "deepcopy", 'accelerate device_map="auto"']
+    if case != "bert-mlm":
+        comparing += ["generate, dynamic cache", "lm-eval"]
+    failures = run_routes(wrong / "out", case, comparing)
+    assert all(failures.values()), failures
+
+
+def test_the_load_matrix_of_the_readme_is_current(
+    matrix: dict[str, dict[str, str | None]],
+) -> None:
+    """``make load-matrix`` writes it; versions may differ from those it was written with."""
+    rows = [("route", *TITLES.values()), ("---",) * 4]
+    for name in load_routes.ROUTES:
+        cells = ("-" if name not in matrix[c] else matrix[c][name] is None for c in AUTO)
+        rows.append((name, *("yes" if cell is True else str(cell) for cell in cells)))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    before, start, rest = README.read_text(encoding="utf-8").partition("<!-- load matrix -->\n\n")
+    shown, end, after = rest.partition("\n\n<!-- end of load matrix -->")
+    assert start and end
+    if os.environ.get("HEADPRUNE_WRITE_README"):
+        packages = ("torch", "transformers", "accelerate", "peft", "lm_eval")
+        packages += ("sentence-transformers",)
+        versions = ", ".join(f"{p} {version(p)}" for p in packages)
+        text = f"{table}\n\nTested with {versions}."
+        README.write_text(before + start + text + end + after, encoding="utf-8")
+        return
+    assert shown.partition("\n\n")[0] == table
 
 
 @pytest.mark.parametrize("auto", ["AutoModelForSequenceClassification", "AutoModel"])
 def test_another_head_on_a_cut_encoder(auto: str, tmp_path: Path) -> None:
     model = tiny.model("bert-mlm")
-    prune(tiny.save(model, tmp_path / "model"), tmp_path / "out", plan=uneven(model, 0))
+    prune(tiny.save(model, tmp_path / "model"), tmp_path / "out", plan=uneven_plan(model, 0))
     other = headprune.from_pretrained(tmp_path / "out", auto_class=auto)
     counts = [a.query_heads for a in attention_of(other)]
-    assert counts == [0, 4, 5, 4]
+    assert counts == [0, 4, 3, 2]
