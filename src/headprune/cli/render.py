@@ -131,6 +131,7 @@ def pruned(console: Console, result: Pruned) -> None:
     grid = table("", "difference")
     grid.add_row("gated original - cut in memory", f"{proof['gated_vs_cut']:.1e}")
     grid.add_row("gated original - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}")
+    grid.add_row("gates moved by one bit: rounding alone", f"{proof['rounding']:.1e}")
     grid.add_row(f"allowed in {proof['dtype']}", f"{proof['tolerance']:.0e}")
     if proof["control"] is not None:
         grid.add_row("a cut that is one head off would show", f"{proof['control']:.1e}")

@@ -139,6 +139,7 @@ ROWS = (
         head_dim="v_head_dim",
         follows={"num_heads": "query_heads"},
         cached_width="kv_lora_rank+qk_rope_head_dim",
+        since="5.15",  # before, it cached K and V of every head
         fewer_kv_heads="all heads share one latent K and V already, and the cache holds only that",
     ),
 )

@@ -38,6 +38,7 @@ WAV2VEC2 = Family(
     attention={"self": "encoder.layers.*.attention"},
     projections=CLIP.projections,
     follows={"num_heads": "query_heads"},
+    since="5.16",
     knows=frozenset(
         """
         feat_proj_dropout feat_quantizer_dropout final_dropout feat_extract_norm
@@ -58,6 +59,7 @@ ROWS = (
         VIT,
         model_type="dinov2",
         attention={"self": "encoder.layer.*.attention"},
+        since="5.18",
         knows=frozenset(
             {
                 "mlp_ratio",

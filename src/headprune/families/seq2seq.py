@@ -40,6 +40,7 @@ T5 = Family(
     head_arguments={"position_bias": 1},
     shares_position_bias=True,
     query_heads_key="num_heads",
+    since="5.15",
     knows=frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"}),
 )
 

@@ -82,6 +82,8 @@ class Family:
         cached_width: Attributes of the attention module, joined by "+", that say how many numbers
             one token leaves in the cache, where that is not K and V of every KV head.
         caches_query_heads: Config attribute under which K and V are cached for every query head.
+        since: Lowest version of transformers whose classes look as the row says; None for the
+            lowest that headprune runs on.
         refused: Config attributes that make a model of the family unsupported when they are
             truthy, with the reason.
         knows: Config attributes, beyond the common ones, that were checked not to touch what this
@@ -106,6 +108,7 @@ class Family:
     fewer_kv_heads: str = "runtime"
     cached_width: str | None = None
     caches_query_heads: str | None = None
+    since: str | None = None
     refused: Mapping[str, str] = _nothing()
     knows: frozenset[str] = field(default_factory=frozenset)
 

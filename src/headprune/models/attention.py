@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,6 +27,11 @@ def family_of(config: PreTrainedConfig) -> Family:
         FamilyError: If there is none, or the config has a setting that the row refuses.
     """
     family = FAMILIES[config.model_type]
+    if family.since and Version(transformers.__version__) < Version(family.since):
+        raise FamilyError(
+            f"{config.model_type} models are supported from transformers {family.since} on, which "
+            f"changed their classes; installed is {transformers.__version__}. Upgrade transformers."
+        )
     for attribute, reason in family.refused.items():
         if getattr(config, attribute, None):
             raise FamilyError(

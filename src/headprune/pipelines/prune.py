@@ -200,6 +200,7 @@ def write_proven(
     inputs = proof.probe_inputs(net)
     wanted = proof.probe_gated(net, cuts, inputs)
     control = proof.probe_control(net, cuts, inputs)
+    rounding = proof.probe_rounding(net, cuts, inputs, wanted)
 
     on_stage("cutting")
     shape = cut_heads(net, cuts)
@@ -217,7 +218,7 @@ def write_proven(
 
         on_stage("proving the folder")
         reloaded = proof.probe(from_pretrained(folder), inputs)
-        proven = proof.conclude(wanted, cut_outputs, reloaded, control, model_dtype)
+        proven = proof.conclude(wanted, cut_outputs, reloaded, control, model_dtype, rounding)
         manifest = write_manifest(
             folder,
             source=source,

@@ -17,7 +17,7 @@ from headprune.checkpoint.manifest import Manifest, read_manifest
 from headprune.errors import HeadpruneError, PlanError
 from headprune.models import proof
 from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
-from headprune.models.proof import TOLERANCE, Outputs, Sample
+from headprune.models.proof import Outputs, Sample
 from headprune.models.surgery import resolve
 from headprune.plan import Shape, read_plan
 from headprune.runtime import RUNTIME
@@ -79,7 +79,7 @@ def verify(
     checks = [_files(folder, manifest)]
     dtype = parse_dtype(manifest.proof["dtype"])
     assert isinstance(dtype, torch.dtype)
-    stored = Sample(**manifest.probe)
+    stored, allowed = Sample(**manifest.probe), float(manifest.proof["tolerance"])
 
     def compare(route: str, load: Callable[[], PreTrainedModel]) -> Outputs | None:
         on_stage(f"loading by {route}")
@@ -92,10 +92,10 @@ def verify(
             return None
         gap = stored.difference(outputs)
         same_inputs = proof.digest(inputs) == stored.inputs_sha256
-        found = f"{gap:.1e} from the stored outputs, {TOLERANCE[dtype]:.0e} allowed"
+        found = f"{gap:.1e} from the stored outputs, {allowed:.0e} allowed"
         if not same_inputs:
             found = "this torch makes other probe inputs from the same seed"
-        checks.append(Check(route, same_inputs and gap <= TOLERANCE[dtype], found))
+        checks.append(Check(route, same_inputs and gap <= allowed, found))
         return outputs
 
     trust = {"trust_remote_code": True} if trust_remote_code else {}
@@ -142,5 +142,6 @@ def _against(
     cuts = resolve(read_plan(folder / "plan.json", {}), base)
     wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))
     gap = proof.difference(wanted, outputs)
-    found = f"{gap:.1e} from its gated form, {TOLERANCE[dtype]:.0e} allowed"
-    return Check(f"against {against}", gap <= TOLERANCE[dtype], found)
+    allowed = float(manifest.proof["tolerance"])
+    found = f"{gap:.1e} from its gated form, {allowed:.0e} allowed"
+    return Check(f"against {against}", gap <= allowed, found)
