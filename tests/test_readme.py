@@ -12,7 +12,11 @@ from headprune.cli import app as cli
 from tests import tiny
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-MODELS = ("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.2-1B")
+MODELS = {
+    "HuggingFaceTB/SmolLM2-135M": "llama-gqa",
+    "meta-llama/Llama-3.2-1B": "llama-gqa",
+    "Helsinki-NLP/opus-mt-de-en": "marian",
+}
 SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "16"]
 
 
@@ -26,8 +30,11 @@ def commands() -> list[list[str]]:
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder in which the README's names mean tiny models and texts."""
     monkeypatch.chdir(tmp_path)
-    for name in MODELS:
-        tiny.save(tiny.model("llama-gqa"), tmp_path / name)
+    for name, case in MODELS.items():
+        tiny.save(tiny.model(case), tmp_path / name)
+    rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))]
+    for name in ("pairs.tsv", "test.tsv"):
+        (tmp_path / name).write_text("\n".join(rows))
     for name in ("text.txt", "test.txt", "hub.txt"):
         (tmp_path / name).write_text(tiny.text(2_000))
     return tmp_path

@@ -208,6 +208,9 @@ def test_a_damaged_folder_is_refused_in_a_sentence(
 
 def test_an_edited_runtime_is_allowed_when_asked(result: Path) -> None:
     edit_runtime(result)
+    verification = verify(result)
+    assert verification.not_run is not None and "--trust-remote-code" in verification.not_run
+    assert failed(verify(result, trust_remote_code=True)) == ["hashes"]
     model = headprune.from_pretrained(result, trust_remote_code=True)
     assert sum(a.query_heads for a in attention_of(model)) < 24
 

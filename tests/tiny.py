@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForCTC,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
@@ -30,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from headprune.families import FAMILIES
+from headprune.families import FAMILIES, vision_language
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
@@ -146,6 +147,13 @@ def present(*cases: str) -> list[str]:
 
 
 _ALL_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
+VISION_LANGUAGE = {row.model_type for row in vision_language.ROWS}
+# three sections of rotary frequencies: time, height, width
+_SECTIONS = {"qwen2_vl": [1, 1, 2], "qwen2_5_vl": [1, 1, 2], "qwen3_vl": [1, 2, 2]}
+ROPE = {
+    name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+    for name, section in _SECTIONS.items()
+}
 FAMILY_CASES = tuple(present(*_ALL_CASES))
 _CLASSES = {
     "mlm": AutoModelForMaskedLM,
@@ -161,6 +169,7 @@ _PREFERRED = (
     AutoModelForMaskedLM,
     AutoModelForCausalLM,
     AutoModelForCTC,
+    AutoModelForImageTextToText,
     AutoModelForImageClassification,
     AutoModel,
 )
@@ -189,11 +198,27 @@ def config(case: str) -> Any:
     """The config of a tiny model."""
     name = family_of_case(case)
     cls = CONFIG_MAPPING[name]
+    differences = {**DIFFERENCES.get(name, {}), **DIFFERENCES.get(case, {})}
+    if name in VISION_LANGUAGE:
+        differences = _parts(cls)
+    return cls(**{**_sizes(cls), **differences})
+
+
+def _sizes(cls: Any) -> dict[str, Any]:
     fields = {f.name for f in dataclasses.fields(cls)} | set(cls.attribute_map)
-    sizes = {key: value for key, value in SIZES.items() if key in fields}
-    mapped = {cls.attribute_map.get(key, key) for key in sizes}
-    sizes = {key: SIZES[key] for key in mapped if key in SIZES}
-    return cls(**{**sizes, **DIFFERENCES.get(name, {}), **DIFFERENCES.get(case, {})})
+    mapped = {cls.attribute_map.get(key, key) for key in SIZES if key in fields}
+    return {key: SIZES[key] for key in mapped if key in SIZES}
+
+
+def _parts(cls: Any) -> dict[str, Any]:
+    """Tiny configs of the parts of a model of images and text."""
+    default, parts = cls(), {}
+    for part in ("text_config", "vision_config"):
+        own = getattr(default, part)
+        parts[part] = {**_sizes(type(own)), "model_type": own.model_type}
+        if "rope_parameters" in (f.name for f in dataclasses.fields(own)) and part == "text_config":
+            parts[part]["rope_parameters"] = ROPE.get(cls.model_type)
+    return parts
 
 
 def _build(case: str, attn: str | None) -> PreTrainedModel:

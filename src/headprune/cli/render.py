@@ -146,6 +146,8 @@ def verification(console: Console, result: Verification) -> None:
         mark = Text("passed", "green") if check.passed else Text("FAILED", "bold red")
         grid.add_row(mark, escape(check.name), escape(check.found))
     console.print(grid)
+    if result.not_run:
+        console.print(f"[yellow]note:[/] {escape(result.not_run)}")
 
 
 def _stored(shape: Shape) -> str:
@@ -164,10 +166,13 @@ def inspection(console: Console, report: Inspection) -> None:
         f"[bold]{report.architecture}[/] (family {report.family}, {report.task}, {report.dtype}): "
         f"{report.parameters:,} parameters, {share:.1%} of them in attention"
     )
-    modules = table("attention module", "query heads", "KV heads", "head_dim", "parameters")
+    several = len({a.kind for a in report.attentions}) > 1
+    kind = ("kind",) if several else ()
+    columns = ("query heads", "KV heads", "head_dim", "parameters")
+    modules = table("attention module", *kind, *columns, numbers_from=1 + several)
     for a in report.attentions:
         numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
-        modules.add_row(a.path, *map(str, numbers))
+        modules.add_row(a.path, *((a.kind,) if several else ()), *map(str, numbers))
     console.print(modules)
     if report.kv_cache_bytes_per_token:
         sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())

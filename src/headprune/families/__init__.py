@@ -1,14 +1,14 @@
 """The family table: what headprune knows of each supported model family."""
 
 from headprune.errors import FamilyError
-from headprune.families import bert, gpt, llama, perception, seq2seq
+from headprune.families import bert, gpt, llama, perception, seq2seq, vision_language
 from headprune.families.spec import COMMON_SETTINGS, Family, Projection
 from headprune.registry import Registry
 
 __all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Projection"]
 
 FAMILIES: Registry[Family] = Registry("family", FamilyError, listed_by="headprune families")
-for _module in (llama, gpt, bert, seq2seq, perception):
+for _module in (llama, gpt, bert, seq2seq, perception, vision_language):
     for _row in _module.ROWS:
         FAMILIES.add(_row.model_type, _row)
 FAMILIES.freeze()

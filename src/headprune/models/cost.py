@@ -40,7 +40,7 @@ def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
     An encoder caches nothing, and cross attention one entry per token of the source.
     """
     family = family_of(model.config)
-    cached = (a for a in attention_of(model) if a.kind in ("self", "decoder"))
+    cached = (a for a in attention_of(model) if a.kind in ("self", "decoder", "text"))
     if family.cached_width is not None:
         names = family.cached_width.split("+")
         return sum(int(getattr(a.module, name)) for a in cached if a.query_heads for name in names)

@@ -24,6 +24,7 @@ Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "featur
 
 _TASKS: dict[str, Task] = {
     "AutoModelForCausalLM": "causal-lm",
+    "AutoModelForImageTextToText": "causal-lm",
     "AutoModelForSeq2SeqLM": "seq2seq-lm",
     "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
     "AutoModelForMaskedLM": "masked-lm",

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from headprune.errors import FamilyError, ProofError
+from headprune.models.attention import family_of
 from headprune.models.gating import fixed, gated
 from headprune.models.loading import task_of
 from headprune.models.surgery import Cut
@@ -84,10 +85,14 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
     """Two random examples of whatever the model takes; texts are of unequal length and padded."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     takes = set(inspect.signature(model.forward).parameters)
+    kinds = family_of(config).attention
     inputs: dict[str, Tensor] = {}
     if "input_ids" in takes:
         inputs = _random_text(config.get_text_config(), 24, generator)
-    if "pixel_values" in takes:
+        for name in ("image_token_id", "image_token_index", "video_token_id"):
+            inputs["input_ids"][inputs["input_ids"] == getattr(config, name, None)] = 0
+    # a model whose language part alone is cut is probed on text alone
+    if "pixel_values" in takes and ("vision" in kinds or not inputs):
         vision = getattr(config, "vision_config", config)
         size = vision.image_size
         sides = size if isinstance(size, list | tuple) else (size, size)
@@ -296,7 +301,7 @@ def conclude(
     if amplified and proof.control is not None and proof.control < _CONCLUSIVE * proof.tolerance:
         raise ProofError(
             "The proof shows nothing, and nothing was written: this cut model amplifies rounding "
-            f"in {proof.dtype} to {rounding:.1e} of its largest output, and a wrong cut would change "
-            f"it by no more than {proof.control:.1e}. Cut it with --dtype float32."
+            f"in {proof.dtype} to {rounding:.1e} of its largest output, and a wrong cut would "
+            f"change it by no more than {proof.control:.1e}. Cut it with --dtype float32."
         )
     return proof

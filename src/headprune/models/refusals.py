@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.errors import CheckpointError, FamilyError
+from headprune.models.attention import family_of
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -100,7 +101,7 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
     """
     takes = set(inspect.signature(model.forward).parameters)
     other = takes & {"pixel_values", "input_features", "input_values"}
-    if other or "input_ids" not in takes:
+    if "input_ids" not in takes or "vision" in family_of(model.config).attention:
         raise FamilyError(
             f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
             "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."

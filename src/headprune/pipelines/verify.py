@@ -42,10 +42,17 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks of a folder."""
+    """All checks of a folder.
+
+    Attributes:
+        folder: The folder.
+        checks: What was looked at.
+        not_run: Why a check that would have run did not, if one did not.
+    """
 
     folder: str
     checks: tuple[Check, ...]
+    not_run: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -104,7 +111,13 @@ def verify(
     written_by_us = not (folder / RUNTIME).is_file() or (
         sha256_of(folder / RUNTIME) == sha256_of(Path(str(ours)))
     )
-    if outputs is not None and (written_by_us or trust_remote_code):
+    not_run = None
+    if not (written_by_us or trust_remote_code):
+        not_run = (
+            f"Loading with transformers alone was not tried: {RUNTIME} in the folder is not that "
+            "of this headprune (another version, or edited); --trust-remote-code runs it."
+        )
+    elif outputs is not None:
         net = from_pretrained(folder, **trust)
         name, remote = auto_class_of(net), manifest.shape is Shape.RUNTIME
         auto = getattr(transformers, name)
@@ -116,7 +129,7 @@ def verify(
     if against is not None and outputs is not None:
         on_stage("gating the model it was made from")
         checks.append(_against(folder, manifest, against, outputs, dtype))
-    return Verification(str(folder), tuple(checks))
+    return Verification(str(folder), tuple(checks), not_run)
 
 
 def _files(folder: Path, manifest: Manifest) -> Check:
@@ -139,7 +152,7 @@ def _against(
             f"of '{against}', and --against has nothing to compare. Leave it out."
         )
     base = from_pretrained(against, dtype=dtype)
-    cuts = resolve(read_plan(folder / "plan.json", {}), base)
+    cuts = resolve(read_plan(folder / "plan.json", {}), base, ragged=True)
     wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))
     gap = proof.difference(wanted, outputs)
     allowed = float(manifest.proof["tolerance"])

@@ -356,7 +356,7 @@ class _Facts:
         self.output = next(inside, None)
         # the first decoder layer keeps the length of the cache, also when it has no heads
         layer = getattr(attention.module, "layer_idx", getattr(attention.module, "layer_id", None))
-        self.keeps_cache_length = layer == 0 and attention.kind in ("self", "decoder")
+        self.keeps_cache_length = layer == 0 and attention.kind in ("self", "decoder", "text")
 
 
 class _Changed:
