@@ -59,7 +59,7 @@ def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Pa
         assert result.control is not None and result.control > 1e2 * result.tolerance
 
 
-@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+@pytest.mark.parametrize("case", sorted({*tiny.FAMILY_CASES, *tiny.CASES}))
 def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)

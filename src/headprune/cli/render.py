@@ -234,7 +234,8 @@ def _family_cells(rows: list[Capability]) -> tuple[list[tuple[str, ...]], list[s
             fewer = f"no {note(fewer)}"
         refused = [f"{name} {note(reason)}" for name, reason in row.refused.items()]
         kinds = ", ".join(row.attention)
-        cells.append((row.family, kinds, row.even, row.uneven, fewer, ", ".join(refused)))
+        name = f"{row.family} (transformers {row.since})" if row.since else row.family
+        cells.append((name, kinds, row.even, row.uneven, fewer, ", ".join(refused)))
     return cells, [f"({number}) {reason}." for number, reason in enumerate(notes, 1)]
 
 

@@ -18,6 +18,7 @@ class Capability:
         uneven: How a cut with other counts in every layer loads.
         even: How a cut with equal counts in all layers loads.
         fewer_kv_heads: "native", "runtime", or the reason why it cannot have fewer.
+        since: Lowest transformers for it; None for the lowest that headprune runs on.
         refused: Settings under which a model of the family is refused, with the reason.
     """
 
@@ -26,6 +27,7 @@ class Capability:
     uneven: str
     even: str
     fewer_kv_heads: str
+    since: str | None
     refused: dict[str, str]
 
 
@@ -42,5 +44,6 @@ def _capability(family: Family) -> Capability:
         uneven="runtime",
         even=f"native{unless}" if family.native else "runtime",
         fewer_kv_heads=family.fewer_kv_heads,
+        since=family.since,
         refused=dict(family.refused),
     )

@@ -208,11 +208,7 @@ def _group_sizes(heads: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(heads.get("group_sizes", equal))
 
 
-def resize(
-    attention: Attention,
-    family: Mapping[str, Any],
-    heads: Mapping[str, Any],
-) -> None:
+def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
     """Gives one attention module the sizes that the heads left need.
 
     Tensors that already have the new size keep their values; wider ones are cut to their first
@@ -224,21 +220,37 @@ def resize(
         heads: Its entry of the layout: ids of the query heads and KV heads that are left, and,
             where the KV heads have unequal numbers of queries, these numbers.
     """
-    query_ids, kv_ids, group_sizes = heads["query_heads"], heads["kv_heads"], _group_sizes(heads)
-    module, query_heads, kv_heads = attention.module, len(query_ids), len(kv_ids)
-    ragged = len(set(group_sizes)) > 1
-    counts = {"q": query_heads, "k": kv_heads, "v": kv_heads, "o": query_heads}
+    attention.query_ids, attention.kv_ids = tuple(heads["query_heads"]), tuple(heads["kv_heads"])
+    attention.group_sizes = _group_sizes(heads)
+    queries, kv_heads = attention.query_heads, attention.kv_heads
+    counts = {"q": queries, "k": kv_heads, "v": kv_heads, "o": queries}
     for projection in attention.projections:
         if projection.holds:
             size = sum(counts[role] for role in projection.holds) * projection.head_dim
             _resize_projection(projection.module, projection.holds == "o", size)
     for name, role in family["per_head"].items():
-        _resize_per_head(module, name, counts[role])
+        _resize_per_head(attention.module, name, counts[role])
+    for name, role in family["whole_norms"].items():
+        norm = attention.module.get_submodule(name)
+        ids = attention.query_ids if role == "q" else attention.kv_ids
+        _change_class(norm, NarrowedNorm)
+        norm.headprune_heads = (ids, attention.head_dim)  # type: ignore[assignment]
+    _write_sizes(attention, family)
+    mixin = _mixin(attention, family)
+    if mixin is not None:
+        _change_class(attention.module, mixin)
+        attention.module.headprune = _Facts(attention, family)  # type: ignore[assignment]
+
+
+def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
+    """Tells the module, and the config that it reads, how many heads it has."""
+    module, queries, kv_heads = attention.module, attention.query_heads, attention.kv_heads
+    ragged = len(set(attention.group_sizes)) > 1
     sizes = {
-        "query_heads": query_heads,
+        "query_heads": queries,
         "kv_heads": kv_heads,
-        "queries_per_kv": 1 if ragged else query_heads // max(kv_heads, 1),
-        "query_width": query_heads * attention.head_dim,
+        "queries_per_kv": 1 if ragged else queries // max(kv_heads, 1),
+        "query_width": queries * attention.head_dim,
         "kv_width": kv_heads * attention.head_dim,
     }
     for attribute, size in family["follows"].items():
@@ -246,25 +258,19 @@ def resize(
     own: dict[str, Any] = {key: sizes[size] for key, size in family["config_follows"].items()}
     if ragged:
         own["_attn_implementation"] = RAGGED
-        owners = [kv for kv, size in enumerate(group_sizes) for _ in range(size)]
+        owners = [kv for kv, size in enumerate(attention.group_sizes) for _ in range(size)]
         module.headprune_kv_of_query = owners  # type: ignore[assignment]
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)  # type: ignore[assignment]
-    ids = {"q": tuple(query_ids), "k": tuple(kv_ids), "v": tuple(kv_ids)}
-    for name, role in family["whole_norms"].items():
-        norm = module.get_submodule(name)
-        _change_class(norm, NarrowedNorm)
-        norm.headprune_heads = (ids[role], attention.head_dim)  # type: ignore[assignment]
-    if family["head_arguments"] or query_heads == 0:
-        mixin = EmptyAttention if query_heads == 0 else PartOfHeads
-        if query_heads and family["shares_position_bias"]:
-            mixin = PartOfSharedBias
-        elif not query_heads and family["shares_position_bias"]:
-            mixin = EmptySharedBias
-        _change_class(module, mixin)
-        module.headprune = _Facts(attention, family, tuple(query_ids))  # type: ignore[assignment]
-    attention.query_ids, attention.kv_ids = ids["q"], ids["k"]
-    attention.group_sizes = group_sizes
+
+
+def _mixin(attention: Attention, family: Mapping[str, Any]) -> type | None:
+    """What the attention class must do differently, if anything."""
+    if not attention.query_heads:
+        return EmptySharedBias if family["shares_position_bias"] else EmptyAttention
+    if family["shares_position_bias"]:
+        return PartOfSharedBias
+    return PartOfHeads if family["head_arguments"] else None
 
 
 def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
@@ -328,10 +334,8 @@ def ragged_attention(
     Shapes are (batch, heads, length, head_dim). The cache holds every KV head once; how it goes on
     is for the model's own attention implementation.
     """
-    native = type(module)
-    while issubclass(native, _Changed):
-        native = native.__bases__[1]
-    eager = getattr(sys.modules[native.__module__], "eager_attention_forward", None)
+    home = sys.modules[_stock_class(module).__module__]
+    eager = getattr(home, "eager_attention_forward", None)
     name = module.config.shared._attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     owners = module.headprune_kv_of_query
@@ -344,10 +348,8 @@ AttentionInterface.register(RAGGED, ragged_attention)
 class _Facts:
     """What a changed attention class must know of its module."""
 
-    def __init__(
-        self, attention: Attention, family: Mapping[str, Any], query_ids: tuple[int, ...]
-    ) -> None:
-        self.query_ids = list(query_ids)
+    def __init__(self, attention: Attention, family: Mapping[str, Any]) -> None:
+        self.query_ids = list(attention.query_ids)
         self.arguments = dict(family["head_arguments"])
         self.without_heads = family["without_heads"]
         inside = (
@@ -527,10 +529,12 @@ def _mixed(mixin: type, native: Any) -> type:
 
 
 def _change_class(module: nn.Module, mixin: type) -> None:
-    native = type(module)
-    if issubclass(native, _Changed):
-        native = native.__bases__[1]
-    module.__class__ = _mixed(mixin, native)
+    module.__class__ = _mixed(mixin, _stock_class(module))
+
+
+def _stock_class(module: nn.Module) -> type:
+    cls = type(module)
+    return cls.__bases__[1] if issubclass(cls, _Changed) else cls
 
 
 def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None:
