@@ -173,7 +173,8 @@ def lora(case: Case) -> None:
 
     model = case.load()
     present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    names = sorted(present & {"q_proj", "v_proj", "o_proj", "query", "value", "c_attn", "c_proj"})
+    known = {"q_proj", "v_proj", "o_proj", "query", "value", "c_attn", "c_proj", "query_key_value"}
+    names = sorted(present & known)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=names))
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
     for _ in range(2):

@@ -38,22 +38,25 @@ KINDS = ("encoder", "decoder", "cross")
 EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
 
 
-def build(case: str, attn: str) -> PreTrainedModel:
-    """A tiny model, or a skip where its classes have no such attention."""
+def build(case: str, attn: str, folder: Path) -> PreTrainedModel:
+    """A tiny model, or a skip where its classes have no such attention.
+
+    It is read from disk, since a model that was remembers how its tensors were called there.
+    """
     model = tiny.model(case)
     if attn == "sdpa" and not model._supports_sdpa:
         pytest.skip(f"{type(model).__name__} has no sdpa")
-    model.set_attn_implementation(attn)
-    return model
+    model.save_pretrained(folder)
+    return headprune.from_pretrained(folder, attn_implementation=attn)
 
 
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
 def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Path) -> None:
-    model = build(case, attn)
+    model = build(case, attn, tmp_path / "model")
     cuts = resolve(uneven_plan(model, *EMPTY[empty]), model)
-    result = prove(model, cuts, tmp_path)
+    result = prove(model, cuts, tmp_path / "cut")
     assert result.passed
     if any(cut.query_positions for cut in cuts):
         assert result.control is not None and result.control > 1e2 * result.tolerance
@@ -76,7 +79,7 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
 def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path: Path) -> None:
-    model = tiny.model(case)
+    model = build(case, "eager", tmp_path / "model")
     family, parts = family_of(model.config), {}
     for layer, a in enumerate(attention_of(model)):
         group = a.query_heads // a.kv_heads
@@ -86,10 +89,11 @@ def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path
     cuts = resolve(Plan(unit=Unit.HEAD, attentions=parts), model)
     native = family.native and not any(getattr(model.config, k, 0) for k in family.native_unless)
     untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
-    assert prove(model, cuts, tmp_path).passed
-    written = json.loads((tmp_path / "config.json").read_text())
+    folder = tmp_path / "cut"
+    assert prove(model, cuts, folder).passed
+    written = json.loads((folder / "config.json").read_text())
     assert ("headprune" in written) is ("auto_map" in written) is not (native or untouched)
-    assert bool(list(tmp_path.glob("*.py"))) is not (native or untouched)
+    assert bool(list(folder.glob("*.py"))) is not (native or untouched)
 
 
 RAGGED = [
@@ -103,7 +107,7 @@ RAGGED = [
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", RAGGED)
 def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: Path) -> None:
-    model = build(case, attn)
+    model = build(case, attn, tmp_path / "model")
     parts, keep = {}, [(0, 2, 3), (1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (3,)]
     for layer, a in enumerate(attention_of(model)):
         scale = tuple(1 - 0.05 * h for h in keep[layer])
@@ -111,10 +115,10 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     plan = Plan(unit=Unit.HEAD, attentions=parts)
     with pytest.raises(PlanError, match="--shape ragged"):
         resolve(plan, model)
-    proven = prove(model, resolve(plan, model, ragged=True), tmp_path)
+    proven = prove(model, resolve(plan, model, ragged=True), tmp_path / "cut")
     assert proven.passed
     assert proven.control is not None and proven.control > 1e2 * proven.tolerance
-    reloaded = headprune.from_pretrained(tmp_path)
+    reloaded = headprune.from_pretrained(tmp_path / "cut")
     groups = [a.group_sizes for a in attention_of(reloaded)]
     assert groups == [(1, 2), (1, 2, 2), (2, 1, 2), (1,)]
     ids = proof.probe_inputs(reloaded)["input_ids"][:1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Console
@@ -28,7 +28,9 @@ def table(*columns: str, numbers_from: int = 1) -> Table:
     """A plain table: the first columns hold names, the others numbers."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
-        grid.add_column(column, justify="right" if position >= numbers_from else "left")
+        side: Literal["left", "right"] = "right" if position >= numbers_from else "left"
+        # module paths are keys of plans: folded rather than cut off
+        grid.add_column(column, justify=side, overflow="fold")
     return grid
 
 

@@ -573,6 +573,8 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
     body = {
         "__init__": __init__,
+        # transformers renames old checkpoint keys for its own classes only, and this is one of them
+        "is_custom_code": classmethod(lambda cls: False),
         "__module__": __name__,
         "__doc__": f"{native.__name__} with uneven heads.",
         # makes save_pretrained copy this file and name it in the config's auto_map
