@@ -37,6 +37,7 @@ from headprune.models.surgery import cut_heads, resolve
 from headprune.training.gates import Gates
 from headprune.training.objectives import labelled
 from headprune.training.optimizer import GateOptimizer
+from headprune.training.rounds import plan_rounds
 from headprune.training.sparsity import HeadTarget
 from headprune.training.trainer import GatedModel, freeze
 
@@ -94,7 +95,9 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
     attentions = attention_of(model)
     freeze(model, attentions, Train.GATES)
     gates = Gates(attentions, default_unit(attentions), 3.0, 2 / 3).to(ids.device)
-    sparsity = HeadTarget(int(gates.sizes.sum()) * 3 // 4, warmup=0.5)
+    sizes = [int(size) for size in gates.sizes]
+    sparsity = HeadTarget(sum(sizes) * 3 // 4, sizes, warmup=0.5)
+    (only,) = plan_rounds(100, 1, settle=0.4)
     optimizer = GateOptimizer(gates.log_alpha, gates.scale, [], 0.5, 0.02, 0.02)
     trained = GatedModel(model, gates, labelled).train()
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -108,7 +111,7 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
             trained(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        sparsity.after_step(gates, 0.1)
+        sparsity.after_step(gates, only, 10)
 
     plain_s, step_s, ratio = paired_ratio(plain, step, pairs, ids.device.type)
     return {"plain_s": plain_s, "gate_step_s": step_s, "ratio": ratio}

@@ -23,6 +23,7 @@ from headprune.tensors.units import Unit
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
 from headprune.training.optimizer import GateOptimizer
+from headprune.training.rounds import default_count, plan_rounds, round_at
 from headprune.training.sparsity import HeadTarget, multiplier
 from tests import tiny
 
@@ -260,9 +261,52 @@ def test_the_multiplier_meets_the_target(target: float) -> None:
 
 def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
-    sparsity = HeadTarget(12, warmup=0.5)
-    assert [sparsity.target(gates, p) for p in (0.0, 0.25, 0.5, 1.0)] == [24, 18, 12, 12]
-    assert HeadTarget(12, warmup=0.0).target(gates, 0.0) == 12
+    sparsity, (only,) = HeadTarget(12, [1] * 24, warmup=0.5), plan_rounds(100, 1, settle=0.2)
+    assert [sparsity.target(gates, only, s) for s in (0, 20, 40, 80)] == [24, 18, 12, 12]
+    assert HeadTarget(12, [1] * 24, warmup=0.0).target(gates, only, 0) == 12
+
+
+def test_rounds_share_the_steps_and_what_is_removed() -> None:
+    rounds = plan_rounds(100, 3, settle=0.4)
+    assert [(r.start, r.choose, r.end) for r in rounds] == [
+        (0, 20, 33),
+        (33, 53, 67),
+        (67, 87, 100),
+    ]
+    assert [r.part for r in rounds] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert [round_at(rounds, step).start for step in (0, 32, 33, 99, 100)] == [0, 0, 33, 67, 67]
+    assert rounds[0].settled_rate(10) == 1
+    assert rounds[0].settled_rate(20) == 1
+    assert rounds[0].settled_rate(33) == 0
+    assert len(plan_rounds(2, 5, settle=0.4)) == 2
+    assert [default_count(removed) for removed in (0.0, 0.25, 0.26, 0.5, 1.0)] == [1, 1, 2, 2, 4]
+
+
+def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:
+    model = tiny.model("gpt2")
+    gates = Gates(attention_of(model), Unit.HEAD, 3.0, 2 / 3)
+    sparsity, rounds = HeadTarget(12, [1] * 24, warmup=0.5), plan_rounds(100, 2, settle=0.4)
+    with torch.no_grad():
+        gates.log_alpha.normal_(std=3)
+    gates.choose(sparsity.choice(gates, rounds[0]))
+    assert int(gates.kept.sum()) == 18
+    with torch.no_grad():
+        gates.scale.mul_(0.5)
+    first, values = gates.kept.clone(), gates.values()
+    gates.reopen()
+    assert gates.expected_heads().item() == pytest.approx(18, abs=0.5)
+    torch.testing.assert_close(gates.values(), values)  # fully open again, at their factors
+    gates.draw(2)
+    drawn = torch.cat([gates.source(i)[0] for i in range(tiny.LAYERS)])  # type: ignore[index]
+    assert (drawn[~first] == 0).all() and (drawn <= gates.scale + 1e-6).all()
+    with torch.no_grad():
+        gates.log_alpha.normal_(std=3)
+        gates.log_alpha[~first] = 99.0  # what is gone stays gone
+    sparsity.after_step(gates, rounds[1], 80)
+    assert gates.expected_heads().item() == pytest.approx(12, abs=1e-3)
+    gates.choose(sparsity.choice(gates, rounds[1]))
+    assert int(gates.kept.sum()) == 12
+    assert not (gates.kept & ~first).any()
 
 
 def test_gates_share_one_scale_and_the_rest_does_not() -> None:

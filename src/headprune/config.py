@@ -99,9 +99,12 @@ class TrainGatesConfig(_Config):
         weight_lr: Learning rate of the weights, if any move.
         temperature: beta of the hard-concrete distribution.
         init_log_alpha: Where the gates start; 3 is open with probability 0.99.
-        warmup: Share of the steps in which the target falls from all heads to the target.
-        settle: Share of the steps at the end in which the heads are chosen and only the factors
-            of those that stay are trained.
+        rounds: How often heads are chosen, each time an equal part of those to be removed; None
+            for as many rounds as keep each from removing more than a quarter of all heads. A
+            constant penalty, and units of unequal size, take one.
+        warmup: Share of a round's choosing in which the target falls to that of the round.
+        settle: Share of every round, at its end, in which its heads are chosen and only the
+            factors of those that stay are trained.
         gradient_checkpointing: Recompute activations in the backward pass, to save memory.
         dtype: Element type of the model's weights.
         seed: Seed of the gates' noise and the order of the data.
@@ -124,8 +127,9 @@ class TrainGatesConfig(_Config):
     weight_lr: Positive = 5e-5
     temperature: Positive = 2 / 3
     init_log_alpha: float = 3.0
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.3
-    settle: Annotated[float, Field(ge=0, lt=1)] = 0.6
+    rounds: Count | None = None
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.8
+    settle: Annotated[float, Field(ge=0, lt=1)] = 0.45
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
     seed: int = 0

@@ -158,11 +158,15 @@ def train_gates(
     temperature: Annotated[float, typer.Option(help="beta of the hard-concrete gates.")] = (
         _GATES.temperature
     ),
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="How often heads are chosen. Default: one per quarter of all heads."),
+    ] = None,
     warmup: Annotated[
-        float, typer.Option(help="Share of the steps in which the target falls from all heads.")
+        float, typer.Option(help="Share of a round's choosing in which its target is reached.")
     ] = _GATES.warmup,
     settle: Annotated[
-        float, typer.Option(help="Share of the steps, at the end, with the heads chosen.")
+        float, typer.Option(help="Share of every round, at its end, with its heads chosen.")
     ] = _GATES.settle,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
@@ -217,6 +221,7 @@ def train_gates(
             "weight_lr": weight_lr,
             "temperature": temperature,
             "init_log_alpha": init_log_alpha,
+            "rounds": rounds,
             "warmup": warmup,
             "settle": settle,
             "gradient_checkpointing": gradient_checkpointing,

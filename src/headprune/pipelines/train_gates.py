@@ -39,6 +39,7 @@ from headprune.models.refusals import refuse_without_text
 from headprune.tensors.units import Unit
 from headprune.training.gates import Gates
 from headprune.training.objectives import Batch, Distillation, Loss, labelled
+from headprune.training.rounds import default_count, plan_rounds
 from headprune.training.sparsity import ConstantPenalty, HeadTarget, Sparsity
 from headprune.training.trainer import (
     GateCallback,
@@ -115,7 +116,8 @@ def train_gates(
     attentions = of_kinds(attention_of(net), config.attention)
     unit = config.unit or default_unit(attentions)
     gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
-    sparsity = _sparsity(config, unit_sizes(attentions, unit), len(attentions))
+    sizes = unit_sizes(attentions, unit)
+    sparsity = _sparsity(config, sizes, len(attentions))
 
     on_stage("reading the data")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -135,6 +137,7 @@ def train_gates(
     trainer = GateTrainer(
         config,
         sparsity,
+        plan_rounds(steps, _round_count(config, sizes), config.settle),
         GatedModel(net, gates, loss),
         args=training_arguments(config, output / "checkpoints", steps),
         train_dataset=rows,
@@ -203,9 +206,16 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
     if config.target_heads is not None:
-        return HeadTarget(head_budget(config.target_heads, sizes), config.warmup)
+        return HeadTarget(head_budget(config.target_heads, sizes), sizes, config.warmup)
     assert config.l0_penalty is not None
     return ConstantPenalty(config.l0_penalty, modules)
+
+
+def _round_count(config: TrainGatesConfig, sizes: list[int]) -> int:
+    # units of unequal size might not add up to the target any more after an earlier round
+    if config.target_heads is None or len(set(sizes)) > 1:
+        return 1
+    return config.rounds or default_count(1 - head_budget(config.target_heads, sizes) / sum(sizes))
 
 
 def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Objective:
@@ -320,7 +330,7 @@ def _finish(
 ) -> GatesMetadata:
     gates, net = trainer.gates.cpu(), trainer.model.model
     if not gates.chosen:  # settle = 0: the choice falls after the last step
-        gates.choose(trainer.sparsity.choice(gates))
+        gates.choose(trainer.sparsity.choice(gates, trainer.rounds[-1]))
     weights = {
         name: parameter.detach().cpu().contiguous()
         for name, parameter in net.named_parameters()

@@ -20,11 +20,13 @@ class Gates(nn.Module):
     then measures another set of heads, which cuts the variance of the gradient by the batch size
     (Voita et al. 2019 draw once per batch). After ``choose`` the gates that stay are plain factors,
     trained on as such: they fold into W_O whatever their value, so nothing binds them to [0, 1].
+    ``reopen`` begins another round of choosing among the heads that are left.
 
     Attributes:
         log_alpha: Location of every gate, shape (units,), float32.
         scale: Factor of every gate once the heads are chosen, shape (units,).
-        kept: Which units stay, shape (units,); meaningful once ``chosen``.
+        kept: Which units are left, shape (units,).
+        chosen: Whether the heads of this round are chosen.
     """
 
     log_alpha: nn.Parameter
@@ -53,6 +55,7 @@ class Gates(nn.Module):
             heads += of_head
             self._rows.append(slice(start, len(heads)))
         self.temperature = temperature
+        self.init_log_alpha = init_log_alpha
         self.log_alpha = nn.Parameter(torch.full((units,), init_log_alpha, dtype=torch.float32))
         self.scale = nn.Parameter(torch.ones(units, dtype=torch.float32))
         self.register_buffer("unit_of_head", torch.tensor(heads, dtype=torch.long))
@@ -66,7 +69,8 @@ class Gates(nn.Module):
         if self.chosen:
             gates = self.values()[None]
         else:
-            gates = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
+            drawn = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
+            gates = drawn * (self.scale * self.kept).detach()
         self._gates = gates.index_select(1, self.unit_of_head)
 
     def release(self) -> None:
@@ -79,18 +83,24 @@ class Gates(nn.Module):
 
     def values(self) -> Float[Tensor, " units"]:
         """The gates at test time; exactly 0 for units that do not stay."""
-        free = self.scale if self.chosen else hard_concrete.value(self.log_alpha)
-        return free * self.kept
+        open_ = torch.ones_like(self.scale) if self.chosen else hard_concrete.value(self.log_alpha)
+        return open_ * self.scale * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
         """Expected number of open query heads: the L0 norm."""
+        left = self.kept * self.sizes
         if self.chosen:
-            return (self.kept * self.sizes).sum()
-        return (hard_concrete.open_probability(self.log_alpha, self.temperature) * self.sizes).sum()
+            return left.sum()
+        return (hard_concrete.open_probability(self.log_alpha, self.temperature) * left).sum()
 
     def choose(self, kept: Sequence[int]) -> None:
         """Fixes which units stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
-        self.scale.data.copy_(hard_concrete.value(self.log_alpha.detach()))
+        self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
         self.chosen.fill_(True)
+
+    def reopen(self) -> None:
+        """Begins another round: the gates of the heads that are left are open and drawn again."""
+        self.log_alpha.data.fill_(self.init_log_alpha)
+        self.chosen.fill_(False)

@@ -8,7 +8,7 @@ CoFi and LLM-Shearing climb the multipliers of ``l1 (s - t) + l2 (s - t)^2`` by 
 multipliers lag behind the gates and overshoot, which with a few hundred steps costs more than the
 heads do. The constraint is one equation in one multiplier, so it is solved instead: after every
 optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
-the target. The target itself falls linearly from all heads to ``t`` during the warm-up.
+the target. The target itself falls linearly to that of the round during the round's warm-up.
 
 **Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads, here per
 attention module. Where it ends is for lambda to say.
@@ -17,13 +17,15 @@ attention module. Where it ends is for lambda to say.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from headprune.tensors import hard_concrete
-from headprune.tensors.selection import keep_best
+from headprune.tensors.selection import attainable, keep_best
 from headprune.training.gates import Gates
+from headprune.training.rounds import Round
 
 
 class Sparsity(ABC):
@@ -34,15 +36,15 @@ class Sparsity(ABC):
         """Added to the loss of a step."""
 
     @abstractmethod
-    def after_step(self, gates: Gates, progress: float) -> None:
-        """Corrects the gates after an optimiser step; ``progress`` is the share of steps done."""
+    def after_step(self, gates: Gates, now: Round, step: int) -> None:
+        """Corrects the gates after an optimiser step that is not the last of a round's choosing."""
 
     @abstractmethod
-    def choice(self, gates: Gates) -> list[int]:
-        """The units that stay, when the gates are to be chosen."""
+    def choice(self, gates: Gates, now: Round) -> list[int]:
+        """The units that stay, when the heads of a round are chosen."""
 
-    def target(self, gates: Gates, progress: float) -> float | None:
-        """The expected number of open heads asked for at this point, if there is one."""
+    def target(self, gates: Gates, now: Round, step: int) -> float | None:
+        """The expected number of open heads asked for after a step, if there is one."""
         return None
 
 
@@ -51,32 +53,46 @@ class HeadTarget(Sparsity):
 
     Args:
         heads: Query heads to keep; some set of units must add up to it.
-        warmup: Share of the steps in which the target falls to ``heads``.
+        sizes: Query heads per unit.
+        warmup: Share of a round's choosing in which the target falls to that of the round.
     """
 
-    def __init__(self, heads: int, warmup: float) -> None:
+    def __init__(self, heads: int, sizes: Sequence[int], warmup: float) -> None:
         self.heads = heads
         self.warmup = warmup
+        self._total = sum(sizes)
+        self._attainable = sorted(attainable(sizes))
 
     def penalty(self, gates: Gates) -> float:
         """The multiplier acts after the step, so nothing is added to the loss."""
         return 0.0
 
-    def target(self, gates: Gates, progress: float) -> float:
-        """Linear from all heads to ``heads`` during the warm-up."""
-        total = float(gates.sizes.sum())
-        share = min(1.0, progress / self.warmup) if self.warmup else 1.0
-        return total - (total - self.heads) * share
+    def after_round(self, part: float) -> int:
+        """Heads left once ``part`` of what is to go is gone: the nearest count that units reach."""
+        wanted = self._total - (self._total - self.heads) * part
+        counts = [count for count in self._attainable if count >= self.heads]
+        return min(counts, key=lambda count: (abs(count - wanted), count))
+
+    def target(self, gates: Gates, now: Round, step: int) -> float:
+        """Linear from the heads that are left to those of the round, during its warm-up."""
+        end = self.after_round(now.part)
+        left = float((gates.kept * gates.sizes).sum())
+        if gates.chosen:
+            return left
+        share = min(1.0, now.share_chosen(step) / self.warmup) if self.warmup else 1.0
+        return left - (left - end) * share
 
     @torch.no_grad()
-    def after_step(self, gates: Gates, progress: float) -> None:
+    def after_step(self, gates: Gates, now: Round, step: int) -> None:
         """Shifts all gates by the multiplier that meets the target."""
-        gates.log_alpha.sub_(multiplier(gates, self.target(gates, progress)))
+        gates.log_alpha.sub_(multiplier(gates, self.target(gates, now, step)))
 
-    def choice(self, gates: Gates) -> list[int]:
-        """The most open units that add up to ``heads``."""
-        sizes = [int(size) for size in gates.sizes]
-        return keep_best(gates.log_alpha.tolist(), sizes, self.heads)
+    def choice(self, gates: Gates, now: Round) -> list[int]:
+        """The most open units, of those left, that add up to the round's heads."""
+        left = gates.kept.nonzero().flatten().tolist()
+        scores = gates.log_alpha.detach()[gates.kept].tolist()
+        sizes = [int(gates.sizes[unit]) for unit in left]
+        return [left[i] for i in keep_best(scores, sizes, self.after_round(now.part))]
 
 
 class ConstantPenalty(Sparsity):
@@ -95,12 +111,12 @@ class ConstantPenalty(Sparsity):
         """Lambda times the mean over modules of the expected number of open heads."""
         return self.strength * gates.expected_heads() / self.modules
 
-    def after_step(self, gates: Gates, progress: float) -> None:
+    def after_step(self, gates: Gates, now: Round, step: int) -> None:
         """Nothing: the gradient does it all."""
 
-    def choice(self, gates: Gates) -> list[int]:
+    def choice(self, gates: Gates, now: Round) -> list[int]:
         """The units whose gate at test time is not zero."""
-        return [i for i, z in enumerate(hard_concrete.value(gates.log_alpha).tolist()) if z > 0]
+        return gates.values().nonzero().flatten().tolist()
 
 
 # where P(z != 0) is 0 or 1 in float32, so that targets of 0 and of all heads are met as well
@@ -109,7 +125,8 @@ _REACH = 60.0
 
 def multiplier(gates: Gates, target: float) -> float:
     """The shift ``mu`` with ``sum size P(log_alpha - mu) = target``, by bisection."""
-    log_alpha, sizes = gates.log_alpha.detach().cpu().double(), gates.sizes.cpu()
+    log_alpha = gates.log_alpha.detach().cpu().double()
+    sizes = (gates.sizes * gates.kept).cpu()
     low = float(log_alpha.min()) - _REACH
     high = float(log_alpha.max()) + _REACH
     for _ in range(64):

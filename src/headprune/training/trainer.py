@@ -21,6 +21,7 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.training.gates import Gates
 from headprune.training.objectives import Batch, Loss
 from headprune.training.optimizer import GateOptimizer
+from headprune.training.rounds import Round, round_at
 from headprune.training.sparsity import Sparsity
 
 TRAINED = "trained.safetensors"
@@ -98,12 +99,18 @@ class GateTrainer(Trainer):  # type: ignore[misc]
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
 
     def __init__(
-        self, config: TrainGatesConfig, sparsity: Sparsity, model: GatedModel, **kwargs: Any
+        self,
+        config: TrainGatesConfig,
+        sparsity: Sparsity,
+        rounds: list[Round],
+        model: GatedModel,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model=model, **kwargs)
         self.remove_callback(PrinterCallback)  # progress is on_step's business
         self.gate_config = config
         self.sparsity = sparsity
+        self.rounds = rounds
         self.last_loss = float("nan")
 
     @property
@@ -128,17 +135,25 @@ class GateTrainer(Trainer):  # type: ignore[misc]
             self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
         return self.optimizer
 
+    def forget_gate_moments(self) -> None:
+        """Lets the optimiser start anew with gates and factors, as their losses are new."""
+        assert self.optimizer is not None
+        for parameter in (self.gates.log_alpha, self.gates.scale):
+            self.optimizer.state.pop(parameter, None)
+
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Constant while gates are chosen, then linear to zero."""
+        """Gates constant; factors linear to zero at the end of every round, weights of the last."""
         if self.lr_scheduler is None:
-            start = settle_step(self.gate_config, num_training_steps)
-            span = max(1, num_training_steps - start)
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.create_optimizer(),
-                lambda step: 1.0 if step < start else max(0.0, 1 - (step - start) / span),
-            )
+            optimizer = optimizer or self.create_optimizer()
+            rates = [
+                lambda step: 1.0,
+                lambda step: round_at(self.rounds, step).settled_rate(step),
+                lambda step: self.rounds[-1].settled_rate(step),
+            ]
+            count = len(optimizer.param_groups)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates[:count])
         return self.lr_scheduler
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -151,11 +166,6 @@ class GateTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         state = load_file(Path(resume_from_checkpoint) / TRAINED)
         self.model.load_state_dict(state, strict=False)
-
-
-def settle_step(config: TrainGatesConfig, steps: int) -> int:
-    """The step at which the heads are chosen."""
-    return round(steps * (1 - config.settle))
 
 
 class GateCallback(TrainerCallback):  # type: ignore[misc]
@@ -188,21 +198,25 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
         self.history.write_text("".join(f"{line}\n" for line in kept))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Moves the gates to the target, or chooses the heads when their time has come."""
-        trainer, gates = self.trainer, self.trainer.gates
-        progress = state.global_step / state.max_steps
+        """Moves the gates to the target; chooses heads, and begins rounds, when it is time."""
+        trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
+        now = round_at(trainer.rounds, step - 1)
         if not gates.chosen:
-            trainer.sparsity.after_step(gates, progress)
-            if state.global_step >= settle_step(trainer.gate_config, state.max_steps):
-                gates.choose(trainer.sparsity.choice(gates))
+            trainer.sparsity.after_step(gates, now, step)
+            if step >= now.choose:
+                gates.choose(trainer.sparsity.choice(gates, now))
+        target = trainer.sparsity.target(gates, now, step)
         record = StepRecord(
             step=state.global_step,
             steps=state.max_steps,
             loss=trainer.last_loss,
             expected_heads=gates.expected_heads().item(),
-            target_heads=trainer.sparsity.target(gates, progress),
+            target_heads=target,
             settled=bool(gates.chosen),
         )
+        if step == now.end and now is not trainer.rounds[-1]:
+            gates.reopen()
+            trainer.forget_gate_moments()
         with self.history.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(record)) + "\n")
         self.on_step(record)
