@@ -279,7 +279,7 @@ def test_rounds_share_the_steps_and_what_is_removed() -> None:
     assert rounds[0].settled_rate(20) == 1
     assert rounds[0].settled_rate(33) == 0
     assert len(plan_rounds(2, 5, settle=0.4)) == 2
-    assert [default_count(removed) for removed in (0.0, 0.25, 0.26, 0.5, 1.0)] == [1, 1, 2, 2, 4]
+    assert [default_count(removed) for removed in (0.0, 0.26, 0.28, 0.5, 1.0)] == [1, 1, 2, 2, 4]
 
 
 def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:

@@ -11,7 +11,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-LARGEST_PART = 0.25  # of all heads, removed in one round
+# Of all heads, removed in one round. SmolLM2-135M with half of its heads masked, 300 steps in all,
+# ratio of perplexities: one round 1.71, two 1.59, three 1.72 (one run each, 16 windows).
+LARGEST_PART = 0.25
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def plan_rounds(steps: int, count: int, settle: float) -> list[Round]:
 
 
 def default_count(removed: float) -> int:
-    """As many rounds as keep each from removing more than a quarter of all heads."""
-    return max(1, math.ceil(removed / LARGEST_PART - 1e-9))
+    """As many rounds as keep each from removing (about) more than a quarter of all heads."""
+    return max(1, math.ceil(removed / LARGEST_PART - 0.1))
 
 
 def round_at(rounds: list[Round], step: int) -> Round:
