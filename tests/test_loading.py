@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headprune
+from headprune.errors import CheckpointError
 from headprune.models.attention import attention_of
 from headprune.models.gating import fixed, gated
 from headprune.models.surgery import resolve
@@ -131,3 +132,25 @@ def test_another_head_on_a_cut_encoder(auto: str, tmp_path: Path) -> None:
     other = headprune.from_pretrained(tmp_path / "out", auto_class=auto)
     counts = [a.query_heads for a in attention_of(other)]
     assert counts == [0, 4, 3, 2]
+
+
+def test_from_pretrained_takes_the_usual_arguments(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = folders["llama-gqa"]
+    half = headprune.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    assert half.dtype is torch.bfloat16
+    assert half.config._attn_implementation == "eager"
+    placed = headprune.from_pretrained(folder, device_map="auto")
+    assert placed.device.type == "cpu"
+    layers = {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(tiny.LAYERS)}
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    offloaded = headprune.from_pretrained(
+        folder, device_map={**layers, **rest}, offload_folder=str(tmp_path)
+    )
+    expected = load_file(folder.parent / "expected.safetensors")
+    with torch.no_grad():
+        for model in (placed, offloaded):
+            torch.testing.assert_close(model(expected["ids"]).logits, expected["logits"])
+    with pytest.raises(CheckpointError, match="no AutoModelForSeq2SeqLM for model type 'llama'"):
+        headprune.from_pretrained(folder, auto_class="AutoModelForSeq2SeqLM")
