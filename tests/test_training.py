@@ -293,6 +293,7 @@ def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:
     with torch.no_grad():
         gates.scale.mul_(0.5)
     first, values = gates.kept.clone(), gates.values()
+    gone_first = gates.log_alpha[~first].clone()
     gates.reopen()
     assert gates.expected_heads().item() == pytest.approx(18, abs=0.5)
     torch.testing.assert_close(gates.values(), values)  # fully open again, at their factors
@@ -300,13 +301,15 @@ def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:
     drawn = torch.cat([gates.source(i)[0] for i in range(tiny.LAYERS)])  # type: ignore[index]
     assert (drawn[~first] == 0).all() and (drawn <= gates.scale + 1e-6).all()
     with torch.no_grad():
-        gates.log_alpha.normal_(std=3)
-        gates.log_alpha[~first] = 99.0  # what is gone stays gone
+        gates.log_alpha[first] = torch.randn(18) * 3
     sparsity.after_step(gates, rounds[1], 80)
     assert gates.expected_heads().item() == pytest.approx(12, abs=1e-3)
     gates.choose(sparsity.choice(gates, rounds[1]))
     assert int(gates.kept.sum()) == 12
     assert not (gates.kept & ~first).any()
+    # heads would come back in the reverse order of their going
+    assert gates.log_alpha[~first].max() < gates.log_alpha[first].min()
+    assert torch.equal(gates.log_alpha[~first].argsort(), gone_first.argsort())
 
 
 def test_gates_share_one_scale_and_the_rest_does_not() -> None:

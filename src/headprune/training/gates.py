@@ -12,6 +12,8 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
 
+BELOW_LATER_ROUNDS = 100.0
+
 
 class Gates(nn.Module):
     """One hard-concrete gate per unit, over all attention modules in order.
@@ -101,6 +103,11 @@ class Gates(nn.Module):
         self.chosen.fill_(True)
 
     def reopen(self) -> None:
-        """Begins another round: the gates of the heads that are left are open and drawn again."""
-        self.log_alpha.data.fill_(self.init_log_alpha)
+        """Begins another round: the gates of the heads that are left are open and drawn again.
+
+        Those of heads that are gone sink below all that go later, so that ``log_alpha`` goes on to
+        say in which order heads would come back.
+        """
+        self.log_alpha.data[self.kept] = self.init_log_alpha
+        self.log_alpha.data[~self.kept] -= BELOW_LATER_ROUNDS
         self.chosen.fill_(False)

@@ -85,7 +85,7 @@ class HeadTarget(Sparsity):
     @torch.no_grad()
     def after_step(self, gates: Gates, now: Round, step: int) -> None:
         """Shifts all gates by the multiplier that meets the target."""
-        gates.log_alpha.sub_(multiplier(gates, self.target(gates, now, step)))
+        gates.log_alpha.sub_(multiplier(gates, self.target(gates, now, step)) * gates.kept)
 
     def choice(self, gates: Gates, now: Round) -> list[int]:
         """The most open units, of those left, that add up to the round's heads."""
@@ -125,8 +125,8 @@ _REACH = 60.0
 
 def multiplier(gates: Gates, target: float) -> float:
     """The shift ``mu`` with ``sum size P(log_alpha - mu) = target``, by bisection."""
-    log_alpha = gates.log_alpha.detach().cpu().double()
-    sizes = (gates.sizes * gates.kept).cpu()
+    kept = gates.kept.cpu()
+    log_alpha, sizes = gates.log_alpha.detach().cpu().double()[kept], gates.sizes.cpu()[kept]
     low = float(log_alpha.min()) - _REACH
     high = float(log_alpha.max()) + _REACH
     for _ in range(64):
