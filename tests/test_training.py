@@ -267,17 +267,11 @@ def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
 
 
 def test_rounds_share_the_steps_and_what_is_removed() -> None:
-    rounds = plan_rounds(100, 3, settle=0.4)
-    assert [(r.start, r.choose, r.end) for r in rounds] == [
-        (0, 20, 33),
-        (33, 53, 67),
-        (67, 87, 100),
-    ]
+    rounds = plan_rounds(90, 3, settle=0.4)
+    assert [(r.start, r.choose, r.end) for r in rounds] == [(0, 12, 20), (20, 38, 50), (50, 74, 90)]
     assert [r.part for r in rounds] == pytest.approx([1 / 3, 2 / 3, 1])
-    assert [round_at(rounds, step).start for step in (0, 32, 33, 99, 100)] == [0, 0, 33, 67, 67]
-    assert rounds[0].settled_rate(10) == 1
-    assert rounds[0].settled_rate(20) == 1
-    assert rounds[0].settled_rate(33) == 0
+    assert [round_at(rounds, step).start for step in (0, 19, 20, 89, 90)] == [0, 0, 20, 50, 50]
+    assert [rounds[0].settled_rate(step) for step in (10, 12, 16, 20)] == [1, 1, 0.5, 0]
     assert len(plan_rounds(2, 5, settle=0.4)) == 2
     assert [default_count(removed) for removed in (0.0, 0.26, 0.28, 0.5, 1.0)] == [1, 1, 2, 2, 4]
 

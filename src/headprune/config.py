@@ -128,8 +128,8 @@ class TrainGatesConfig(_Config):
     temperature: Positive = 2 / 3
     init_log_alpha: float = 3.0
     rounds: Count | None = None
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.8
-    settle: Annotated[float, Field(ge=0, lt=1)] = 0.45
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.75
+    settle: Annotated[float, Field(ge=0, lt=1)] = 0.6
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
     seed: int = 0

@@ -44,7 +44,7 @@ class Round:
 
 
 def plan_rounds(steps: int, count: int, settle: float) -> list[Round]:
-    """Splits a run into rounds of equal length that remove equal parts.
+    """Splits a run into rounds that remove equal parts, later ones with more steps: 2 : 3 : 4 ...
 
     Args:
         steps: Optimiser steps of the run.
@@ -52,7 +52,8 @@ def plan_rounds(steps: int, count: int, settle: float) -> list[Round]:
         settle: Share of every round, at its end, in which the heads are chosen already.
     """
     count = min(count, steps)
-    borders = [round(steps * index / count) for index in range(count + 1)]
+    weights = [index + 2 for index in range(count)]  # what goes later matters more
+    borders = [round(steps * sum(weights[:index]) / sum(weights)) for index in range(count + 1)]
     return [
         Round(start, start + round((end - start) * (1 - settle)), end, (index + 1) / count)
         for index, (start, end) in enumerate(itertools.pairwise(borders))
