@@ -68,6 +68,8 @@ SIZES: dict[str, Any] = {
     "attention_bias": True,
     "image_size": 12,
     "patch_size": 4,
+    "depth": 2,
+    "embed_dim": 48,
     "num_mel_bins": 8,
     "max_source_positions": 20,
     "max_target_positions": 40,
