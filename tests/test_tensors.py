@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headprune.tensors import hard_concrete
-from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
+from headprune.tensors.index_maps import IndexMap, projection_slices
 from headprune.tensors.selection import attainable, keep_best
 from headprune.tensors.units import Unit, members
 
@@ -94,7 +94,8 @@ def test_budgets_at_the_ends() -> None:
 
 
 def test_head_slices_are_whole_heads_in_order() -> None:
-    assert head_slices([2, 0], 3).tolist() == [6, 7, 8, 0, 1, 2]
+    rows = projection_slices("k", False, {"k": [2, 0]}, {"k": 3}, 3)
+    assert rows.tolist() == [6, 7, 8, 0, 1, 2]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -104,12 +105,20 @@ def test_fused_projection_slices_match_a_split_by_hand(interleaved: bool) -> Non
     fused = torch.stack([q, k, v], 1).flatten() if interleaved else torch.cat([q, k, v]).flatten()
     keep = [1, 3]
     kept = dict.fromkeys("qkv", keep)
-    rows = projection_slices("qkv", interleaved, kept, dict.fromkeys("qkv", heads), head_dim)
+    total = dict.fromkeys("qkv", heads)
+    rows = projection_slices("qkv", interleaved, kept, total, head_dim, [1, 1])
     parts = [q[keep], k[keep], v[keep]]
     by_hand = torch.stack(parts, 1).flatten() if interleaved else torch.cat(parts).flatten()
     assert fused[rows].tolist() == by_hand.tolist()
-    wrong = projection_slices("qkv", not interleaved, kept, dict.fromkeys("qkv", heads), head_dim)
+    wrong = projection_slices("qkv", not interleaved, kept, total, head_dim, [1, 1])
     assert fused[wrong].tolist() != by_hand.tolist()
+
+
+def test_heads_that_share_one_kv_head_move_beside_it() -> None:
+    # [q0 q1 k0 v0 | q2 q3 k1 v1]; both groups share the second KV head
+    kept = {"q": [3, 0, 1, 2], "k": [1], "v": [1]}
+    rows = projection_slices("qkv", True, kept, {"q": 4, "k": 2, "v": 2}, 1, [4])
+    assert rows.tolist() == [5, 0, 1, 4, 6, 7]
 
 
 def test_an_index_map_scales_what_it_keeps_and_keeps_the_dtype() -> None:

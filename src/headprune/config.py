@@ -142,6 +142,47 @@ class TrainGatesConfig(_Config):
         return self
 
 
+class Grouping(str, Enum):
+    """Which KV heads share."""
+
+    ADJACENT = "adjacent"  # neighbours
+    SIMILAR = "similar"  # those that lose least by it
+
+
+class ConvertConfig(_Config):
+    """How KV heads are merged. One of ``kv_heads`` and ``kv_budget`` is set.
+
+    Attributes:
+        kv_heads: KV heads of every attention module, or one number per module in order.
+        kv_budget: Share of all KV heads to keep, spread over the modules by what merging costs
+            each of them.
+        merge: How the heads of a group become one; None for "lowrank" with calibration text and
+            "mean" without.
+        grouping: Which heads share.
+        attention: Kinds of attention to convert ("encoder", "decoder", "cross"); empty for all.
+        calibration_tokens: How much of the calibration text is used.
+        seq_len: Tokens per calibration window.
+        dtype: Element type of the model's weights.
+        seed: Seed of merges that draw.
+    """
+
+    kv_heads: Count | tuple[Count, ...] | None = None
+    kv_budget: Annotated[float, Field(gt=0, le=1)] | None = None
+    merge: str | None = None
+    grouping: Grouping = Grouping.ADJACENT
+    attention: tuple[str, ...] = ()
+    calibration_tokens: Count = 16_384
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> ConvertConfig:
+        if (self.kv_heads is None) == (self.kv_budget is None):
+            raise ValueError("give exactly one of kv_heads and kv_budget")
+        return self
+
+
 class EvaluateConfig(_Config):
     """How a model is evaluated.
 

@@ -11,6 +11,9 @@ For heads chosen by hand there is a short form, the one that ``prune_heads`` of 
 module path to the heads that are **removed**; modules it does not name keep all their heads.
 
     {"model.layers.0.self_attn": [0, 3]}
+
+Where KV heads are to be shared, ``"groups": [[0, 2], [1]]`` says which: the queries of KV heads 0
+and 2 get one K and V between them. What that one computes is the business of a merge.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ class AttentionPlan(BaseModel):
         kv_heads: KV heads it has before the cut.
         keep: Ids of the query heads that stay, ascending.
         scale: Gate value per kept head, folded into the output projection; None for all 1.
+        groups: Ids of the KV heads that become one, for every KV head of the result, in order;
+            None where each stays itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,6 +76,7 @@ class AttentionPlan(BaseModel):
     kv_heads: Annotated[int, Field(ge=0)]
     keep: tuple[Annotated[int, Field(ge=0)], ...]
     scale: tuple[float, ...] | None = None
+    groups: tuple[tuple[int, ...], ...] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionPlan:
@@ -78,6 +84,11 @@ class AttentionPlan(BaseModel):
             raise ValueError(f"kept heads must be ascending and distinct, not {list(self.keep)}")
         if self.scale is not None and len(self.scale) != len(self.keep):
             raise ValueError(f"{len(self.scale)} gate values for {len(self.keep)} kept heads")
+        shared = [head for group in self.groups or () for head in group]
+        if self.groups is not None and (
+            len(set(shared)) != len(shared) or len(shared) != self.kv_heads or not all(self.groups)
+        ):
+            raise ValueError(f"groups must hold each of {self.kv_heads} KV heads once")
         return self
 
 

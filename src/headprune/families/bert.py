@@ -80,7 +80,7 @@ MODERNBERT = Family(
     model_type="modernbert",
     attention={"self": "layers.*.attn"},
     projections=(Projection("Wqkv", "qkv"), Projection("Wo", "o")),
-    fewer_kv_heads="its fused projection has no place for another number of KV heads",
+    counts_keys_as_queries=True,
     knows=frozenset(
         {
             "initializer_cutoff_factor",
@@ -113,7 +113,7 @@ MPNET = Family(
     head_dim="attention_head_size",
     follows={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
     head_arguments={"position_bias": 1},
-    fewer_kv_heads="its attention multiplies Q with K head by head and has no repeat",
+    counts_keys_as_queries=True,
     knows=frozenset({"relative_attention_num_buckets"}),
 )
 

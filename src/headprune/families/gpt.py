@@ -3,7 +3,6 @@
 from headprune.families.spec import Family, Projection
 
 _CROSS = "cross attention of decoders on their own is not in the table yet"
-_FUSED = "its fused projection has no place for another number of KV heads"
 _SEPARATE = (
     Projection("q_proj", "q"),
     Projection("k_proj", "k"),
@@ -20,7 +19,7 @@ GPT2 = Family(
     # forward splits c_attn's output by split_size: one of Q, K, V
     follows={"num_heads": "query_heads", "split_size": "query_width"},
     query_heads_key="n_head",
-    fewer_kv_heads=_FUSED,
+    counts_keys_as_queries=True,
     refused={"add_cross_attention": _CROSS},
     knows=frozenset(
         _SUMMARY
@@ -60,7 +59,7 @@ GPT_NEO = Family(
     projections=_SEPARATE,
     follows={"num_heads": "query_heads"},
     query_heads_key="num_heads",
-    fewer_kv_heads="its attention multiplies Q with K head by head and has no repeat",
+    counts_keys_as_queries=True,
     knows=frozenset(
         {
             "attention_types",
@@ -80,7 +79,7 @@ GPTJ = Family(
     projections=_SEPARATE,
     follows={"num_attention_heads": "query_heads"},
     query_heads_key="n_head",
-    fewer_kv_heads="its attention multiplies Q with K head by head and has no repeat",
+    counts_keys_as_queries=True,
     knows=frozenset({"rotary_dim"}),
 )
 
@@ -89,6 +88,7 @@ GPT_NEOX = Family(
     attention={"self": "layers.*.attention"},
     projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
     head_dim="head_size",
+    counts_keys_as_queries=True,
 )
 
 OPT = Family(
@@ -96,6 +96,7 @@ OPT = Family(
     attention={"self": "decoder.layers.*.self_attn"},
     projections=_SEPARATE,
     follows={"num_heads": "query_heads"},
+    counts_keys_as_queries=True,
     knows=frozenset(
         {
             "ffn_dim",
@@ -116,7 +117,7 @@ BLOOM = Family(
     head_arguments={"alibi": "batch"},
     without_heads="residual",
     query_heads_key="n_head",
-    fewer_kv_heads=_FUSED,
+    counts_keys_as_queries=True,
     refused={
         "slow_but_exact": "it multiplies slices of W_O of a fixed width; set it to false in "
         "config.json, which changes the outputs by rounding only"
@@ -131,7 +132,7 @@ MPT = Family(
     follows={"n_heads": "query_heads"},
     head_arguments={"position_bias": 0},
     query_heads_key="n_heads",
-    fewer_kv_heads=_FUSED,
+    counts_keys_as_queries=True,
     knows=frozenset(
         {
             "expansion_ratio",

@@ -81,6 +81,8 @@ class Family:
             "runtime" in the class that travels with the result, or the reason why nowhere.
         cached_width: Attributes of the attention module, joined by "+", that say how many numbers
             one token leaves in the cache, where that is not K and V of every KV head.
+        counts_keys_as_queries: Whether the forward takes as many KV heads as query heads, so that
+            fewer are repeated before it sees them (and cached once nevertheless).
         caches_query_heads: Config attribute under which K and V are cached for every query head.
         since: Lowest version of transformers whose classes look as the row says; None for the
             lowest that headprune runs on.
@@ -107,6 +109,7 @@ class Family:
     native_unless: tuple[str, ...] = ()
     fewer_kv_heads: str = "runtime"
     cached_width: str | None = None
+    counts_keys_as_queries: bool = False
     caches_query_heads: str | None = None
     since: str | None = None
     refused: Mapping[str, str] = _nothing()
@@ -124,6 +127,7 @@ class Family:
             "whole_norms": dict(self.whole_norms),
             "head_arguments": dict(self.head_arguments),
             "shares_position_bias": self.shares_position_bias,
+            "counts_keys_as_queries": self.counts_keys_as_queries,
             "without_heads": self.without_heads,
         }
 

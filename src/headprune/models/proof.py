@@ -55,8 +55,8 @@ class Proof:
         gated_vs_cut: Gated original against the cut model in memory.
         gated_vs_reloaded: Gated original against the cut model read back from disk.
         largest_output: Largest absolute output of the gated original.
-        control: Gated original against itself with every gate shifted by one head; None where
-            shifting changes nothing because all heads stay or all go.
+        control: Gated original against itself with every gate shifted by one head or, where that
+            changes nothing, without the first head of every module; None where no heads are left.
         rounding: Gated original against itself with every gate moved by one bit: how much the
             model amplifies rounding.
         tolerance: What the differences were held to.
@@ -173,13 +173,19 @@ def probe_gated(model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, T
 def probe_control(
     model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor]
 ) -> Outputs | None:
-    """Probes a model with every module's gates shifted by one head: a wrong cut."""
+    """Probes a model with gates of a wrong cut: one head off, or one head short."""
     gates = [cut.gate().to(model.device) for cut in cuts]
-    shifted = [gate.roll(1) for gate in gates]
-    if all(torch.equal(a, b) for a, b in zip(gates, shifted, strict=True)):
+    wrong = [gate.roll(1) for gate in gates]
+    if _same(gates, wrong):
+        wrong = [gate * (torch.arange(len(gate), device=gate.device) > 0) for gate in gates]
+    if _same(gates, wrong):
         return None
-    with gated([cut.attention for cut in cuts], fixed(shifted)):
+    with gated([cut.attention for cut in cuts], fixed(wrong)):
         return probe(model, inputs)
+
+
+def _same(gates: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(gates, others, strict=True))
 
 
 def probe_rounding(

@@ -16,13 +16,22 @@ from headprune.models.loading import native_class
 from headprune.plan import AttentionPlan, Plan, Shape, check_heads, check_module
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
-from headprune.tensors.index_maps import IndexMap, head_slices, projection_slices
+from headprune.tensors.index_maps import IndexMap, projection_slices
 from headprune.tensors.units import Unit, members
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What happens to one attention module; positions index its present heads."""
+    """What happens to one attention module; positions index its present heads.
+
+    Attributes:
+        attention: The module.
+        query_positions: Query heads that stay, in their new order.
+        kv_positions: KV heads that stay, in their new order. Where several become one, they
+            compute the same by now, and the first of them stays.
+        scale: Gate value per query head that stays; None for all 1.
+        group_sizes: Query heads of every KV head that stays.
+    """
 
     attention: Attention
     query_positions: tuple[int, ...]
@@ -98,16 +107,24 @@ def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:
 
 
 def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool) -> Cut:
-    kept = tuple(attention.query_ids.index(head) for head in part.keep)
-    groups = members(Unit.KV_GROUP, attention.group_sizes)
-    used = {g: len(set(kept) & set(group)) for g, group in enumerate(groups)}
-    used = {g: size for g, size in used.items() if size}
-    if len(set(used.values())) > 1:
+    kept = {attention.query_ids.index(head) for head in part.keep}
+    scale = dict(zip(part.keep, part.scale, strict=True)) if part.scale else None
+    queries_of = members(Unit.KV_GROUP, attention.group_sizes)
+    groups = part.groups or [(head,) for head in attention.kv_ids]
+    used: dict[int, list[int]] = {}
+    for group in groups:
+        _check_kv_heads(attention, group)
+        positions = [attention.kv_ids.index(head) for head in group]
+        queries = sorted(kept & {q for position in positions for q in queries_of[position]})
+        if queries:
+            used[positions[0]] = queries
+    sizes = tuple(map(len, used.values()))
+    if len(set(sizes)) > 1:
         problem = (
             f"The plan leaves the KV heads of '{attention.path}' with "
-            f"{', '.join(map(str, used.values()))} query heads each"
+            f"{', '.join(map(str, sizes))} query heads each"
         )
-        if "num_key_value_groups" not in family.follows:
+        if "queries_per_kv" not in family.follows.values():
             raise PlanError(f"{problem}; {family.model_type} needs equal groups.")
         if not ragged:
             raise PlanError(
@@ -115,7 +132,18 @@ def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool
                 "--shape ragged. --unit kv-group (removes whole KV heads) and --unit query-slot "
                 "(the same query of every group) keep the groups equal."
             )
-    return Cut(attention, kept, tuple(used), part.scale, tuple(used.values()))
+    order = tuple(q for queries in used.values() for q in queries)
+    factors = tuple(scale[attention.query_ids[q]] for q in order) if scale else None
+    return Cut(attention, order, tuple(used), factors, sizes)
+
+
+def _check_kv_heads(attention: Attention, group: Sequence[int]) -> None:
+    unknown = sorted(set(group) - set(attention.kv_ids))
+    if unknown:
+        raise PlanError(
+            f"The plan names KV head {unknown[0]} of '{attention.path}', which has "
+            f"{', '.join(map(str, attention.kv_ids))}."
+        )
 
 
 def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
@@ -128,7 +156,9 @@ def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
         module, holds, head_dim = projection.module, projection.holds, projection.head_dim
         if not holds:
             continue
-        rows = projection_slices(holds, projection.groups, kept, total, head_dim)
+        rows = projection_slices(
+            holds, projection.groups, kept, total, head_dim, cut.group_sizes
+        )
         weight, bias = f"{projection.path}.weight", f"{projection.path}.bias"
         if holds == "o":
             scale = None
@@ -142,7 +172,7 @@ def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
     parameters = dict(attention.module.named_parameters())
     for name, role in family.per_head.items():
         if name in parameters:
-            maps.append(IndexMap(f"{attention.path}.{name}", 0, head_slices(kept[role], 1)))
+            maps.append(IndexMap(f"{attention.path}.{name}", 0, torch.tensor(kept[role])))
     return maps
 
 
@@ -182,7 +212,11 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     """Native where the stock class and a plain config can hold the result."""
     family = family_of(config)
     counts = {(len(cut.query_positions), len(cut.kv_positions)) for cut in cuts}
-    untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
+    untouched = all(
+        (len(cut.query_positions), len(cut.kv_positions))
+        == (cut.attention.query_heads, cut.attention.kv_heads)
+        for cut in cuts
+    )
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
     ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
     even = len(counts) == 1 and min(counts)[0] > 0 and native and not ragged

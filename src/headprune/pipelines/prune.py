@@ -123,10 +123,10 @@ def prune(
     """
     check_output(output, overwrite)
     on_stage("loading the model")
-    net, source = _load(model, dtype, trust_remote_code, assume_supported)
+    net, source = load(model, dtype, trust_remote_code, assume_supported)
     chosen, weights = _plan(net, source, gates, plan, keep, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
-    _check_shape(shape, result_shape(cuts, net.config))
+    check_shape(shape, result_shape(cuts, net.config))
     _load_weights(net, weights)
     return write_proven(net, source, model, chosen, cuts, output, bool(weights), on_stage)
 
@@ -161,7 +161,7 @@ def migrate(
             "it is."
         )
     on_stage("loading the model")
-    net, source = _load(model, dtype, trust_remote_code, assume_supported=False)
+    net, source = load(model, dtype, trust_remote_code, assume_supported=False)
     attentions = attention_of(net)
     chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
     cuts = resolve(chosen, net)
@@ -177,6 +177,7 @@ def write_proven(
     output: Path,
     trained_weights: bool,
     on_stage: Stage,
+    sharing: dict[str, Any] | None = None,
 ) -> Pruned:
     """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
 
@@ -189,6 +190,7 @@ def write_proven(
         output: Folder to write.
         trained_weights: Whether ``net`` has other weights than ``origin``.
         on_stage: Called with a few words before every stage.
+        sharing: How KV heads were merged, if they were.
 
     Raises:
         CheckpointError: If the folder cannot be written.
@@ -228,6 +230,7 @@ def write_proven(
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
             trained_weights=trained_weights,
+            sharing=sharing,
             proof=asdict(proven),
             probe=proof.sample(inputs, wanted).as_json(),
         )
@@ -246,11 +249,11 @@ def preview(
     assume_supported: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    net, source = _load(model, dtype, trust_remote_code, assume_supported)
+    net, source = load(model, dtype, trust_remote_code, assume_supported)
     chosen, _ = _plan(net, source, gates, plan, keep, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     stored = result_shape(cuts, net.config)
-    _check_shape(shape, stored)
+    check_shape(shape, stored)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     costs = () if gates is None else _shape_costs(net, source, gates, keep)
     cut_heads(net, cuts)
@@ -270,7 +273,7 @@ def _shape_costs(
             plan, _ = _plan_from_gates(net, source, gates, keep, shape)
             cuts = resolve(plan, net, ragged=shape is ShapeOption.RAGGED)
             stored = result_shape(cuts, net.config)
-            _check_shape(shape, stored)
+            check_shape(shape, stored)
         except PlanError as error:
             costs.append(ShapeCost(shape.value, None, None, None, str(error).split(". ")[0] + "."))
             continue
@@ -287,7 +290,12 @@ def _shape_costs(
     return tuple(costs)
 
 
-def _check_shape(asked: ShapeOption, stored: Shape) -> None:
+def check_shape(asked: ShapeOption, stored: Shape) -> None:
+    """Refuses a result that is not stored as asked.
+
+    Raises:
+        PlanError: If a plain config was asked for and cannot hold it.
+    """
     if asked is ShapeOption.NATIVE and stored is not Shape.NATIVE:
         raise PlanError(
             "--shape native: this plan does not fit a plain config, which needs the same counts in "
@@ -296,9 +304,10 @@ def _check_shape(asked: ShapeOption, stored: Shape) -> None:
         )
 
 
-def _load(
+def load(
     model: str | Path, dtype: Dtype, trust_remote_code: bool, assume_supported: bool
 ) -> tuple[PreTrainedModel, ModelIdentity]:
+    """Loads a model to be cut, and says who it is."""
     net = from_pretrained(
         model, dtype=parse_dtype(dtype.value), trust_remote_code=trust_remote_code
     )

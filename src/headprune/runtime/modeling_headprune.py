@@ -228,6 +228,8 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
         if projection.holds:
             size = sum(counts[role] for role in projection.holds) * projection.head_dim
             _resize_projection(projection.module, projection.holds == "o", size)
+            if set(projection.holds) & set("kv"):
+                _repeat_output(projection, attention, _repeats_output(attention, family))
     for name, role in family["per_head"].items():
         _resize_per_head(attention.module, name, counts[role])
     for name, role in family["whole_norms"].items():
@@ -237,7 +239,9 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
         norm.headprune_heads = (ids, attention.head_dim)  # type: ignore[assignment]
     _write_sizes(attention, family)
     mixin = _mixin(attention, family)
-    if mixin is not None:
+    if mixin is None:
+        attention.module.__class__ = _stock_class(attention.module)
+    else:
         _change_class(attention.module, mixin)
         attention.module.headprune = _Facts(attention, family)  # type: ignore[assignment]
 
@@ -245,23 +249,43 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
 def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     """Tells the module, and the config that it reads, how many heads it has."""
     module, queries, kv_heads = attention.module, attention.query_heads, attention.kv_heads
-    ragged = len(set(attention.group_sizes)) > 1
+    repeated = _repeated_here(attention, family)
     sizes = {
         "query_heads": queries,
         "kv_heads": kv_heads,
-        "queries_per_kv": 1 if ragged else queries // max(kv_heads, 1),
+        "queries_per_kv": 1 if repeated else queries // max(kv_heads, 1),
         "query_width": queries * attention.head_dim,
         "kv_width": kv_heads * attention.head_dim,
     }
     for attribute, size in family["follows"].items():
         setattr(module, attribute, sizes[size])
     own: dict[str, Any] = {key: sizes[size] for key, size in family["config_follows"].items()}
-    if ragged:
-        own["_attn_implementation"] = RAGGED
-        owners = [kv for kv, size in enumerate(attention.group_sizes) for _ in range(size)]
-        module.headprune_kv_of_query = owners  # type: ignore[assignment]
+    if repeated:
+        own["_attn_implementation"] = REPEATING
+        module.headprune_kv_of_query = _owners(attention)  # type: ignore[assignment]
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)  # type: ignore[assignment]
+
+
+def _owners(attention: Attention) -> list[int]:
+    """The KV head of every query head."""
+    return [kv for kv, size in enumerate(attention.group_sizes) for _ in range(size)]
+
+
+def _repeats_output(attention: Attention, family: Mapping[str, Any]) -> bool:
+    """Whether projections must give K and V once per query head."""
+    return bool(family["counts_keys_as_queries"]) and attention.kv_heads < attention.query_heads
+
+
+def _repeated_here(attention: Attention, family: Mapping[str, Any]) -> bool:
+    """Whether KV heads must be repeated for their queries on the way into the attention function.
+
+    Stock classes for grouped queries do it themselves, for groups of equal size.
+    """
+    if family["counts_keys_as_queries"]:
+        return False
+    sizes, equal = attention.group_sizes, "queries_per_kv" in family["follows"].values()
+    return len(set(sizes)) > 1 or (bool(sizes) and max(sizes) > 1 and not equal)
 
 
 def _mixin(attention: Attention, family: Mapping[str, Any]) -> type | None:
@@ -270,7 +294,7 @@ def _mixin(attention: Attention, family: Mapping[str, Any]) -> type | None:
         return EmptySharedBias if family["shares_position_bias"] else EmptyAttention
     if family["shares_position_bias"]:
         return PartOfSharedBias
-    return PartOfHeads if family["head_arguments"] else None
+    return PartOfHeads if family["head_arguments"] or _repeats_output(attention, family) else None
 
 
 def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
@@ -283,6 +307,31 @@ def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
     setattr(module, names[0 if is_output else 1], size)
     if is_output and size == 0 and isinstance(module, Conv1D):
         module.__class__ = EmptyConv1D
+
+
+def _repeat_output(projection: ProjectionModule, attention: Attention, repeat: bool) -> None:
+    """Makes a projection give K and V once per query head, or as it computes them."""
+    if not repeat:
+        projection.module.__class__ = _stock_class(projection.module)
+        return
+    head_dim, queries, kv_heads = projection.head_dim, attention.query_heads, attention.kv_heads
+    if projection.groups:  # [q ... q k v] per KV head; the stock class reads [q k v] per head
+        starts, sizes = [0], attention.group_sizes
+        for size in sizes[:-1]:
+            starts.append(starts[-1] + size + 2)
+        slots = []
+        for start, size in zip(starts, sizes, strict=True):
+            for query in range(size):
+                slots += [start + query, start + size, start + size + 1]
+    else:
+        slots, start = [], 0
+        for role in projection.holds:
+            owners = list(range(queries)) if role == "q" else _owners(attention)
+            slots += [start + head for head in owners]
+            start += queries if role == "q" else kv_heads
+    _change_class(projection.module, RepeatingProjection)
+    positions = [slot * head_dim + i for slot in slots for i in range(head_dim)]
+    projection.module.headprune_positions = positions  # type: ignore[assignment]
 
 
 def _resize_per_head(attention: nn.Module, name: str, heads: int) -> None:
@@ -323,13 +372,13 @@ class LayerConfig:
         return getattr(self.__dict__["shared"], name)
 
 
-RAGGED = "headprune_ragged"
+REPEATING = "headprune_repeating"
 
 
-def ragged_attention(
+def repeating_attention(
     module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Attention whose KV heads have unequal numbers of queries: hands each query its KV head.
+    """Hands each query its KV head, where the stock class repeats none, or only equally often.
 
     Shapes are (batch, heads, length, head_dim). The cache holds every KV head once; how it goes on
     is for the model's own attention implementation.
@@ -342,7 +391,23 @@ def ragged_attention(
     return attention(module, query, key[:, owners], value[:, owners], *args, **kwargs)
 
 
-AttentionInterface.register(RAGGED, ragged_attention)
+AttentionInterface.register(REPEATING, repeating_attention)
+
+
+class _SharingCache:
+    """A cache that holds every KV head once, for an attention that speaks of one per query head."""
+
+    def __init__(self, cache: Any, firsts: list[int], owners: list[int]) -> None:
+        self.cache, self.firsts, self.owners = cache, firsts, owners
+
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stores each KV head once, and returns all that are stored once per query head."""
+        own = keys[:, self.firsts], values[:, self.firsts]
+        keys, values = self.cache.update(*own, *args, **kwargs)
+        return keys[:, self.owners], values[:, self.owners]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
 
 
 class _Facts:
@@ -350,6 +415,9 @@ class _Facts:
 
     def __init__(self, attention: Attention, family: Mapping[str, Any]) -> None:
         self.query_ids = list(attention.query_ids)
+        self.repeats_output = _repeats_output(attention, family)
+        self.owners = _owners(attention)
+        self.firsts = [self.owners.index(kv) for kv in range(attention.kv_heads)]
         self.arguments = dict(family["head_arguments"])
         self.without_heads = family["without_heads"]
         inside = (
@@ -386,8 +454,21 @@ class NarrowedNorm(_Changed):
         return by_head[..., list(heads), :].flatten(-2)
 
 
+class RepeatingProjection(_Changed):
+    """A projection with fewer KV heads than query heads, whose output has one per query head."""
+
+    headprune_positions: Any
+
+    def forward(self, hidden_states: Any) -> Any:
+        return super().forward(hidden_states)[..., self.headprune_positions]  # type: ignore[misc]
+
+
 class PartOfHeads(_Changed):
-    """An attention class that is handed something for every head of the original model."""
+    """An attention class that is handed something for every head of the original model.
+
+    Or that counts KV heads by its query heads and has fewer: then projections repeat K and V for
+    it, and the cache holds them once.
+    """
 
     headprune: _Facts
     headprune_parameters: tuple[str, ...]
@@ -404,7 +485,15 @@ class PartOfHeads(_Changed):
                 kwargs[name] = self._own(kwargs[name], dim, batch)
             elif position < len(positional):
                 positional[position] = self._own(positional[position], dim, batch)
+        if self.headprune.repeats_output:
+            positional = [self._sharing(argument) for argument in positional]
+            kwargs = {name: self._sharing(argument) for name, argument in kwargs.items()}
         return positional, kwargs
+
+    def _sharing(self, argument: Any) -> Any:
+        if not isinstance(argument, Cache):
+            return argument
+        return _SharingCache(argument, self.headprune.firsts, self.headprune.owners)
 
     def _own(self, tensor: Any, dim: int | str, batch: int) -> Any:
         if tensor is None:

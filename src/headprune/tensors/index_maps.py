@@ -41,16 +41,33 @@ class IndexMap:
         return (kept.to(wide) * scale).to(tensor.dtype)
 
 
-def head_slices(heads: Sequence[int], head_dim: int, offset: int = 0) -> Int[Tensor, " kept"]:
-    """Positions of whole heads along a dimension laid out ``(head head_dim)``.
+def role_slices(
+    holds: str, groups: bool, total: Mapping[str, int], head_dim: int
+) -> dict[str, Int[Tensor, "heads head_dim"]]:
+    """Where every head of every role lies along the head dimension of a projection.
 
     Args:
-        heads: Head positions, in their new order.
+        holds: What the projection computes, in order: "q", "k", "v", "qkv", or "o" for the
+            input of the output projection.
+        groups: For "qkv": False for ``[Q; K; V]`` blocks, True for ``[q ... q k v]`` per KV head.
+        total: Present head counts for "q", "k" and "v".
         head_dim: Width of a head.
-        offset: Where the first head starts, for fused projections.
     """
-    starts = offset + torch.tensor(list(heads), dtype=torch.long) * head_dim
-    return (starts[:, None] + torch.arange(head_dim)).flatten()
+    if groups:
+        size, group = total["q"] // max(total["k"], 1), torch.arange(total["k"])
+        slots = {
+            "q": torch.arange(total["q"]) + 2 * (torch.arange(total["q"]) // max(size, 1)),
+            "k": group * (size + 2) + size,
+            "v": group * (size + 2) + size + 1,
+        }
+    else:
+        slots, start = {}, 0
+        for role in holds:
+            count = total[role.replace("o", "q")]
+            slots[role] = start + torch.arange(count)
+            start += count
+    within = torch.arange(head_dim)
+    return {role: slot[:, None] * head_dim + within for role, slot in slots.items()}
 
 
 def projection_slices(
@@ -59,27 +76,25 @@ def projection_slices(
     kept: Mapping[str, Sequence[int]],
     total: Mapping[str, int],
     head_dim: int,
+    group_sizes: Sequence[int] = (),
 ) -> Int[Tensor, " kept"]:
-    """Positions that stay along the head dimension of a projection.
+    """Positions that stay along the head dimension of a projection, in their new order.
 
     Args:
-        holds: What the projection computes, in order: "q", "k", "v", "qkv", or "o" for the
-            input of the output projection.
-        groups: For "qkv": False for ``[Q; K; V]`` blocks, True for ``[q ... q k v]`` per KV head.
-        kept: Kept head positions for "q", "k" and "v".
+        holds: As in ``role_slices``.
+        groups: As in ``role_slices``.
+        kept: Kept head positions for "q", "k" and "v", in their new order.
         total: Present head counts for "q", "k" and "v".
         head_dim: Width of a head.
+        group_sizes: Where ``groups`` is set: kept query heads of every kept KV head, in order.
     """
-    if groups:
-        size = total["q"] // max(total["k"], 1)
-        slots: list[int] = []
-        for group in kept["k"]:
-            start = group * (size + 2)
-            slots += [start + q % size for q in kept["q"] if q // size == group]
-            slots += [start + size, start + size + 1]
-        return head_slices(slots, head_dim)
-    blocks, offset = [], 0
-    for role in holds.replace("o", "q"):
-        blocks.append(head_slices(kept[role], head_dim, offset))
-        offset += total[role] * head_dim
-    return torch.cat(blocks)
+    present = role_slices(holds, groups, total, head_dim)
+    if not groups:
+        parts = [present[role][list(kept[role.replace("o", "q")])] for role in holds]
+        return torch.cat(parts).flatten()
+    parts, start = [], 0
+    for kv_head, size in zip(kept["k"], group_sizes, strict=True):
+        parts.append(present["q"][list(kept["q"][start : start + size])])
+        parts += [present["k"][[kv_head]], present["v"][[kv_head]]]
+        start += size
+    return torch.cat(parts).flatten() if parts else torch.arange(0)

@@ -1,0 +1,189 @@
+"""Which KV heads share: in the order they come, or those that lose least by it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from headprune.merging.spec import Groups, Heads, Merge, Setting
+from headprune.tensors.lowrank import shared_key, shared_value
+
+Cost = Callable[[tuple[int, ...]], float]
+"""What it costs some KV heads, as ascending positions, to become one."""
+
+EXACT = 20_000  # partitions that are all looked at; beyond, pairs of heads are swapped
+_STARTS = 4
+
+
+def adjacent(heads: int, groups: int) -> Groups:
+    """Neighbours share, as in the grouped-query checkpoints of Ainslie et al. 2023."""
+    size = heads // groups
+    return [tuple(range(start, start + size)) for start in range(0, heads, size)]
+
+
+def similar(heads: int, groups: int, cost: Cost) -> Groups:
+    """The partition into equal groups with the least sum of costs.
+
+    Exact as long as there are at most ``EXACT`` partitions; else the best that swapping two heads
+    of different groups leads to, from several starts.
+    """
+    known = functools.cache(cost)
+    size = heads // groups
+    if partitions(heads, groups) <= EXACT:
+        return min(_partitions(tuple(range(heads)), size), key=lambda p: sum(map(known, p)))
+    starts = [adjacent(heads, groups)]
+    starts += [[tuple(range(s, heads, groups)) for s in range(groups)]]  # every so-manyth head
+    starts += [_nearest_first(heads, size, known)][: _STARTS - len(starts)]
+    return min((_swapped(start, known) for start in starts), key=lambda p: sum(map(known, p)))
+
+
+def partitions(heads: int, groups: int) -> int:
+    """Number of ways to split heads into equal groups."""
+    size = heads // groups
+    return math.factorial(heads) // (math.factorial(size) ** groups * math.factorial(groups))
+
+
+def _partitions(heads: tuple[int, ...], size: int) -> Iterator[list[tuple[int, ...]]]:
+    if not heads:
+        yield []
+        return
+    for rest in itertools.combinations(heads[1:], size - 1):
+        left = tuple(h for h in heads[1:] if h not in rest)
+        for others in _partitions(left, size):
+            yield [(heads[0], *rest), *others]
+
+
+def _nearest_first(heads: int, size: int, cost: Cost) -> list[tuple[int, ...]]:
+    """Grows each group by the head that costs it least."""
+    left, groups = list(range(heads)), []
+    while left:
+        group = (left.pop(0),)
+        while len(group) < size:
+            best = min(left, key=lambda h, group=group: cost(tuple(sorted((*group, h)))))  # type: ignore[misc]
+            left.remove(best)
+            group = tuple(sorted((*group, best)))
+        groups.append(group)
+    return groups
+
+
+def _swapped(groups: Groups, cost: Cost) -> list[tuple[int, ...]]:
+    current = [tuple(sorted(group)) for group in groups]
+    improved = True
+    while improved:
+        improved = False
+        for a, b in itertools.combinations(range(len(current)), 2):
+            for x, y in itertools.product(current[a], current[b]):
+                first = tuple(sorted((*(h for h in current[a] if h != x), y)))
+                second = tuple(sorted((*(h for h in current[b] if h != y), x)))
+                if cost(first) + cost(second) < cost(current[a]) + cost(current[b]) - 1e-12:
+                    current[a], current[b], improved = first, second, True
+                    break
+    return current
+
+
+def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
+    """Share of scores plus share of outputs that the best shared K and V of a group lose.
+
+    In the metric of the activations; without any, as if inputs were white. Where a norm keeps
+    queries from absorbing a map, only V counts.
+    """
+    moments = {role: _input_moment(setting, role) for role in ("q", "k", "v")}
+    q, k, v = (heads.affine(role) for role in ("q", "k", "v"))
+    query_moments = _sandwiched(q, moments["q"], q)
+    key_moment = _sandwiched(k.flatten(0, 1), moments["k"], k.flatten(0, 1))
+    value_moment = _sandwiched(v.flatten(0, 1), moments["v"], v.flatten(0, 1))
+
+    def lost(group: tuple[int, ...]) -> tuple[float, float, float, float]:
+        queries = heads.queries_of(group)
+        owners = [group.index(heads.owners[query]) for query in queries]
+        value = shared_value(heads.o[queries], owners, _block(value_moment, group, v.shape[1]))
+        key = shared_key(
+            query_moments[queries], owners, _block(key_moment, group, k.shape[1]), setting.planes
+        )
+        return key.lost, key.power, value.lost, value.power
+
+    single = [lost((head,)) for head in range(len(k))]
+    key_power, value_power = sum(s[1] for s in single), sum(s[3] for s in single)
+
+    def cost(group: tuple[int, ...]) -> float:
+        key_lost, _, value_lost, _ = lost(group)
+        return value_lost / value_power + setting.linear * key_lost / key_power
+
+    return cost
+
+
+def measured_cost(merge: Merge, heads: Heads, setting: Setting) -> Cost:
+    """What a merge changes of a group's bilinear forms W_Q^T W_K and W_O W_V, each as a share."""
+    before_k, before_v = _key_forms(heads, setting), _value_forms(heads)
+    powers = [sum(map(_power, forms)) for forms in (before_k, before_v)]
+
+    def cost(group: tuple[int, ...]) -> float:
+        merged, queries = merge(heads, [group], setting), heads.queries_of(group)
+        total = 0.0
+        for before, after, power in zip(
+            (before_k, before_v),
+            (_key_forms(merged, setting), _value_forms(merged)),
+            powers,
+            strict=True,
+        ):
+            total += sum(_difference(before[q], after[q]) for q in queries) / power
+        return total
+
+    return cost
+
+
+Form = list[tuple[Tensor, Tensor]]
+"""A bilinear form as a sum of products left^H right; both of shape (terms, inner, inputs)."""
+
+
+def _key_forms(heads: Heads, setting: Setting) -> list[Form]:
+    """Per query head, what its scores are made of: its planes, and what stands still."""
+    q, k = heads.affine("q"), heads.affine("k")[heads.owners]
+    if setting.planes is None:
+        return [[(a[None], b[None])] for a, b in zip(q, k, strict=True)]
+    planes, still = setting.planes, setting.planes.still
+    turned = zip(planes.complex(q)[:, :, None], planes.complex(k)[:, :, None], strict=True)
+    rest = zip(q[:, None, still], k[:, None, still], strict=True)
+    return [[pair, other] for pair, other in zip(turned, rest, strict=True)]
+
+
+def _value_forms(heads: Heads) -> list[Form]:
+    values = heads.affine("v")[heads.owners]
+    return [[(o.mT[None], v[None])] for o, v in zip(heads.o, values, strict=True)]
+
+
+def _inner(a: Form, b: Form) -> float:
+    total = 0.0
+    for (left_a, right_a), (left_b, right_b) in zip(a, b, strict=True):
+        left, right = left_a.conj() @ left_b.mT, right_a.conj() @ right_b.mT
+        total += float((left.conj() * right).sum().real)
+    return total
+
+
+def _power(form: Form) -> float:
+    return _inner(form, form)
+
+
+def _difference(a: Form, b: Form) -> float:
+    return _inner(a, a) - 2 * _inner(a, b) + _inner(b, b)
+
+
+def _input_moment(setting: Setting, role: str) -> Tensor | None:
+    if setting.activations is None:
+        return None
+    rows = setting.activations.inputs[role].flatten(0, 1)
+    return rows.T @ rows / len(rows)
+
+
+def _sandwiched(left: Tensor, moment: Tensor | None, right: Tensor) -> Tensor:
+    return left @ right.mT if moment is None else left @ moment @ right.mT
+
+
+def _block(moment: Tensor, group: tuple[int, ...], width: int) -> Tensor:
+    rows = torch.cat([torch.arange(head * width, (head + 1) * width) for head in group])
+    return moment[rows][:, rows]

@@ -1,0 +1,308 @@
+"""Low-rank merge: the shared K and V that disturb scores and outputs least.
+
+Starts from the closed form of ``tensors.lowrank`` and refines it by alternating least squares on
+the calibration text, each half with the other held fixed:
+
+    K   queries and the shared keys against the original's scores, each score weighted with the
+        attention it gets; what all keys of a query have in common is left out, softmax ignores it
+    V   the shared values and W_O against the original's outputs, under the attention that the new
+        scores give
+
+No gradient steps: every half is a quadratic problem, solved by a few conjugate gradient steps or
+directly. Where a norm stands between the projections and the scores, queries cannot absorb a map,
+and one of the group's own keys is taken, the one that disturbs the scores least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headprune.errors import PlanError
+from headprune.merging.spec import Activations, Groups, Heads, Setting
+from headprune.tensors.lowrank import shared_key, shared_value
+from headprune.tensors.rotary import Rotation
+from headprune.tensors.solvers import conjugate_gradients
+
+ROUNDS = 2
+STEPS = 6  # of conjugate gradients in every half round
+QUERY_STRIDE = 4  # every fourth query is enough: neighbours attend alike
+RIDGE = 1e-2  # towards where a half round starts, against calibration text that is too short
+_JOINT_LIMIT = 8192  # side of the largest second moment that is kept in memory
+
+
+def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    """Shares K and V by low rank; needs activations."""
+    if setting.activations is None:
+        raise PlanError("--merge lowrank needs text to calibrate on: give --calibrate DATA.")
+    share_keys = _merged_keys if setting.linear else _best_keys
+    return _merged_values(share_keys(heads, groups, setting), groups, setting.activations)
+
+
+def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    activations = setting.activations
+    assert activations is not None
+    q, k = heads.affine("q"), heads.affine("k")
+    query_moment = _second_moment(activations.inputs["q"])
+    key_moment = _second_moment(activations.inputs["k"])
+    new_q, shared = q.clone(), []
+    for group in groups:
+        queries = heads.queries_of(group)
+        joint = k[list(group)].flatten(0, 1)
+        moments = q[queries] @ query_moment @ q[queries].mT
+        owners = [list(group).index(heads.owners[query]) for query in queries]
+        found = shared_key(moments, owners, joint @ key_moment @ joint.T, setting.planes)
+        key, scale = found.basis @ joint, 1.0
+        # as large as the keys were, so that one ridge suits both sides
+        scale = float(k[list(group)].norm() / key.norm().clamp(min=1e-12) / len(group) ** 0.5)
+        new_q[queries] = found.maps @ q[queries] / scale
+        shared.append(key * scale)
+    fit = _ScoreFit(heads, groups, activations)
+    new_q, shared_k = fit.refined(new_q, torch.stack(shared))
+    new_k = k.clone()
+    for position, group in enumerate(groups):
+        new_k[list(group)] = shared_k[position]
+    return heads.with_affine("q", new_q).with_affine("k", new_k)
+
+
+class _ScoreFit:
+    """Least squares on the scores of some queries, weighted with the original's attention."""
+
+    def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
+        length = activations.queries.shape[2]
+        chosen = torch.arange(min(QUERY_STRIDE, length) - 1, length, QUERY_STRIDE)
+        self.chosen_queries = activations.queries[:, :, chosen]
+        self.own_keys = activations.keys
+        self.scaling = activations.scaling
+        self.query_inputs = activations.inputs["q"][:, chosen]
+        self.key_inputs = activations.inputs["k"]
+        self.key_rotation = activations.rotation
+        self.query_rotation = _at(activations.rotation, chosen)
+        self.group_of = _group_of_query(heads, groups)
+        self.groups = len(groups)
+        attention = [
+            activations.attention(activations.queries[part], activations.keys[part], part)
+            for part in _one_by_one(len(activations.queries))
+        ]
+        self.weight = torch.cat([row[:, :, chosen] for row in attention])
+        self.weight /= self.weight.sum()
+        self.row_weight = self.weight.sum(-1, keepdim=True).clamp(min=1e-20)
+        keys = activations.keys[:, heads.owners]
+        scores = self.chosen_queries @ keys.mT * self.scaling
+        self.target = self._weighted(scores.masked_fill_(self.weight == 0, 0.0))
+
+    def refined(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Alternates between queries (query heads, head_dim, hidden) and shared keys."""
+        for _ in range(ROUNDS):
+            keys = self._keys(k)
+            q = _ridge_solved(
+                lambda q, keys=keys: self._to_queries(self._scores(self._queries(q), keys), keys),
+                self._to_queries(self.target, keys),
+                q,
+            )
+            queries = self._queries(q)
+            k = _ridge_solved(
+                lambda k, queries=queries: self._to_keys(
+                    self._scores(queries, self._keys(k)), queries
+                ),
+                self._to_keys(self.target, queries),
+                k,
+            )
+        return q, k
+
+    def errors_of_own_keys(self, queries: Sequence[int], group: Sequence[int]) -> list[float]:
+        """What it costs these queries to read, all of them, the keys of one head of a group."""
+        errors = []
+        for head in group:
+            scores = self.chosen_queries @ self.own_keys[:, head : head + 1].mT * self.scaling
+            gap = (self._weighted(scores) - self.target)[:, list(queries)]
+            weight = self.weight[:, list(queries)].clamp(min=1e-20)
+            errors.append(float((gap.square() / weight).sum()))
+        return errors
+
+    def _queries(self, q: Tensor) -> Tensor:
+        return _rotated(_projected(self.query_inputs, q), self.query_rotation)
+
+    def _keys(self, k: Tensor) -> Tensor:
+        return _rotated(_projected(self.key_inputs, k), self.key_rotation)
+
+    def _weighted(self, scores: Tensor) -> Tensor:
+        """The scores less their mean in every row, times the weights."""
+        mean = (self.weight * scores).sum(-1, keepdim=True) / self.row_weight
+        return scores.sub_(mean).mul_(self.weight)
+
+    def _scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return self._weighted(queries @ keys[:, self.group_of].mT * self.scaling)
+
+    def _to_queries(self, weighted: Tensor, keys: Tensor) -> Tensor:
+        moved = weighted @ keys[:, self.group_of] * self.scaling
+        moved = moved if self.query_rotation is None else self.query_rotation.transposed(moved)
+        return torch.einsum("nhtd,nti->hdi", moved, self.query_inputs)
+
+    def _to_keys(self, weighted: Tensor, queries: Tensor) -> Tensor:
+        per_query = weighted.mT @ queries * self.scaling
+        moved = per_query.new_zeros(len(per_query), self.groups, *per_query.shape[2:])
+        moved.index_add_(1, torch.tensor(self.group_of), per_query)
+        moved = moved if self.key_rotation is None else self.key_rotation.transposed(moved)
+        return torch.einsum("nhtd,nti->hdi", moved, self.key_inputs)
+
+
+def _best_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    """Of every group, the one head whose keys all its queries can use best as they are."""
+    activations = setting.activations
+    assert activations is not None
+    fit = _ScoreFit(heads, groups, activations)
+    k = heads.affine("k").clone()
+    for group in groups:
+        errors = fit.errors_of_own_keys(heads.queries_of(group), group)
+        k[list(group)] = k[group[errors.index(min(errors))]].clone()
+    return heads.with_affine("k", k)
+
+
+def _merged_values(heads: Heads, groups: Groups, activations: Activations) -> Heads:
+    v, o = heads.affine("v"), heads.o
+    fit = _OutputFit(heads, groups, activations)
+    bases, outputs = [], o.clone()
+    for position, group in enumerate(groups):
+        queries = heads.queries_of(group)
+        owners = [list(group).index(heads.owners[query]) for query in queries]
+        found = shared_value(o[queries], owners, fit.pooled(position))
+        bases.append(found.basis)
+        outputs[queries] = found.outputs
+    basis, outputs, bias = fit.refined(torch.stack(bases), outputs)
+    new_v = v.clone()
+    for position, group in enumerate(groups):
+        new_v[list(group)] = basis[position] @ v[list(group)].flatten(0, 1)
+    return replace(heads.with_affine("v", new_v), o=outputs, o_bias=bias)
+
+
+class _OutputFit:
+    """Least squares on the outputs of the attention module, from what its heads read of V."""
+
+    def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
+        self.group_of = torch.tensor(_group_of_query(heads, groups))
+        self.o_bias = heads.o_bias
+        width, size = heads.v.shape[1], max(map(len, groups))
+        queries, joint, hidden = len(heads.q), size * width, heads.o.shape[1]
+        if queries * joint > _JOINT_LIMIT:
+            raise PlanError(
+                f"{queries} query heads that share {size} V of {width} each need a matrix of "
+                f"{queries * joint:,} rows, more than {_JOINT_LIMIT:,}. Convert in two steps, with "
+                "more KV heads in the first."
+            )
+        self.moment = torch.zeros(queries * joint, queries * joint)
+        self.cross = torch.zeros(queries * joint, hidden)
+        mean, output_mean, rows = torch.zeros(queries * joint), torch.zeros(hidden), 0
+        values = _projected(activations.inputs["v"], heads.affine("v"))
+        of_group = torch.stack(
+            [values[:, list(group)].transpose(1, 2).flatten(2) for group in groups], dim=1
+        )
+        q = _rotated(_projected(activations.inputs["q"], heads.affine("q")), activations.rotation)
+        k = _rotated(_projected(activations.inputs["k"], heads.affine("k")), activations.rotation)
+        for part in _one_by_one(len(q)):
+            attention = activations.attention(q[part], k[part], part)
+            read = attention @ of_group[part][:, self.group_of]
+            read = read.transpose(1, 2).flatten(2).flatten(0, 1)
+            wanted = activations.outputs[part].flatten(0, 1)
+            self.moment.addmm_(read.T, read)
+            self.cross.addmm_(read.T, wanted)
+            mean += read.sum(0)
+            output_mean += wanted.sum(0)
+            rows += len(read)
+        self.moment, self.cross = self.moment / rows, self.cross / rows
+        self.mean, self.output_mean = mean / rows, output_mean / rows
+        if self.o_bias is not None:  # the bias takes care of the means
+            self.moment -= torch.outer(self.mean, self.mean)
+            self.cross -= torch.outer(self.mean, self.output_mean)
+        self.moment = self.moment.view(queries, joint, queries, joint)
+        self.cross = self.cross.view(queries, joint, hidden)
+
+    def pooled(self, group: int) -> Tensor:
+        """Second moment of what a group's heads read, all its queries taken together."""
+        queries = (self.group_of == group).nonzero().flatten().tolist()
+        return sum(self.moment[q, :, q] for q in queries) / len(queries)  # type: ignore[return-value]
+
+    def refined(self, basis: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Alternates between the shared values and W_O; W_O last.
+
+        Args:
+            basis: Shared V of the joint V, shape (groups, head_dim, joint).
+            o: W_O, shape (query heads, hidden, head_dim).
+        """
+        o = self._outputs(basis, o)
+        for _ in range(ROUNDS):
+            basis = self._basis(basis, o)
+            o = self._outputs(basis, o)
+        bias = self.o_bias
+        if bias is not None:
+            read = torch.einsum("hdv,hv->hd", basis[self.group_of], self.mean.view(len(o), -1))
+            bias = self.output_mean - torch.einsum("hod,hd->o", o, read)
+        return basis, o, bias
+
+    def _outputs(self, basis: Tensor, o: Tensor) -> Tensor:
+        each = basis[self.group_of]
+        half = torch.einsum("hdv,hvjw->hdjw", each, self.moment)
+        moment = torch.einsum("hdjw,jcw->hdjc", half, each).flatten(2).flatten(0, 1).double()
+        cross = torch.einsum("hdv,hvo->hdo", each, self.cross).flatten(0, 1).double()
+        ridge = RIDGE * moment.diagonal().mean().clamp(min=1e-30)
+        before = o.mT.flatten(0, 1).double()
+        moment += ridge * torch.eye(len(moment), dtype=torch.float64)
+        solved = torch.linalg.solve(moment, cross + ridge * before)
+        return solved.to(o).view(len(o), -1, o.shape[1]).mT.contiguous()
+
+    def _basis(self, basis: Tensor, o: Tensor) -> Tensor:
+        gram = torch.einsum("hod,joc->hdjc", o, o)
+
+        def to_groups(per_query: Tensor) -> Tensor:
+            return torch.zeros_like(basis).index_add_(0, self.group_of, per_query)
+
+        def apply(candidate: Tensor) -> Tensor:
+            mixed = torch.einsum("jcw,hvjw->jchv", candidate[self.group_of], self.moment)
+            return to_groups(torch.einsum("hdjc,jchv->hdv", gram, mixed))
+
+        right = to_groups(torch.einsum("hod,hvo->hdv", o, self.cross))
+        return _ridge_solved(apply, right, basis, RIDGE / 10)
+
+
+def _ridge_solved(apply: object, right: Tensor, start: Tensor, ridge: float = RIDGE) -> Tensor:
+    """Conjugate gradients from ``start``, held near it by a ridge of its own size."""
+    image = apply(start)  # type: ignore[operator]
+    weight = ridge * float((image * start).sum() / (start * start).sum().clamp(min=1e-30))
+    return conjugate_gradients(
+        lambda x: apply(x) + weight * x,  # type: ignore[operator]
+        right + weight * start,
+        start,
+        STEPS,
+    )
+
+
+def _second_moment(inputs: Tensor) -> Tensor:
+    rows = inputs.flatten(0, 1)
+    return rows.T @ rows / len(rows)
+
+
+def _projected(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Shape (sequences, heads, length, head_dim)."""
+    return (inputs @ weight.flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(1, 2)
+
+
+def _rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
+    return x if rotation is None else rotation.apply(x)
+
+
+def _at(rotation: Rotation | None, positions: Tensor) -> Rotation | None:
+    if rotation is None:
+        return None
+    return Rotation(rotation.planes, rotation.cos[positions], rotation.sin[positions])
+
+
+def _one_by_one(count: int) -> Sequence[slice]:
+    return [slice(i, i + 1) for i in range(count)]
+
+
+def _group_of_query(heads: Heads, groups: Groups) -> list[int]:
+    group_of_kv = {kv: position for position, group in enumerate(groups) for kv in group}
+    return [group_of_kv[owner] for owner in heads.owners]

@@ -1,0 +1,14 @@
+"""The mean of the group's heads (Ainslie et al. 2023, arXiv 2305.13245, section 2.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headprune.merging.spec import Setting, each_group
+
+
+def _mean(k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    return k.mean(0), v.mean(0)
+
+
+mean = each_group(_mean)

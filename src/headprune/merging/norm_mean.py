@@ -1,0 +1,19 @@
+"""The mean of the group's heads, as large as they were: averaging unlike heads shrinks them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headprune.merging.spec import Setting, each_group
+
+
+def _norm_mean(k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    return _restored(k), _restored(v)
+
+
+def _restored(heads: Tensor) -> Tensor:
+    pooled = heads.mean(0)
+    return pooled * (heads.flatten(1).norm(dim=1).mean() / pooled.norm().clamp(min=1e-12))
+
+
+norm_mean = each_group(_norm_mean)

@@ -1,0 +1,132 @@
+"""What a merge is given and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headprune.tensors.rotary import Planes, Rotation
+
+Groups = Sequence[Sequence[int]]
+"""Positions of the KV heads that become one, for every KV head of the result."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The weights of one attention module, head by head; everything acts on column vectors.
+
+    Attributes:
+        q: W_Q, shape (query heads, head_dim, hidden).
+        k: W_K, shape (KV heads, head_dim, hidden).
+        v: W_V, shape (KV heads, head_dim, hidden).
+        o: W_O, shape (query heads, hidden, head_dim).
+        q_bias: Shape (query heads, head_dim); None without.
+        k_bias: Shape (KV heads, head_dim); None without.
+        v_bias: Shape (KV heads, head_dim); None without.
+        o_bias: Shape (hidden,); None without.
+        group_sizes: Query heads of every KV head, in order.
+    """
+
+    q: Float[Tensor, "query_heads head_dim hidden"]
+    k: Float[Tensor, "kv_heads head_dim hidden_k"]
+    v: Float[Tensor, "kv_heads head_dim_v hidden_k"]
+    o: Float[Tensor, "query_heads out head_dim_v"]
+    group_sizes: tuple[int, ...]
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+
+    @property
+    def owners(self) -> list[int]:
+        """The KV head of every query head."""
+        return [kv for kv, size in enumerate(self.group_sizes) for _ in range(size)]
+
+    def affine(self, role: str) -> Float[Tensor, "heads head_dim hidden_1"]:
+        """Weights with the bias as one more column, for inputs with a 1 at the end."""
+        weight: Tensor = getattr(self, role)
+        bias = getattr(self, f"{role}_bias")
+        return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
+
+    def with_affine(self, role: str, weight: Tensor) -> Heads:
+        """These heads with other weights of one role, given as ``affine`` gives them."""
+        if getattr(self, f"{role}_bias") is None:
+            return replace(self, **{role: weight})
+        return replace(self, **{role: weight[..., :-1], f"{role}_bias": weight[..., -1]})
+
+    def queries_of(self, group: Sequence[int]) -> list[int]:
+        """Positions of the query heads of some KV heads."""
+        return [query for query, owner in enumerate(self.owners) if owner in group]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one attention module sees and should give, on calibration text.
+
+    Attributes:
+        inputs: What the converted model feeds to the projection of a role ("q", "k", "v"), shape
+            (sequences, length, hidden); with a 1 at the end where it has a bias.
+        queries: The original model's queries as they enter the scores, shape (sequences, query
+            heads, length, head_dim).
+        keys: The same for its keys, one per KV head.
+        rotation: The rotary embedding; None without one.
+        scaling: Factor of the scores.
+        attention: The model's own attention: of queries, keys and a slice of sequences, the
+            probabilities, shape (sequences, query heads, length, length).
+        outputs: What the original model's output projection gave, shape (sequences, length, hidden).
+    """
+
+    inputs: dict[str, Float[Tensor, "sequences _ _"]]
+    queries: Float[Tensor, "sequences query_heads length head_dim"]
+    keys: Float[Tensor, "sequences kv_heads source head_dim"]
+    rotation: Rotation | None
+    scaling: float
+    attention: Callable[[Tensor, Tensor, slice], Tensor]
+    outputs: Float[Tensor, "sequences length out"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a merge must know beside the weights.
+
+    Attributes:
+        planes: Where the rotary embedding turns; None without one.
+        linear: Whether queries and keys enter the scores as their projections give them, rotated
+            at most; otherwise a norm stands between.
+        activations: What calibration showed; None without calibration.
+        seed: Seed of what is random.
+    """
+
+    planes: Planes | None = None
+    linear: bool = True
+    activations: Activations | None = None
+    seed: int = 0
+
+
+class Merge(Protocol):
+    """Makes the KV heads of every group compute the same."""
+
+    def __call__(self, heads: Heads, groups: Groups, setting: Setting) -> Heads:
+        """Returns weights of the same shapes, whose K and V are equal within each group."""
+        ...
+
+
+PickOne = Callable[[Tensor, Tensor, Setting], tuple[Tensor, Tensor]]
+"""Of the K and V of one group, each of shape (heads, head_dim, hidden), the shared ones."""
+
+
+def each_group(pick: PickOne) -> Merge:
+    """A merge that looks at one group's K and V at a time and leaves Q and O as they are."""
+
+    def merge(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+        k, v = heads.affine("k").clone(), heads.affine("v").clone()
+        for group in groups:
+            k[list(group)], v[list(group)] = pick(k[list(group)], v[list(group)], setting)
+        return heads.with_affine("k", k).with_affine("v", v)
+
+    return merge

@@ -1,0 +1,73 @@
+"""The weights of an attention module, head by head, whatever its layout; out of it and back in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from headprune.errors import PlanError
+from headprune.merging.spec import Heads
+from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
+from headprune.tensors.index_maps import role_slices
+
+
+def read_heads(attention: Attention) -> Heads:
+    """Reads the weights of one attention module.
+
+    Raises:
+        PlanError: If it has no K and V of its own for every KV head, or more than one of them.
+    """
+    found: dict[str, Tensor | None] = {}
+    for projection in attention.projections:
+        weight, bias = projection.module.get_parameter("weight").detach(), projection.module.bias
+        if projection.holds == "o":
+            inwards = weight if input_dim(projection.module) == 1 else weight.T
+            found["o"] = inwards.unflatten(1, (attention.query_heads, -1)).transpose(0, 1)
+            found["o_bias"] = None if bias is None else bias.detach()
+            continue
+        outwards = weight if input_dim(projection.module) == 1 else weight.T
+        for role, rows in _rows(attention, projection).items():
+            if role in found:
+                raise PlanError(
+                    f"'{attention.path}' has more than one projection for {role.upper()}, which no "
+                    "merge knows how to share."
+                )
+            found[role] = outwards[rows.to(weight.device)]
+            found[f"{role}_bias"] = None if bias is None else bias.detach()[rows.to(bias.device)]
+    if not {"q", "k", "v", "o"} <= set(found):
+        raise PlanError(f"'{attention.path}' has no K and V for every KV head to share.")
+    copies = {name: None if t is None else t.float().clone() for name, t in found.items()}
+    return Heads(**copies, group_sizes=attention.group_sizes)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def write_heads(attention: Attention, heads: Heads) -> None:
+    """Writes weights back into the module they were read from; shapes are those it has."""
+    for projection in attention.projections:
+        module = projection.module
+        weight, bias = module.get_parameter("weight"), module.bias
+        transposed = input_dim(module) == 0
+        if projection.holds == "o":
+            inwards = heads.o.transpose(0, 1).flatten(1).to(weight)
+            weight.copy_(inwards.T if transposed else inwards)
+            if heads.o_bias is not None:
+                _set_bias(module, heads.o_bias)
+            continue
+        outwards = weight.T if transposed else weight
+        for role, rows in _rows(attention, projection).items():
+            outwards[rows.flatten().to(weight.device)] = getattr(heads, role).flatten(0, 1).to(weight)
+            if bias is not None:
+                bias[rows.flatten().to(bias.device)] = getattr(heads, f"{role}_bias").flatten().to(bias)
+
+
+def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+    if not projection.holds:
+        return {}
+    total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
+    return role_slices(projection.holds, projection.groups, total, projection.head_dim)
+
+
+def _set_bias(module: nn.Module, bias: Tensor) -> None:
+    if module.bias is None:
+        raise PlanError(f"{type(module).__name__} has no bias to write to.")
+    module.get_parameter("bias").copy_(bias.to(module.get_parameter("bias")))

@@ -1,0 +1,314 @@
+"""headprune convert-gqa: fewer KV heads, shared by more queries, proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.checkpoint.folders import check_output
+from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
+from headprune.data.sources import read_examples
+from headprune.data.windows import packed_windows
+from headprune.errors import DataError, PlanError
+from headprune.merging import MERGES, NEEDS_CALIBRATION, Groups, Heads, Setting
+from headprune.merging.budget import spread
+from headprune.merging.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
+from headprune.models import proof
+from headprune.models.attention import attention_of, family_of, of_kinds
+from headprune.models.calibration import convert_in_sequence, geometry
+from headprune.models.heads import read_heads, write_heads
+from headprune.models.loading import load_tokenizer, task_of
+from headprune.models.surgery import resolve, result_shape
+from headprune.pipelines.prune import Pruned, Stage, check_shape, load, write_proven
+from headprune.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.units import Unit
+
+OnModule = Callable[[int, int], None]
+"""Called with how many modules are converted, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A finished conversion.
+
+    Attributes:
+        pruned: The result, as of every command that cuts.
+        merge: How the heads of a group became one.
+        grouping: Which heads share.
+        kv_heads: KV heads before and after, per module.
+        own_keys: Modules where a norm kept queries from absorbing a map, so that the group takes
+            the keys of one of its heads.
+        calibration_tokens: How much text it was calibrated on; 0 without.
+    """
+
+    pruned: Pruned
+    merge: str
+    grouping: str
+    kv_heads: dict[str, tuple[int, int]]
+    own_keys: tuple[str, ...]
+    calibration_tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return self.pruned.manifest.model_dump(mode="json")
+
+
+def convert_gqa(
+    model: str | Path,
+    output: Path,
+    config: ConvertConfig,
+    calibrate: DataConfig | None = None,
+    shape: ShapeOption = ShapeOption.AUTO,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    assume_supported: bool = False,
+    on_stage: Stage = lambda stage: None,
+    on_module: OnModule = lambda done, total: None,
+) -> Converted:
+    """Merges KV heads and writes the result, proven, to ``output``.
+
+    Args:
+        model: Folder or hub id.
+        output: Folder to write; it appears whole or not at all.
+        config: How many KV heads, and how they are merged.
+        calibrate: Text that shows what the heads do; some merges need it.
+        shape: What the result may look like.
+        overwrite: Replace an existing output.
+        trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
+        on_stage: Called with a few words before every stage.
+        on_module: Called after every attention module.
+
+    Raises:
+        HeadpruneError: If the input does not fit together, or the output cannot be written.
+        ProofError: If the result does not compute what the merged original computes.
+    """
+    check_output(output, overwrite)
+    name = config.merge or ("lowrank" if calibrate is not None else "mean")
+    merge = MERGES[name]
+    if name in NEEDS_CALIBRATION and calibrate is None:
+        raise PlanError(
+            f"--merge {name} needs text to learn what the heads do: give --calibrate DATA. "
+            "Without text there is procrustes, or mean with training afterwards (--heal)."
+        )
+    on_stage("loading the model")
+    net, source = load(model, config.dtype, trust_remote_code, assume_supported)
+    attentions = of_kinds(attention_of(net), config.attention)
+    _refuse(net, attentions)
+    counts = None if config.kv_heads is None else _counts(config.kv_heads, attentions)
+    inputs = {}
+    if calibrate is not None:
+        inputs = _windows(net, model, calibrate, config, trust_remote_code)
+    settings: dict[str, Setting] = {}
+    if not inputs and (name == "procrustes" or config.grouping is Grouping.SIMILAR or not counts):
+        settings = geometry(net, attentions, proof.probe_inputs(net))
+
+    def cost_of(heads: Heads, setting: Setting) -> Cost:
+        if name in NEEDS_CALIBRATION:
+            return lowrank_cost(heads, setting)
+        return measured_cost(merge, heads, setting)
+
+    def groups_of(heads: Heads, setting: Setting, count: int) -> Groups:
+        if config.grouping is Grouping.ADJACENT or count in (1, len(heads.k)):
+            return adjacent(len(heads.k), count)
+        return similar(len(heads.k), count, cost_of(heads, setting))
+
+    if counts is None:
+        on_stage("spreading the budget over the layers")
+        costs = _costs(net, attentions, inputs, settings, groups_of, cost_of)
+        counts = _spread(config.kv_budget or 1.0, attentions, costs)
+    wanted = dict(zip((a.path for a in attentions), counts, strict=True))
+    _check_native(shape, net, attentions, wanted)
+    groups: dict[str, Groups] = {}
+    own_keys: list[str] = []
+
+    def converted(attention: Attention, heads: Heads, setting: Setting) -> Heads:
+        chosen = groups_of(heads, setting, wanted[attention.path])
+        groups[attention.path] = chosen
+        if not setting.linear and name in ("lowrank", "procrustes"):
+            own_keys.append(attention.path)
+        shared = [group for group in chosen if len(group) > 1]
+        merged = merge(heads, chosen, replace(setting, seed=config.seed)) if shared else heads
+        on_module(len(groups), len(attentions))
+        return merged
+
+    on_stage(f"merging KV heads ({name})")
+    if inputs:
+        convert_in_sequence(net, attentions, inputs, converted)
+    else:
+        for attention in attentions:
+            setting = settings.get(attention.path, Setting())
+            write_heads(attention, converted(attention, read_heads(attention), setting))
+
+    plan = _plan(net, source, groups)
+    # its weights are others by now than those of the model the plan names
+    cuts = resolve(plan.model_copy(update={"model": None}), net)
+    check_shape(shape, result_shape(cuts, net.config))
+    tokens = sum(t.numel() for n, t in inputs.items() if n == "input_ids")
+    facts = {"merge": name, "grouping": config.grouping.value, "calibration_tokens": tokens}
+    pruned = write_proven(net, source, model, plan, cuts, output, True, on_stage, facts)
+    before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
+    kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}
+    return Converted(
+        pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens
+    )
+
+
+def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
+    family = family_of(net.config)
+    if family.fewer_kv_heads not in ("native", "runtime"):
+        raise PlanError(
+            f"{family.model_type} cannot have fewer KV heads: {family.fewer_kv_heads}. Its heads "
+            "can still be cut (headprune prune)."
+        )
+    if all(attention.kv_heads <= 1 for attention in attentions):
+        raise PlanError("The model has one KV head per layer already; there is nothing to merge.")
+    for attention in attentions:
+        parameters = dict(attention.module.named_parameters())
+        per_head = [n for n, role in family.per_head.items() if role == "k" and n in parameters]
+        if per_head:
+            raise PlanError(
+                f"'{attention.path}' has a norm with weights of its own for every KV head "
+                f"({', '.join(per_head)}), which no shared key can satisfy."
+            )
+
+
+def _counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
+    counts = [asked] * len(attentions) if isinstance(asked, int) else list(asked)
+    if len(counts) != len(attentions):
+        raise PlanError(
+            f"--kv-heads lists {len(counts)} numbers; the model has {len(attentions)} attention "
+            "modules to convert."
+        )
+    for attention, count in zip(attentions, counts, strict=True):
+        if not attention.kv_heads:
+            continue
+        fits = _fitting(attention)
+        if count not in fits:
+            more = count > attention.kv_heads
+            raise PlanError(
+                f"'{attention.path}' has {attention.kv_heads} KV heads, "
+                + (f"fewer than {count}." if more else f"which {count} does not divide.")
+                + f" Possible: {', '.join(map(str, fits))}."
+            )
+    return [c if a.kv_heads else 0 for a, c in zip(attentions, counts, strict=True)]
+
+
+def _fitting(attention: Attention) -> list[int]:
+    """Numbers of KV heads that leave groups of equal size."""
+    heads = attention.kv_heads
+    return [count for count in range(1, heads + 1) if heads % count == 0]
+
+
+def _windows(
+    net: PreTrainedModel,
+    model: str | Path,
+    data: DataConfig,
+    config: ConvertConfig,
+    trust_remote_code: bool,
+) -> dict[str, Tensor]:
+    """Calibration windows, spread evenly over the text; shape (windows, length)."""
+    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
+    length = min(config.seq_len, positions or config.seq_len, config.calibration_tokens)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    specials = task_of(net) != "causal-lm"
+    rows = packed_windows(read_examples(data), tokenizer, length, specials=specials)
+    count = min(len(rows), max(1, config.calibration_tokens // length))
+    hidden = net.config.get_text_config().hidden_size
+    if count * length < hidden:
+        raise DataError(
+            f"The calibration text has {count * length:,} tokens; at least {hidden:,} are needed, "
+            "as many as the hidden states have dimensions (16,384 are recommended)."
+        )
+    chosen = [i * len(rows) // count for i in range(count)]
+    ids = torch.tensor(rows.select(chosen)["input_ids"][:], device=net.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if net.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    return inputs
+
+
+def _costs(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    inputs: dict[str, Tensor],
+    settings: dict[str, Setting],
+    groups_of: Callable[[Heads, Setting, int], Groups],
+    cost_of: Callable[[Heads, Setting], Cost],
+) -> list[dict[int, float]]:
+    """Per module, what every possible number of KV heads costs."""
+    costs: dict[str, dict[int, float]] = {}
+
+    def measured(attention: Attention, heads: Heads, setting: Setting) -> Heads:
+        cost = cost_of(heads, setting)
+        costs[attention.path] = {
+            count: sum(cost(tuple(group)) for group in groups_of(heads, setting, count))
+            for count in _fitting(attention)
+        }
+        return heads
+
+    if inputs:
+        convert_in_sequence(net, attentions, inputs, measured)
+    else:
+        for attention in attentions:
+            measured(attention, read_heads(attention), settings[attention.path])
+    return [costs[attention.path] for attention in attentions]
+
+
+def _spread(
+    share: float, attentions: Sequence[Attention], costs: Sequence[dict[int, float]]
+) -> list[int]:
+    total = sum(attention.kv_heads for attention in attentions)
+    budget = round(share * total)
+    try:
+        return spread(costs, budget)
+    except ValueError:
+        raise PlanError(
+            f"--kv-budget {share} keeps {budget} of {total} KV heads, fewer than one for each of "
+            f"the {len(attentions)} attention modules; the least is {len(attentions) / total:.3f}."
+        ) from None
+
+
+def _check_native(
+    shape: ShapeOption,
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    wanted: dict[str, int],
+) -> None:
+    """Refuses what --shape native cannot hold before anything is computed."""
+    if shape is not ShapeOption.NATIVE:
+        return
+    family = family_of(net.config)
+    if family.fewer_kv_heads != "native":
+        raise PlanError(
+            f"--shape native: the stock class of {family.model_type} has no setting for the number "
+            "of KV heads; leave out --shape for the runtime."
+        )
+    if len(set(wanted.values())) > 1:
+        raise PlanError(
+            "--shape native needs the same number of KV heads in every layer; give one number to "
+            "--kv-heads."
+        )
+
+
+def _plan(net: PreTrainedModel, source: ModelIdentity, groups: dict[str, Groups]) -> Plan:
+    parts = {}
+    for attention in attention_of(net):
+        chosen = groups.get(attention.path)
+        ids = attention.kv_ids
+        parts[attention.path] = AttentionPlan(
+            query_heads=attention.query_heads,
+            kv_heads=attention.kv_heads,
+            keep=tuple(sorted(attention.query_ids)),
+            groups=None
+            if chosen is None
+            else tuple(tuple(ids[position] for position in group) for group in chosen),
+        )
+    return Plan(unit=Unit.KV_GROUP, model=source, attentions=parts)

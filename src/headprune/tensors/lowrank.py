@@ -1,0 +1,183 @@
+"""The best K and V that several heads can share, in closed form.
+
+Every query head has its own W_Q and W_O, so that any linear map on its side of a shared K or V is
+free, and the best shared subspace is a truncated singular value decomposition. All of it happens
+in the joint space of the group's heads, r = [k_1; ...; k_n] or [v_1; ...; v_n], with the second
+moment M = E[r r^T] that calibration gives: M = L L^T makes z = L^-1 r white.
+
+    V        sum_h E|W_Oh v_h - W_Oh' s|^2, s = B r:         right singular vectors of [W_Oh E_h L]_h
+    K        sum_h E(q_h^T k_h - q_h'^T s)^2, q and k apart: right singular vectors of [Q_h E_h L]_h
+    K, rotary: only what commutes with the rotation can move to the queries, one complex factor per
+             plane; so the same in every plane, with complex numbers and rank 1
+
+where E_h picks head h out of r and Q_h^T Q_h = E[q_h q_h^T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headprune.tensors.rotary import Planes
+
+_FLOOR = 1e-10  # of the mean variance: directions that calibration never showed
+
+
+@dataclass(frozen=True)
+class SharedValue:
+    """A shared V.
+
+    Attributes:
+        basis: B, with v = B [v_1; ...; v_n]; shape (head_dim, heads x head_dim).
+        outputs: W_O per query head, for the shared v; shape (queries, hidden, head_dim).
+        power: Of the outputs before.
+        lost: How much of it is lost.
+    """
+
+    basis: Tensor
+    outputs: Tensor
+    power: float
+    lost: float
+
+
+@dataclass(frozen=True)
+class SharedKey:
+    """A shared K.
+
+    Attributes:
+        basis: B, with k = B [k_1; ...; k_n]; shape (head_dim, heads x head_dim).
+        maps: What to multiply every query head with; shape (queries, head_dim, head_dim).
+        power: Of the scores before.
+        lost: How much of it is lost.
+    """
+
+    basis: Tensor
+    maps: Tensor
+    power: float
+    lost: float
+
+
+def shared_value(
+    outputs: Float[Tensor, "queries hidden head_dim"],
+    owners: Sequence[int],
+    moment: Float[Tensor, "joint joint"],
+) -> SharedValue:
+    """The best V for a group, and W_O to go with it.
+
+    Args:
+        outputs: W_O of the group's query heads.
+        owners: For each of them, which of the group's n heads it reads.
+        moment: Second moment of [v_1; ...; v_n], as the outputs see it.
+    """
+    width = outputs.shape[-1]
+    gram = torch.einsum("qod,qoe->qde", outputs.double(), outputs.double())
+    root, inverse = _root(moment.double())
+    total = _gathered(gram, owners, root)
+    kept = _leading(total, width)
+    heads = root.unflatten(0, (-1, width))
+    new = outputs.double() @ torch.stack([heads[owner] for owner in owners]) @ kept
+    power, saved = float(total.trace()), float((kept.T @ total @ kept).trace())
+    return SharedValue((kept.T @ inverse).to(outputs), new.to(outputs), power, power - saved)
+
+
+def shared_key(
+    query_moments: Float[Tensor, "queries head_dim head_dim"],
+    owners: Sequence[int],
+    moment: Float[Tensor, "joint joint"],
+    planes: Planes | None = None,
+) -> SharedKey:
+    """The best K for a group, and the maps that its queries absorb.
+
+    Args:
+        query_moments: E[q q^T] of the group's query heads.
+        owners: For each of them, which of the group's n heads it reads.
+        moment: Second moment of [k_1; ...; k_n], before any rotation.
+        planes: Where the rotary embedding turns; None without one.
+    """
+    width, dtype = query_moments.shape[-1], query_moments.dtype
+    moment, queries = moment.double(), query_moments.double()
+    basis = moment.new_zeros(width, moment.shape[0])
+    maps = moment.new_zeros(len(owners), width, width)
+    power = lost = 0.0
+    still = torch.arange(width) if planes is None else planes.still
+    if len(still):
+        joint = _joint_rows(still, width, moment.shape[0] // width)
+        gram = queries[:, still][:, :, still]
+        root, inverse = _root(moment[joint][:, joint])
+        total = _gathered(gram, owners, root)
+        kept = _leading(total, len(still))
+        basis[still[:, None], joint] = kept.T @ inverse
+        heads = root.unflatten(0, (-1, len(still)))
+        for query, owner in enumerate(owners):
+            maps[query][still[:, None], still] = (heads[owner] @ kept).T
+        power += float(total.trace())
+        lost += float(total.trace() - (kept.T @ total @ kept).trace())
+    if planes is not None:
+        turned = _shared_planes(queries, owners, moment, planes, basis, maps)
+        power, lost = power + turned[0], lost + turned[1]
+    return SharedKey(basis.to(dtype), maps.to(dtype), power, lost)
+
+
+def _shared_planes(
+    queries: Tensor,
+    owners: Sequence[int],
+    moment: Tensor,
+    planes: Planes,
+    basis: Tensor,
+    maps: Tensor,
+) -> tuple[float, float]:
+    """Rank 1 per plane; writes into ``basis`` and ``maps``, returns power and what is lost."""
+    width, n = queries.shape[-1], moment.shape[0] // queries.shape[-1]
+    power = lost = 0.0
+    blocks = moment.unflatten(0, (n, width)).unflatten(2, (n, width))
+    for a, b in zip(planes.first.tolist(), planes.second.tolist(), strict=True):
+        # E[k k^H] of the n complex keys of this plane
+        real = blocks[:, a, :, a] + blocks[:, b, :, b]
+        imaginary = blocks[:, b, :, a] - blocks[:, a, :, b]
+        root, inverse = _root(torch.complex(real, imaginary))
+        weight = (queries[:, a, a] + queries[:, b, b]).to(root)
+        rows = root[list(owners)]
+        total = torch.einsum("qi,q,qj->ij", rows.conj(), weight, rows)
+        kept = _leading(total, 1)[:, 0]
+        b_row, c = kept.conj() @ inverse, (rows @ kept).conj()
+        joint_a, joint_b = a + width * torch.arange(n), b + width * torch.arange(n)
+        basis[a, joint_a], basis[a, joint_b] = b_row.real, -b_row.imag
+        basis[b, joint_a], basis[b, joint_b] = b_row.imag, b_row.real
+        # q' = conj(c) q, where k_h is nearly c_h k
+        maps[:, a, a] = maps[:, b, b] = c.real
+        maps[:, a, b], maps[:, b, a] = -c.imag, c.imag
+        power += float(total.diagonal().real.sum())
+        lost += float(total.diagonal().real.sum() - (kept.conj() @ total @ kept).real)
+    return power, lost
+
+
+def _joint_rows(coordinates: Tensor, width: int, heads: int) -> Tensor:
+    return (width * torch.arange(heads)[:, None] + coordinates).flatten()
+
+
+def _gathered(gram: Tensor, owners: Sequence[int], root: Tensor) -> Tensor:
+    """sum_q L^T E_q^T gram_q E_q L, shape (joint, joint)."""
+    width = gram.shape[-1]
+    heads = root.unflatten(0, (-1, width))
+    total = torch.zeros_like(root)
+    for owner in sorted(set(owners)):
+        shared = sum(gram[q] for q, other in enumerate(owners) if other == owner)
+        total += heads[owner].T @ shared @ heads[owner]
+    return total
+
+
+def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """L with L L^H = M, and its inverse; M may be singular."""
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp(min=float(values.mean()) * _FLOOR + 1e-30)
+    root = vectors * values.sqrt()
+    return root, (vectors / values.sqrt()).mH
+
+
+def _leading(total: Tensor, count: int) -> Tensor:
+    """The ``count`` eigenvectors of the largest eigenvalues, largest first."""
+    return torch.linalg.eigh(total)[1].flip(-1)[:, :count]
