@@ -183,6 +183,45 @@ class ConvertConfig(_Config):
         return self
 
 
+class HealTrain(str, Enum):
+    """Which weights healing moves."""
+
+    ATTENTION = "attention"
+    LORA = "lora"
+    ALL = "all"
+
+
+class HealConfig(_Config):
+    """How a converted or cut model is trained to match the one it came from.
+
+    Attributes:
+        steps: Optimiser steps.
+        train: Which weights move; "lora" trains low-rank additions to the attention projections
+            and merges them at the end.
+        lora_rank: Rank of these additions.
+        batch_size: Sequences per step.
+        seq_len: Tokens per sequence.
+        learning_rate: Highest learning rate, reached after a tenth of the steps and then lowered
+            to zero along a cosine.
+        bf16: Compute in bfloat16 (autocast); weights and optimiser stay in float32.
+        gradient_checkpointing: Recompute activations in the backward pass, to save memory.
+        seed: Seed of the order of the data.
+        save_every: Steps between checkpoints that ``--resume`` can go on from; None for a tenth
+            of the run.
+    """
+
+    steps: Count
+    train: HealTrain = HealTrain.ATTENTION
+    lora_rank: Count = 16
+    batch_size: Count = 4
+    seq_len: Annotated[int, Field(ge=2)] = 256
+    learning_rate: Positive = 5e-4
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    save_every: Count | None = None
+
+
 class EvaluateConfig(_Config):
     """How a model is evaluated.
 

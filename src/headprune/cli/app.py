@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
 if TYPE_CHECKING:
+    from headprune.training.slim import Step
     from headprune.training.trainer import StepRecord
 
 app = typer.Typer(
@@ -58,6 +60,8 @@ Assume = Annotated[
 DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
 
 _GATES = cfg.TrainGatesConfig.model_construct()
+_CONVERT = cfg.ConvertConfig.model_construct()
+_HEAL = cfg.HealConfig(steps=1)  # for its other settings
 _EVALUATE = cfg.EvaluateConfig()
 
 
@@ -331,6 +335,217 @@ def prune(
         render.pruned(terminal.out, pruned)
 
 
+@app.command("convert-gqa")
+def convert_gqa(
+    model: Model,
+    output: Annotated[Path, typer.Option(help="Folder for the result.")],
+    kv_heads: Annotated[
+        str | None,
+        typer.Option(
+            help="KV heads per layer: one number, a comma-separated list with one per attention "
+            "module, or a JSON file with such a list."
+        ),
+    ] = None,
+    kv_budget: Annotated[
+        float | None,
+        typer.Option(help="Instead: the share of all KV heads to keep, spread over the layers."),
+    ] = None,
+    merge: Annotated[
+        str | None,
+        typer.Option(
+            help="How the heads of a group become one: mean, first, random, medoid, norm-mean, "
+            "procrustes, lowrank. Default: lowrank with --calibrate, mean without."
+        ),
+    ] = None,
+    grouping: Annotated[
+        cfg.Grouping,
+        typer.Option(help="Which heads share: neighbours, or those that lose least by it."),
+    ] = _CONVERT.grouping,
+    calibrate: Annotated[
+        str | None, typer.Option(help="Text that shows what the heads do; as --data elsewhere.")
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(help="How much of that text is used.")
+    ] = _CONVERT.calibration_tokens,
+    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _CONVERT.seq_len,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kind of attention to convert, for encoder-decoders: encoder, decoder or cross "
+            "(repeatable)."
+        ),
+    ] = None,
+    shape: Annotated[
+        cfg.ShapeOption,
+        typer.Option(help="native: refuse what a plain config of the family cannot hold."),
+    ] = cfg.ShapeOption.AUTO,
+    heal_steps: Annotated[
+        int | None,
+        typer.Option("--heal", help="Then train the result to match the original, so many steps."),
+    ] = None,
+    train: Annotated[cfg.HealTrain, typer.Option(help="With --heal: what is trained.")] = (
+        _HEAL.train
+    ),
+    learning_rate: Annotated[float, typer.Option(help="With --heal: highest learning rate.")] = (
+        _HEAL.learning_rate
+    ),
+    bf16: Annotated[bool, typer.Option("--bf16", help="With --heal: compute in bfloat16.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of what is random.")] = 0,
+    overwrite: Overwrite = False,
+    dtype: DtypeOption = cfg.Dtype.AUTO,
+    split: Split = "train",
+    text_column: TextColumn = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+    assume_supported: Assume = False,
+) -> None:
+    """Share KV heads among more queries (GQA, MQA), prove the result, and write it."""
+    config = cfg.build(
+        cfg.ConvertConfig,
+        {
+            "kv_heads": _kv_heads(kv_heads),
+            "kv_budget": kv_budget,
+            "merge": merge,
+            "grouping": grouping,
+            "attention": attention or (),
+            "calibration_tokens": calibration_tokens,
+            "seq_len": seq_len,
+            "dtype": dtype,
+            "seed": seed,
+        },
+    )
+    if heal_steps is not None and calibrate is None:
+        raise HeadpruneError("--heal trains on the text of --calibrate: give --calibrate DATA.")
+    source = None if calibrate is None else _data(calibrate, split, text_column, None)
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.convert_gqa import convert_gqa as pipeline
+
+    converted_to = output if heal_steps is None else output.with_name(f"{output.name}-unhealed")
+    with terminal.step_progress() as progress:
+        task = progress.add_task("starting", total=None)
+        result = pipeline(
+            model,
+            converted_to,
+            config,
+            calibrate=source,
+            shape=shape,
+            overwrite=overwrite or heal_steps is not None,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+            on_stage=lambda stage: progress.update(task, description=stage),
+            on_module=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if heal_steps is None:
+        if json_:
+            typer.echo(json.dumps(result.as_json(), indent=2))
+        else:
+            render.converted(terminal.out, result)
+        return
+    if not json_:
+        render.converted(terminal.out, result)
+    assert calibrate is not None
+    heal(
+        str(converted_to),
+        teacher=model,
+        data=calibrate,
+        output=output,
+        steps=heal_steps,
+        train=train,
+        learning_rate=learning_rate,
+        bf16=bf16,
+        seed=seed,
+        overwrite=overwrite,
+        split=split,
+        text_column=text_column,
+        json_=json_,
+        trust_remote_code=trust_remote_code,
+        assume_supported=assume_supported,
+    )
+    shutil.rmtree(converted_to, ignore_errors=True)
+
+
+@app.command()
+def heal(
+    model: Model,
+    teacher: Annotated[str, typer.Option(help="The model it came from: a folder or a hub id.")],
+    data: Data,
+    output: Annotated[Path, typer.Option(help="Folder for the result.")],
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")],
+    train: Annotated[cfg.HealTrain, typer.Option(help="What is trained.")] = _HEAL.train,
+    lora_rank: Annotated[int, typer.Option(help="With --train lora: its rank.")] = _HEAL.lora_rank,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _HEAL.batch_size,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _HEAL.seq_len,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = (
+        _HEAL.learning_rate
+    ),
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")
+    ] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = _HEAL.seed,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints. Default: a tenth.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint beside --output.")
+    ] = False,
+    overwrite: Overwrite = False,
+    split: Split = "train",
+    text_column: TextColumn = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+    assume_supported: Assume = False,
+) -> None:
+    """Train a cut or converted model to match the model it came from, on plain text."""
+    config = cfg.build(
+        cfg.HealConfig,
+        {
+            "steps": steps,
+            "train": train,
+            "lora_rank": lora_rank,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "learning_rate": learning_rate,
+            "bf16": bf16,
+            "gradient_checkpointing": gradient_checkpointing,
+            "seed": seed,
+            "save_every": save_every,
+        },
+    )
+    source = _data(data, split, text_column, None)
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.heal import heal as pipeline
+
+    with terminal.step_progress("numbers") as progress:
+        task = progress.add_task("starting", total=None, numbers="")
+
+        def on_step(record: Step) -> None:
+            numbers = f"divergence {record.loss:.4f}"
+            progress.update(task, completed=record.step, total=record.steps, numbers=numbers)
+
+        result = pipeline(
+            model,
+            teacher,
+            source,
+            output,
+            config,
+            resume=resume,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+            on_step=on_step,
+            on_stage=lambda stage: progress.update(task, description=stage),
+        )
+    if json_:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    else:
+        render.healed(terminal.out, result)
+
+
 @app.command()
 def migrate(
     model: Model,
@@ -454,6 +669,25 @@ def _share_or_count(text: str | None, option: str) -> float | int | None:
         raise HeadpruneError(
             f"{option} {text}: give a share such as 0.75, or a count such as 202."
         ) from None
+
+
+def _kv_heads(text: str | None) -> int | tuple[int, ...] | None:
+    """One number, a list, or a file with a list."""
+    if text is None:
+        return None
+    try:
+        if Path(text).is_file():
+            content = json.loads(Path(text).read_text(encoding="utf-8"))
+            if not (isinstance(content, list) and all(type(n) is int for n in content)):
+                raise ValueError
+            return tuple(content)
+        numbers = tuple(int(part) for part in text.split(","))
+    except (ValueError, OSError):
+        raise HeadpruneError(
+            f"--kv-heads {text}: give a number such as 2, a list such as 4,4,2,2 with one per "
+            "attention module, or a JSON file that holds such a list."
+        ) from None
+    return numbers if "," in text else numbers[0]
 
 
 def _data(

@@ -13,8 +13,11 @@ from rich.text import Text
 from headprune.plan import AttentionPlan, Plan, Shape
 
 if TYPE_CHECKING:
+    from headprune.checkpoint.manifest import Manifest
     from headprune.evaluation.report import ModelReport, Report
     from headprune.families.capabilities import Capability
+    from headprune.pipelines.convert_gqa import Converted
+    from headprune.pipelines.heal import Healed
     from headprune.pipelines.inspect import Inspection
     from headprune.pipelines.prune import Preview, Pruned
     from headprune.pipelines.train_gates import GatesRun
@@ -119,26 +122,62 @@ def pruned(console: Console, result: Pruned) -> None:
     """The heads that are left, the sizes, and the proof."""
     manifest = result.manifest
     plan_picture(console, result.plan)
-    console.print(
-        before_after(
-            [
-                ("query heads", *manifest.query_heads),
-                ("KV heads", *manifest.kv_heads),
-                ("parameters", *manifest.parameters),
-            ]
+    counts = [("query heads", *manifest.query_heads), ("KV heads", *manifest.kv_heads)]
+    console.print(before_after([*counts, *_parameters(manifest)]))
+    _proof(console, manifest, "gated original", "cut")
+    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
+
+
+def converted(console: Console, result: Converted) -> None:
+    """How KV heads were merged, the sizes, and the proof."""
+    manifest = result.pruned.manifest
+    how = f"merge [bold]{result.merge}[/], grouping {result.grouping}"
+    if result.calibration_tokens:
+        how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
+    console.print(how)
+    counts = sorted(set(result.kv_heads.values()), reverse=True)
+    if len(counts) > 1:
+        grid = table("attention module", "KV heads", "after")
+        for path, (before, after) in result.kv_heads.items():
+            grid.add_row(path, str(before), str(after))
+        console.print(grid)
+    if result.own_keys:
+        console.print(
+            f"[yellow]note:[/] in {len(result.own_keys)} modules a norm or position term stands "
+            "between queries, keys and scores, so queries cannot absorb a map: V is merged as "
+            "asked, K as far as that allows."
         )
-    )
+    console.print(before_after([("KV heads", *manifest.kv_heads), *_parameters(manifest)]))
+    _proof(console, manifest, "merged original", "converted")
+    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
+
+
+def healed(console: Console, result: Healed) -> None:
+    """What healing brought, and the proof of what was written."""
+    grid = table("divergence from the teacher, held-out text", "")
+    grid.add_row("before", f"{result.before:.4f}")
+    grid.add_row(f"after {result.steps} steps", f"{result.after:.4f}")
+    console.print(grid)
+    manifest = result.pruned.manifest
+    _proof(console, manifest, "healed model", "itself")
+    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
+
+
+def _proof(console: Console, manifest: Manifest, original: str, result: str) -> None:
     proof = manifest.proof
     console.print("[bold green]proved[/]: the same outputs, relative to the largest of them")
     grid = table("", "difference")
-    grid.add_row("gated original - cut in memory", f"{proof['gated_vs_cut']:.1e}")
-    grid.add_row("gated original - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}")
+    grid.add_row(f"{original} - {result} in memory", f"{proof['gated_vs_cut']:.1e}")
+    grid.add_row(f"{original} - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}")
     grid.add_row("gates moved by one bit: rounding alone", f"{proof['rounding']:.1e}")
     grid.add_row(f"allowed in {proof['dtype']}", f"{proof['tolerance']:.0e}")
     if proof["control"] is not None:
-        grid.add_row("a cut that is one head off would show", f"{proof['control']:.1e}")
+        grid.add_row("one head wrong would show", f"{proof['control']:.1e}")
     console.print(grid)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
+
+
+def _parameters(manifest: Manifest) -> list[tuple[str, int, int]]:
+    return [("parameters", *manifest.parameters)]
 
 
 def verification(console: Console, result: Verification) -> None:

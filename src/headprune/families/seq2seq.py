@@ -56,6 +56,7 @@ ROWS = (
     replace(
         BART,
         model_type="whisper",
+        counts_keys_as_queries=True,
         knows=frozenset(
             {
                 "num_mel_bins",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ def similar(heads: int, groups: int, cost: Cost) -> Groups:
 def partitions(heads: int, groups: int) -> int:
     """Number of ways to split heads into equal groups."""
     size = heads // groups
-    return math.factorial(heads) // (math.factorial(size) ** groups * math.factorial(groups))
+    same = math.factorial(size) ** groups * math.factorial(groups)
+    return math.factorial(heads) // int(same)
 
 
 def _partitions(heads: tuple[int, ...], size: int) -> Iterator[list[tuple[int, ...]]]:
@@ -60,9 +61,10 @@ def _partitions(heads: tuple[int, ...], size: int) -> Iterator[list[tuple[int, .
 
 def _nearest_first(heads: int, size: int, cost: Cost) -> list[tuple[int, ...]]:
     """Grows each group by the head that costs it least."""
-    left, groups = list(range(heads)), []
+    left: list[int] = list(range(heads))
+    groups: list[tuple[int, ...]] = []
     while left:
-        group = (left.pop(0),)
+        group: tuple[int, ...] = (left.pop(0),)
         while len(group) < size:
             best = min(left, key=lambda h, group=group: cost(tuple(sorted((*group, h)))))  # type: ignore[misc]
             left.remove(best)
@@ -92,7 +94,8 @@ def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
     In the metric of the activations; without any, as if inputs were white. Where a norm keeps
     queries from absorbing a map, only V counts.
     """
-    moments = {role: _input_moment(setting, role) for role in ("q", "k", "v")}
+    known = setting.activations
+    moments = {r: None if known is None else known.second_moments[r] for r in ("q", "k", "v")}
     q, k, v = (heads.affine(role) for role in ("q", "k", "v"))
     query_moments = _sandwiched(q, moments["q"], q)
     key_moment = _sandwiched(k.flatten(0, 1), moments["k"], k.flatten(0, 1))
@@ -171,13 +174,6 @@ def _power(form: Form) -> float:
 
 def _difference(a: Form, b: Form) -> float:
     return _inner(a, a) - 2 * _inner(a, b) + _inner(b, b)
-
-
-def _input_moment(setting: Setting, role: str) -> Tensor | None:
-    if setting.activations is None:
-        return None
-    rows = setting.activations.inputs[role].flatten(0, 1)
-    return rows.T @ rows / len(rows)
 
 
 def _sandwiched(left: Tensor, moment: Tensor | None, right: Tensor) -> Tensor:

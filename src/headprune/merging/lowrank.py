@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 
 from headprune.errors import PlanError
-from headprune.merging.spec import Activations, Groups, Heads, Setting
+from headprune.merging.spec import Activations, Groups, Heads, Setting, project
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
 from headprune.tensors.solvers import conjugate_gradients
 
 ROUNDS = 2
-STEPS = 6  # of conjugate gradients in every half round
+STEPS = 3  # of conjugate gradients in every half round
 QUERY_STRIDE = 4  # every fourth query is enough: neighbours attend alike
+VALUE_STRIDE = 2  # of the outputs
 RIDGE = 1e-2  # towards where a half round starts, against calibration text that is too short
+_WHITE_FLOOR = 1e-4
 _JOINT_LIMIT = 8192  # side of the largest second moment that is kept in memory
 
 
@@ -46,15 +48,15 @@ def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
     activations = setting.activations
     assert activations is not None
     q, k = heads.affine("q"), heads.affine("k")
-    query_moment = _second_moment(activations.inputs["q"])
-    key_moment = _second_moment(activations.inputs["k"])
+    moments = activations.second_moments
+    query_moment, key_moment = moments["q"], moments["k"]
     new_q, shared = q.clone(), []
     for group in groups:
         queries = heads.queries_of(group)
         joint = k[list(group)].flatten(0, 1)
-        moments = q[queries] @ query_moment @ q[queries].mT
+        moments_of_queries = q[queries] @ query_moment @ q[queries].mT
         owners = [list(group).index(heads.owners[query]) for query in queries]
-        found = shared_key(moments, owners, joint @ key_moment @ joint.T, setting.planes)
+        found = shared_key(moments_of_queries, owners, joint @ key_moment @ joint.T, setting.planes)
         key, scale = found.basis @ joint, 1.0
         # as large as the keys were, so that one ridge suits both sides
         scale = float(k[list(group)].norm() / key.norm().clamp(min=1e-12) / len(group) ** 0.5)
@@ -69,85 +71,107 @@ def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
 
 
 class _ScoreFit:
-    """Least squares on the scores of some queries, weighted with the original's attention."""
+    """Least squares on the scores of some queries, weighted with the original's attention.
+
+    Query heads are laid out by the group whose keys they read: (sequences, groups, heads of a group
+    x length, ...), so that one product serves all heads of a group. Inputs are white, which makes
+    the few steps go far, and the ridge one on what the maps compute.
+    """
 
     def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
         length = activations.queries.shape[2]
         chosen = torch.arange(min(QUERY_STRIDE, length) - 1, length, QUERY_STRIDE)
-        self.chosen_queries = activations.queries[:, :, chosen]
-        self.own_keys = activations.keys
+        self.order = [query for group in groups for query in heads.queries_of(group)]
+        self.groups = len(groups)
         self.scaling = activations.scaling
-        self.query_inputs = activations.inputs["q"][:, chosen]
-        self.key_inputs = activations.inputs["k"]
         self.key_rotation = activations.rotation
         self.query_rotation = _at(activations.rotation, chosen)
-        self.group_of = _group_of_query(heads, groups)
-        self.groups = len(groups)
+        self.own_keys = activations.keys
+        self.own_queries = activations.queries[:, self.order][:, :, chosen]
         attention = [
-            activations.attention(activations.queries[part], activations.keys[part], part)
+            activations.attention(
+                activations.queries[part][:, :, chosen], activations.keys[part], part, chosen
+            )
             for part in _one_by_one(len(activations.queries))
         ]
-        self.weight = torch.cat([row[:, :, chosen] for row in attention])
+        self.weight = torch.cat([row[:, self.order] for row in attention])
         self.weight /= self.weight.sum()
         self.row_weight = self.weight.sum(-1, keepdim=True).clamp(min=1e-20)
-        keys = activations.keys[:, heads.owners]
-        scores = self.chosen_queries @ keys.mT * self.scaling
+        owners = [heads.owners[query] for query in self.order]
+        scores = self.own_queries @ self.own_keys[:, owners].mT * self.scaling
+        # where no attention goes, the weight is 0; far-off values would still overflow
         self.target = self._weighted(scores.masked_fill_(self.weight == 0, 0.0))
+        self.query_white = _whitening(activations.second_moments["q"])
+        self.key_white = _whitening(activations.second_moments["k"])
+        self.query_inputs = activations.inputs["q"][:, chosen] @ self.query_white.mT
+        self.key_inputs = activations.inputs["k"] @ self.key_white.mT
 
     def refined(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Alternates between queries (query heads, head_dim, hidden) and shared keys."""
+        new_q = torch.linalg.solve(self.query_white, q[self.order], left=False)
+        new_k = torch.linalg.solve(self.key_white, k, left=False)
         for _ in range(ROUNDS):
-            keys = self._keys(k)
-            q = _ridge_solved(
+            keys = self._keys(new_k)
+            new_q = _ridge_solved(
                 lambda q, keys=keys: self._to_queries(self._scores(self._queries(q), keys), keys),
                 self._to_queries(self.target, keys),
-                q,
+                new_q,
             )
-            queries = self._queries(q)
-            k = _ridge_solved(
+            queries = self._queries(new_q)
+            new_k = _ridge_solved(
                 lambda k, queries=queries: self._to_keys(
                     self._scores(queries, self._keys(k)), queries
                 ),
                 self._to_keys(self.target, queries),
-                k,
+                new_k,
             )
-        return q, k
+        q = q.clone()
+        q[self.order] = new_q @ self.query_white
+        return q, new_k @ self.key_white
 
     def errors_of_own_keys(self, queries: Sequence[int], group: Sequence[int]) -> list[float]:
         """What it costs these queries to read, all of them, the keys of one head of a group."""
-        errors = []
+        places, errors = [self.order.index(query) for query in queries], []
         for head in group:
-            scores = self.chosen_queries @ self.own_keys[:, head : head + 1].mT * self.scaling
-            gap = (self._weighted(scores) - self.target)[:, list(queries)]
-            weight = self.weight[:, list(queries)].clamp(min=1e-20)
+            scores = self.own_queries @ self.own_keys[:, head : head + 1].mT * self.scaling
+            gap = (self._weighted(scores) - self.target)[:, places]
+            weight = self.weight[:, places].clamp(min=1e-20)
             errors.append(float((gap.square() / weight).sum()))
         return errors
 
     def _queries(self, q: Tensor) -> Tensor:
-        return _rotated(_projected(self.query_inputs, q), self.query_rotation)
+        return _rotated(project(self.query_inputs, q), self.query_rotation)
 
     def _keys(self, k: Tensor) -> Tensor:
-        return _rotated(_projected(self.key_inputs, k), self.key_rotation)
+        return _rotated(project(self.key_inputs, k), self.key_rotation)
 
     def _weighted(self, scores: Tensor) -> Tensor:
         """The scores less their mean in every row, times the weights."""
-        mean = (self.weight * scores).sum(-1, keepdim=True) / self.row_weight
-        return scores.sub_(mean).mul_(self.weight)
+        scores.mul_(self.weight)
+        mean = scores.sum(-1, keepdim=True) / self.row_weight
+        return scores.addcmul_(self.weight, mean, value=-1)
+
+    def _by_group(self, per_query: Tensor) -> Tensor:
+        """(sequences, heads, rows, columns) to (sequences, groups, heads x rows, columns)."""
+        grouped: Tensor = per_query.unflatten(1, (self.groups, -1))
+        return grouped.flatten(2, 3)
 
     def _scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return self._weighted(queries @ keys[:, self.group_of].mT * self.scaling)
+        scores = self._by_group(queries * self.scaling) @ keys.mT
+        return self._weighted(scores.view(self.weight.shape))
 
     def _to_queries(self, weighted: Tensor, keys: Tensor) -> Tensor:
-        moved = weighted @ keys[:, self.group_of] * self.scaling
+        moved = (self._by_group(weighted) @ (keys * self.scaling)).unflatten(
+            2, (-1, weighted.shape[2])
+        )
+        moved = moved.flatten(1, 2)
         moved = moved if self.query_rotation is None else self.query_rotation.transposed(moved)
-        return torch.einsum("nhtd,nti->hdi", moved, self.query_inputs)
+        return _gathered(moved, self.query_inputs)
 
     def _to_keys(self, weighted: Tensor, queries: Tensor) -> Tensor:
-        per_query = weighted.mT @ queries * self.scaling
-        moved = per_query.new_zeros(len(per_query), self.groups, *per_query.shape[2:])
-        moved.index_add_(1, torch.tensor(self.group_of), per_query)
+        moved = self._by_group(weighted).mT @ self._by_group(queries * self.scaling)
         moved = moved if self.key_rotation is None else self.key_rotation.transposed(moved)
-        return torch.einsum("nhtd,nti->hdi", moved, self.key_inputs)
+        return _gathered(moved, self.key_inputs)
 
 
 def _best_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
@@ -195,25 +219,29 @@ class _OutputFit:
             )
         self.moment = torch.zeros(queries * joint, queries * joint)
         self.cross = torch.zeros(queries * joint, hidden)
-        mean, output_mean, rows = torch.zeros(queries * joint), torch.zeros(hidden), 0
-        values = _projected(activations.inputs["v"], heads.affine("v"))
+        mean, output_mean, tokens = torch.zeros(queries * joint), torch.zeros(hidden), 0
+        values = project(activations.inputs["v"], heads.affine("v"))
         of_group = torch.stack(
             [values[:, list(group)].transpose(1, 2).flatten(2) for group in groups], dim=1
         )
-        q = _rotated(_projected(activations.inputs["q"], heads.affine("q")), activations.rotation)
-        k = _rotated(_projected(activations.inputs["k"], heads.affine("k")), activations.rotation)
+        rows = torch.arange(0, activations.outputs.shape[1], VALUE_STRIDE)
+        q = _rotated(
+            project(activations.inputs["q"][:, rows], heads.affine("q")),
+            _at(activations.rotation, rows),
+        )
+        k = _rotated(project(activations.inputs["k"], heads.affine("k")), activations.rotation)
         for part in _one_by_one(len(q)):
-            attention = activations.attention(q[part], k[part], part)
+            attention = activations.attention(q[part], k[part], part, rows)
             read = attention @ of_group[part][:, self.group_of]
             read = read.transpose(1, 2).flatten(2).flatten(0, 1)
-            wanted = activations.outputs[part].flatten(0, 1)
+            wanted = activations.outputs[part][:, rows].flatten(0, 1)
             self.moment.addmm_(read.T, read)
             self.cross.addmm_(read.T, wanted)
             mean += read.sum(0)
             output_mean += wanted.sum(0)
-            rows += len(read)
-        self.moment, self.cross = self.moment / rows, self.cross / rows
-        self.mean, self.output_mean = mean / rows, output_mean / rows
+            tokens += len(read)
+        self.moment, self.cross = self.moment / tokens, self.cross / tokens
+        self.mean, self.output_mean = mean / tokens, output_mean / tokens
         if self.o_bias is not None:  # the bias takes care of the means
             self.moment -= torch.outer(self.mean, self.mean)
             self.cross -= torch.outer(self.mean, self.output_mean)
@@ -251,7 +279,8 @@ class _OutputFit:
         before = o.mT.flatten(0, 1).double()
         moment += ridge * torch.eye(len(moment), dtype=torch.float64)
         solved = torch.linalg.solve(moment, cross + ridge * before)
-        return solved.to(o).view(len(o), -1, o.shape[1]).mT.contiguous()
+        new: Tensor = solved.to(o).view(len(o), -1, o.shape[1]).mT
+        return new.contiguous()
 
     def _basis(self, basis: Tensor, o: Tensor) -> Tensor:
         gram = torch.einsum("hod,joc->hdjc", o, o)
@@ -270,7 +299,7 @@ class _OutputFit:
 def _ridge_solved(apply: object, right: Tensor, start: Tensor, ridge: float = RIDGE) -> Tensor:
     """Conjugate gradients from ``start``, held near it by a ridge of its own size."""
     image = apply(start)  # type: ignore[operator]
-    weight = ridge * float((image * start).sum() / (start * start).sum().clamp(min=1e-30))
+    weight = ridge * (image * start).sum() / (start * start).sum().clamp(min=1e-30)
     return conjugate_gradients(
         lambda x: apply(x) + weight * x,  # type: ignore[operator]
         right + weight * start,
@@ -279,14 +308,19 @@ def _ridge_solved(apply: object, right: Tensor, start: Tensor, ridge: float = RI
     )
 
 
-def _second_moment(inputs: Tensor) -> Tensor:
-    rows = inputs.flatten(0, 1)
-    return rows.T @ rows / len(rows)
+def _gathered(moved: Tensor, inputs: Tensor) -> Tensor:
+    """Sum over tokens of moved^T inputs, shape (heads, head_dim, hidden)."""
+    rows = moved.permute(1, 3, 0, 2).flatten(2).flatten(0, 1)
+    summed: Tensor = (rows @ inputs.flatten(0, 1)).unflatten(0, (moved.shape[1], -1))
+    return summed
 
 
-def _projected(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Shape (sequences, heads, length, head_dim)."""
-    return (inputs @ weight.flatten(0, 1).T).unflatten(-1, weight.shape[:2]).transpose(1, 2)
+def _whitening(moment: Tensor) -> Tensor:
+    """The symmetric map that makes inputs white, but for directions that hardly occur."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    values = values.clamp(min=float(values.mean()) * _WHITE_FLOOR)
+    white: Tensor = (vectors / values.sqrt()) @ vectors.T
+    return white.to(moment)
 
 
 def _rotated(x: Tensor, rotation: Rotation | None) -> Tensor:

@@ -13,7 +13,9 @@ def _norm_mean(k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
 
 def _restored(heads: Tensor) -> Tensor:
     pooled = heads.mean(0)
-    return pooled * (heads.flatten(1).norm(dim=1).mean() / pooled.norm().clamp(min=1e-12))
+    size = heads.flatten(1).norm(dim=1).mean() / pooled.norm().clamp(min=1e-12)
+    restored: Tensor = pooled * size
+    return restored
 
 
 norm_mean = each_group(_norm_mean)

@@ -52,7 +52,7 @@ def _turns(heads: Tensor, planes: Planes | None) -> Tensor:
 
 
 def _turn(cross: Tensor, planes: Planes | None) -> Tensor:
-    """The orthogonal T that maximises trace(T cross), among those that commute with the rotation."""
+    """The orthogonal T with the largest trace(T cross) that commutes with the rotation."""
     if planes is None:
         return _polar(cross)
     turn = torch.zeros_like(cross)
@@ -69,4 +69,5 @@ def _turn(cross: Tensor, planes: Planes | None) -> Tensor:
 
 def _polar(cross: Tensor) -> Tensor:
     left, _, right = torch.linalg.svd(cross)
-    return right.mT @ left.mT
+    turn: Tensor = right.mT @ left.mT
+    return turn

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -55,9 +56,10 @@ class Heads:
 
     def with_affine(self, role: str, weight: Tensor) -> Heads:
         """These heads with other weights of one role, given as ``affine`` gives them."""
-        if getattr(self, f"{role}_bias") is None:
-            return replace(self, **{role: weight})
-        return replace(self, **{role: weight[..., :-1], f"{role}_bias": weight[..., -1]})
+        changes: dict[str, Any] = {role: weight}
+        if getattr(self, f"{role}_bias") is not None:
+            changes = {role: weight[..., :-1], f"{role}_bias": weight[..., -1]}
+        return replace(self, **changes)
 
     def queries_of(self, group: Sequence[int]) -> list[int]:
         """Positions of the query heads of some KV heads."""
@@ -76,9 +78,11 @@ class Activations:
         keys: The same for its keys, one per KV head.
         rotation: The rotary embedding; None without one.
         scaling: Factor of the scores.
-        attention: The model's own attention: of queries, keys and a slice of sequences, the
-            probabilities, shape (sequences, query heads, length, length).
-        outputs: What the original model's output projection gave, shape (sequences, length, hidden).
+        attention: The model's own attention, for one sequence at a time: of the queries at some
+            rows, all keys, a slice of one sequence and these rows, the probabilities, shape
+            (1, query heads, rows, length).
+        outputs: What the original model's output projection gave, shape (sequences, length,
+            hidden).
     """
 
     inputs: dict[str, Float[Tensor, "sequences _ _"]]
@@ -86,8 +90,27 @@ class Activations:
     keys: Float[Tensor, "sequences kv_heads source head_dim"]
     rotation: Rotation | None
     scaling: float
-    attention: Callable[[Tensor, Tensor, slice], Tensor]
+    attention: Callable[[Tensor, Tensor, slice, Tensor], Tensor]
     outputs: Float[Tensor, "sequences length out"]
+
+    @cached_property
+    def second_moments(self) -> dict[str, Float[Tensor, "hidden hidden"]]:
+        """E[x x^T] of the inputs of every role; roles that share their input share the work."""
+        found: dict[str, Tensor] = {}
+        for role, inputs in self.inputs.items():
+            same = next((r for r in found if self.inputs[r] is inputs), None)
+            rows = inputs.flatten(0, 1)
+            found[role] = rows.T @ rows / len(rows) if same is None else found[same]
+        return found
+
+
+def project(
+    inputs: Float[Tensor, "sequences length hidden"],
+    weight: Float[Tensor, "heads head_dim hidden"],
+) -> Float[Tensor, "sequences heads length head_dim"]:
+    """What the heads of a projection make of their inputs."""
+    flat: Tensor = (inputs @ weight.flatten(0, 1).T).unflatten(-1, weight.shape[:2])
+    return flat.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from headprune.errors import PlanError
-from headprune.merging.spec import Activations, Heads, Setting
+from headprune.merging.spec import Activations, Heads, Setting, project
 from headprune.models.heads import read_heads, write_heads
-from headprune.runtime.modeling_headprune import Attention, LayerConfig
+from headprune.runtime.modeling_headprune import Attention, LayerConfig, stock_class
 from headprune.tensors.rotary import Planes, Rotation
 
 Convert = Callable[[Attention, Heads, Setting], Heads]
@@ -34,7 +34,7 @@ _AGREES = 1e-3  # relative: a rotary embedding other than the one assumed is off
 
 @dataclass
 class _Heard:
-    """What the attention function of a module was called with, in the original stream."""
+    """What the attention function of a module was called with; its context in the original."""
 
     query: Tensor
     key: Tensor
@@ -42,14 +42,15 @@ class _Heard:
     scaling: float
     arguments: dict[str, Any]
     eager: Callable[..., Any]
-    context: Tensor
+    context: Tensor | None = None
 
 
 class _Ear:
-    """Where the attention function leaves what it was called with."""
+    """Where the attention function leaves what it was called with, while it listens."""
 
     heard: _Heard | None = None
-    sequences: int = 0
+    sequences: int | None = None
+    context: Tensor | None = None
 
 
 _EAR = _Ear()
@@ -58,43 +59,52 @@ _EAR = _Ear()
 def _listening_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Keeps its arguments; attends in the original stream, and gives zeros in the other."""
-    eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
-    count = _EAR.sequences
+    """The model's own attention, one sequence at a time, which is kind to caches.
+
+    While listening it keeps its arguments, attends in the original stream only, and gives zeros in
+    the other.
+    """
+    eager = sys.modules[stock_class(module).__module__].eager_attention_forward
     scaling = arguments.pop("scaling", None) or query.shape[-1] ** -0.5
-    arguments["dropout"] = 0.0
-    heard = _Heard(query[:count], key[:count], attention_mask, scaling, arguments, eager, query)
-    context = [_attended(module, heard, value[:count], part)[0] for part in _each(count)]
-    heard.context = torch.cat(context)
-    _EAR.heard = heard
-    return torch.cat([heard.context, torch.zeros_like(heard.context)]), None
+    heard = _Heard(query, key, attention_mask, scaling, {**arguments, "dropout": 0.0}, eager)
+
+    def context(start: int, stop: int) -> Tensor:
+        parts = (slice(i, i + 1) for i in range(start, stop))
+        whole = slice(None)
+        return torch.cat(
+            [_attended(module, heard, query[p], key[p], value[p], p, whole)[0] for p in parts]
+        )
+
+    if _EAR.sequences is not None:
+        heard.context = context(0, _EAR.sequences)
+        _EAR.heard = heard
+        return torch.cat([heard.context, torch.zeros_like(heard.context)]), None
+    if _EAR.context is not None:  # the original stream has been here already
+        known, _EAR.context = _EAR.context, None
+        return torch.cat([known, context(len(known), len(query))]), None
+    return context(0, len(query)), None
 
 
 AttentionInterface.register(_LISTENING, _listening_attention)
 
 
 def _attended(
-    module: Any,
-    heard: _Heard,
-    value: Tensor,
-    part: slice,
-    query: Tensor | None = None,
-    key: Tensor | None = None,
+    module: Any, heard: _Heard, query: Tensor, key: Tensor, value: Tensor, part: slice, rows: Any
 ) -> tuple[Tensor, Tensor]:
-    """Context and probabilities of some sequences; with other queries and keys, if given."""
-    mask = heard.mask
-    if mask is not None and mask.shape[0] > 1:
-        mask = mask[part]
-    query = heard.query[part] if query is None else query
-    key = heard.key[part] if key is None else key
+    """Context and probabilities of some sequences, for the queries at some rows."""
+    length = heard.query.shape[2], heard.key.shape[2]
+
+    def at_rows(argument: Any) -> Any:
+        if not (isinstance(argument, Tensor) and argument.shape[-2:] == length):
+            return argument
+        argument = argument[part] if argument.shape[0] > 1 else argument
+        return argument[..., rows, :]
+
+    arguments = {name: at_rows(argument) for name, argument in heard.arguments.items()}
     context, probabilities = heard.eager(
-        module, query, key, value[part], mask, scaling=heard.scaling, **heard.arguments
+        module, query, key, value, at_rows(heard.mask), scaling=heard.scaling, **arguments
     )
     return context, probabilities
-
-
-def _each(count: int) -> Iterator[slice]:
-    return (slice(i, i + 1) for i in range(count))
 
 
 def convert_in_sequence(
@@ -125,12 +135,12 @@ def convert_in_sequence(
             )
         done.add(attention.path)
         heads = read_heads(attention)
-        setting = _setting(attention, heads, count, args, kwargs)
+        setting, context = _setting(attention, heads, count, args, kwargs)
         _run_both(attention, count, convert(attention, heads, setting))
+        _EAR.context = context
 
     count = next(iter(inputs.values())).shape[0]
     both = {name: torch.cat([value, value]) for name, value in inputs.items()}
-    done: set[str] = set()
     try:
         _run(model, attentions, both, on_module)
     finally:
@@ -151,7 +161,7 @@ def geometry(
 
     def on_module(attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            setting = _setting(attention, read_heads(attention), count, args, kwargs)
+            setting, _ = _setting(attention, read_heads(attention), count, args, kwargs)
         except PlanError:
             setting = Setting(linear=False)
         found.setdefault(attention.path, replace(setting, activations=None))
@@ -192,9 +202,10 @@ def _run(
     # what a module leaves in a cache would be there when it runs once more
     options = {"use_cache": False} if "use_cache" in takes else {}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _listening(attentions):
             model.base_model(**inputs, **options)
     finally:
+        _EAR.context = None
         model.set_attn_implementation(before)
         for handle in handles:
             handle.remove()
@@ -214,14 +225,13 @@ def _listened(
         return hook
 
     handles = [p.module.register_forward_pre_hook(keep(p)) for p in attention.projections]
-    module, _EAR.sequences, _EAR.heard = attention.module, count, None
-    with _own_config(module):
-        try:
-            module(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-    heard, _EAR.heard = _EAR.heard, None
+    _EAR.sequences = count
+    try:
+        attention.module(*args, **kwargs)
+    finally:
+        heard, _EAR.heard, _EAR.sequences = _EAR.heard, None, None
+        for handle in handles:
+            handle.remove()
     if heard is None or heard.query.dim() != 4 or not {"q", "k", "v"} <= set(entered):
         raise PlanError(
             f"'{attention.path}' does not hand its queries and keys to transformers' attention "
@@ -232,13 +242,17 @@ def _listened(
 
 
 @contextmanager
-def _own_config(module: nn.Module) -> Iterator[None]:
-    before = getattr(module, "config", None)
-    module.config = LayerConfig(before, {"_attn_implementation": _LISTENING})  # type: ignore[assignment]
+def _listening(attentions: Sequence[Attention]) -> Iterator[None]:
+    """Has attention modules call the function that can listen."""
+    before = [getattr(attention.module, "config", None) for attention in attentions]
+    for attention, config in zip(attentions, before, strict=True):
+        own = LayerConfig(config, {"_attn_implementation": _LISTENING})
+        attention.module.config = own  # type: ignore[assignment]
     try:
         yield
     finally:
-        module.config = before  # type: ignore[assignment]
+        for attention, config in zip(attentions, before, strict=True):
+            attention.module.config = config  # type: ignore[assignment]
 
 
 def _setting(
@@ -247,36 +261,39 @@ def _setting(
     count: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Setting:
+) -> tuple[Setting, Tensor]:
+    """What a merge may know of a module, and what the original's heads read in it."""
     heard, entered = _listened(attention, count, args, kwargs)
     module = attention.module
-    projected = {
-        role: _projected(entered[role][:count].float(), heads.affine(role)) for role in ("q", "k")
-    }
+    projected = {}
+    for role in ("q", "k"):
+        one = getattr(heads, f"{role}_bias") is not None
+        projected[role] = project(_with_one(entered[role][:1].float(), one), heads.affine(role))
     rotation, factor = _found_rotation(projected, heard, kwargs)
     linear = factor is not None
     scaling = heard.scaling * (factor or 1.0)
-    queries = heard.query.float() / (factor or 1.0)
-    value = heard.query.new_zeros(count, heads.k.shape[0], heard.key.shape[2], heads.v.shape[1])
+    queries = heard.query[:count].float() / (factor or 1.0)
+    value = heard.query.new_zeros(1, heads.k.shape[0], heard.key.shape[2], heads.v.shape[1])
 
-    def probabilities(query: Tensor, key: Tensor, part: slice) -> Tensor:
-        query = (query * (factor or 1.0)).to(heard.query)
-        return _attended(module, heard, value, part, query, key.to(heard.key))[1].float()
+    def probabilities(query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
+        query, key = (query * (factor or 1.0)).to(heard.query), key.to(heard.key)
+        return _attended(module, heard, query, key, value, part, rows)[1].float()
 
+    assert heard.context is not None
     target = attention.output_projection(heard.context.flatten(2)).float()
-    inputs = {
-        role: _with_one(entered[role][count:].float(), getattr(heads, f"{role}_bias") is not None)
-        for role in ("q", "k", "v")
-    }
+    made: dict[tuple[int, bool], Tensor] = {}  # roles mostly share one input
+    inputs = {}
+    for role in ("q", "k", "v"):
+        one = getattr(heads, f"{role}_bias") is not None
+        key = (entered[role].data_ptr(), one)
+        if key not in made:
+            made[key] = _with_one(entered[role][count:].float(), one)
+        inputs[role] = made[key]
     activations = Activations(
-        inputs, queries, heard.key.float(), rotation, scaling, probabilities, target
+        inputs, queries, heard.key[:count].float(), rotation, scaling, probabilities, target
     )
-    return Setting(None if rotation is None else rotation.planes, linear, activations)
-
-
-def _projected(inputs: Tensor, affine: Tensor) -> Tensor:
-    inputs = _with_one(inputs, affine.shape[-1] > inputs.shape[-1])
-    return (inputs @ affine.flatten(0, 1).T).unflatten(-1, affine.shape[:2]).transpose(1, 2)
+    planes = None if rotation is None else rotation.planes
+    return Setting(planes, linear, activations), heard.context
 
 
 def _with_one(inputs: Tensor, wanted: bool) -> Tensor:
@@ -296,9 +313,9 @@ def _found_rotation(
             projected[role] if rotation is None else rotation.apply(projected[role])
             for role in ("q", "k")
         ]
-        if turned[0].shape != heard.query.shape or turned[1].shape != heard.key.shape:
+        query, key = heard.query[:1].float(), heard.key[:1].float()
+        if turned[0].shape != query.shape or turned[1].shape != key.shape:
             continue
-        query, key = heard.query.float(), heard.key.float()
         factor = float((turned[0] * query).sum() / turned[0].square().sum().clamp(min=1e-30))
         exact = heard.query.dtype in (torch.float32, torch.float64)
         tolerance = _AGREES if exact else 20 * _AGREES
@@ -310,12 +327,14 @@ def _found_rotation(
 def _candidates(position_embeddings: Any, heard: _Heard) -> Iterator[Rotation]:
     if not (isinstance(position_embeddings, tuple) and len(position_embeddings) == 2):
         return
-    cos, sin = (table.float()[0] if table.dim() == 3 else table.float() for table in position_embeddings)
+    cos, sin = (
+        table.float()[0] if table.dim() == 3 else table.float() for table in position_embeddings
+    )
     if cos.dim() != 2 or cos.shape[0] != heard.query.shape[2]:
         return
     width, head_dim = cos.shape[1], heard.query.shape[3]
     half = width // 2
-    if width <= head_dim:
+    if width <= head_dim and width % 2 == 0:
         yield Rotation(Planes.halves(width, head_dim), cos[:, :half], sin[:, :half])
         yield Rotation(Planes.interleaved(width, head_dim), cos[:, ::2], sin[:, ::2])
         yield Rotation(Planes.interleaved(width, head_dim), cos[:, :half], sin[:, :half])
@@ -328,7 +347,7 @@ def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 
 def _run_both(attention: Attention, count: int, heads: Heads) -> None:
-    """Until the output projection has run, converts the second stream; then both weights are new."""
+    """Converts the second stream; once the output projection has run, the weights are new."""
     own = tuple(
         replace(projection, module=copy.deepcopy(projection.module))
         for projection in attention.projections
@@ -336,7 +355,7 @@ def _run_both(attention: Attention, count: int, heads: Heads) -> None:
     converted = replace(attention, projections=own)
     write_heads(converted, heads)
     for projection, new in zip(attention.projections, own, strict=True):
-        projection.module.forward = _split(  # type: ignore[method-assign]
+        projection.module.forward = _split(
             projection.module.forward, new.module, count, lambda: None
         )
     output = next(p.module for p in attention.projections if p.holds == "o")
@@ -348,7 +367,7 @@ def _run_both(attention: Attention, count: int, heads: Heads) -> None:
 
     new_output = next(p.module for p in own if p.holds == "o")
     output.__dict__.pop("forward", None)
-    output.forward = _split(output.forward, new_output, count, finish)  # type: ignore[method-assign]
+    output.forward = _split(output.forward, new_output, count, finish)
 
 
 def _split(

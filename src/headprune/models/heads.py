@@ -19,11 +19,11 @@ def read_heads(attention: Attention) -> Heads:
     """
     found: dict[str, Tensor | None] = {}
     for projection in attention.projections:
-        weight, bias = projection.module.get_parameter("weight").detach(), projection.module.bias
+        weight, bias = _parameters(projection.module)
         if projection.holds == "o":
             inwards = weight if input_dim(projection.module) == 1 else weight.T
             found["o"] = inwards.unflatten(1, (attention.query_heads, -1)).transpose(0, 1)
-            found["o_bias"] = None if bias is None else bias.detach()
+            found["o_bias"] = bias
             continue
         outwards = weight if input_dim(projection.module) == 1 else weight.T
         for role, rows in _rows(attention, projection).items():
@@ -33,7 +33,7 @@ def read_heads(attention: Attention) -> Heads:
                     "merge knows how to share."
                 )
             found[role] = outwards[rows.to(weight.device)]
-            found[f"{role}_bias"] = None if bias is None else bias.detach()[rows.to(bias.device)]
+            found[f"{role}_bias"] = None if bias is None else bias[rows.to(bias.device)]
     if not {"q", "k", "v", "o"} <= set(found):
         raise PlanError(f"'{attention.path}' has no K and V for every KV head to share.")
     copies = {name: None if t is None else t.float().clone() for name, t in found.items()}
@@ -45,19 +45,23 @@ def write_heads(attention: Attention, heads: Heads) -> None:
     """Writes weights back into the module they were read from; shapes are those it has."""
     for projection in attention.projections:
         module = projection.module
-        weight, bias = module.get_parameter("weight"), module.bias
+        weight, bias = _parameters(module)
         transposed = input_dim(module) == 0
         if projection.holds == "o":
             inwards = heads.o.transpose(0, 1).flatten(1).to(weight)
             weight.copy_(inwards.T if transposed else inwards)
-            if heads.o_bias is not None:
-                _set_bias(module, heads.o_bias)
+            if bias is not None and heads.o_bias is not None:
+                bias.copy_(heads.o_bias.to(bias))
             continue
         outwards = weight.T if transposed else weight
         for role, rows in _rows(attention, projection).items():
-            outwards[rows.flatten().to(weight.device)] = getattr(heads, role).flatten(0, 1).to(weight)
+            outwards[rows.flatten().to(weight.device)] = (
+                getattr(heads, role).flatten(0, 1).to(weight)
+            )
             if bias is not None:
-                bias[rows.flatten().to(bias.device)] = getattr(heads, f"{role}_bias").flatten().to(bias)
+                bias[rows.flatten().to(bias.device)] = (
+                    getattr(heads, f"{role}_bias").flatten().to(bias)
+                )
 
 
 def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
@@ -67,7 +71,8 @@ def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tenso
     return role_slices(projection.holds, projection.groups, total, projection.head_dim)
 
 
-def _set_bias(module: nn.Module, bias: Tensor) -> None:
-    if module.bias is None:
-        raise PlanError(f"{type(module).__name__} has no bias to write to.")
-    module.get_parameter("bias").copy_(bias.to(module.get_parameter("bias")))
+def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, as they lie in the module."""
+    own = dict(module.named_parameters(recurse=False))
+    bias = own.get("bias")
+    return own["weight"].detach(), None if bias is None else bias.detach()

@@ -156,9 +156,7 @@ def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
         module, holds, head_dim = projection.module, projection.holds, projection.head_dim
         if not holds:
             continue
-        rows = projection_slices(
-            holds, projection.groups, kept, total, head_dim, cut.group_sizes
-        )
+        rows = projection_slices(holds, projection.groups, kept, total, head_dim, cut.group_sizes)
         weight, bias = f"{projection.path}.weight", f"{projection.path}.bias"
         if holds == "o":
             scale = None
@@ -219,13 +217,12 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     )
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
     ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
+    shared = any(max(cut.group_sizes, default=1) > 1 for cut in cuts)
     even = len(counts) == 1 and min(counts)[0] > 0 and native and not ragged
+    even = even and (family.kv_heads_key is not None or not shared)
     # an uncut model of any family is what its config already says
-    return Shape.NATIVE if even or (untouched and not _already_cut(cuts)) else Shape.RUNTIME
-
-
-def _already_cut(cuts: Sequence[Cut]) -> bool:
-    return any(cut.attention.query_ids != tuple(range(cut.attention.query_heads)) for cut in cuts)
+    already_cut = getattr(config, "headprune", None) is not None
+    return Shape.NATIVE if even or (untouched and not already_cut) else Shape.RUNTIME
 
 
 def _replace(model: nn.Module, index_map: IndexMap) -> None:

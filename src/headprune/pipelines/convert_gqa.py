@@ -156,9 +156,7 @@ def convert_gqa(
     pruned = write_proven(net, source, model, plan, cuts, output, True, on_stage, facts)
     before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
     kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}
-    return Converted(
-        pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens
-    )
+    return Converted(pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens)
 
 
 def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
@@ -171,8 +169,9 @@ def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
     if all(attention.kv_heads <= 1 for attention in attentions):
         raise PlanError("The model has one KV head per layer already; there is nothing to merge.")
     for attention in attentions:
-        parameters = dict(attention.module.named_parameters())
-        per_head = [n for n, role in family.per_head.items() if role == "k" and n in parameters]
+        parameters = [name for name, _ in attention.module.named_parameters()]
+        of_keys = [name for name, role in family.per_head.items() if role == "k"]
+        per_head = [n for n in of_keys if any(f"{p}.".startswith(f"{n}.") for p in parameters)]
         if per_head:
             raise PlanError(
                 f"'{attention.path}' has a norm with weights of its own for every KV head "

@@ -5,27 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from datasets import Dataset
-from safetensors import SafetensorError
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headprune._version import __version__
 from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import GatesMetadata, write_gates
 from headprune.config import DataConfig, Objective, Train, TrainGatesConfig, write_yaml
-from headprune.data.sources import read_examples
-from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
-from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.errors import CheckpointError, HeadpruneError
 from headprune.models.attention import attention_of, identity, of_kinds, refuse_unknown_settings
 from headprune.models.gating import gated
 from headprune.models.loading import (
@@ -37,9 +29,16 @@ from headprune.models.loading import (
 from headprune.models.planning import default_unit, head_budget, unit_sizes
 from headprune.models.refusals import refuse_without_text
 from headprune.tensors.units import Unit
+from headprune.training.batches import batches
 from headprune.training.gates import Gates
-from headprune.training.objectives import Batch, Distillation, Loss, labelled
+from headprune.training.objectives import Distillation, Loss, labelled
 from headprune.training.rounds import default_count, plan_rounds
+from headprune.training.slim import (
+    Interrupted,
+    disk_errors,
+    last_complete_checkpoint,
+    stop_on_interrupt,
+)
 from headprune.training.sparsity import ConstantPenalty, HeadTarget, Sparsity
 from headprune.training.trainer import (
     GateCallback,
@@ -47,7 +46,6 @@ from headprune.training.trainer import (
     GateTrainer,
     StepRecord,
     freeze,
-    last_complete_checkpoint,
     training_arguments,
 )
 
@@ -66,12 +64,6 @@ class GatesRun:
     output: Path
     metadata: GatesMetadata
     ragged: bool
-
-
-class Interrupted(HeadpruneError):
-    """The user stopped the training; it can go on from its last checkpoint."""
-
-    exit_code = 130
 
 
 def train_gates(
@@ -122,7 +114,7 @@ def train_gates(
     on_stage("reading the data")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     objective = _objective(config.objective, net, data)
-    rows, collate = _batches(objective, net, tokenizer, data, config)
+    rows, collate = batches(objective, net, tokenizer, data, config)
     loss: Loss = labelled
     if objective is Objective.DISTILL:
         frozen = config.train is Train.GATES
@@ -144,11 +136,11 @@ def train_gates(
         data_collator=collate,
     )
     on_stage("training")
-    with gated(attentions, gates.source), _stop_on_interrupt() as stopped:
+    with gated(attentions, gates.source), stop_on_interrupt() as stopped:
         callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
         trainer.add_callback(callback)
         checkpoint = last_complete_checkpoint(output / "checkpoints") if resume else None
-        with _disk_errors(output):
+        with disk_errors(output):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.interrupted:
         raise Interrupted(
@@ -236,87 +228,6 @@ def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Obje
             f"{natural.value}" + ("." if natural is Objective.DISTILL else " or distill.")
         )
     return asked
-
-
-def _batches(
-    objective: Objective,
-    net: PreTrainedModel,
-    tokenizer: Any,
-    data: DataConfig,
-    config: TrainGatesConfig,
-) -> tuple[Dataset, Callable[[list[dict[str, Any]]], Batch]]:
-    examples = read_examples(data)
-    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
-    if config.seq_len > positions:
-        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
-    decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
-    packed = objective is not Objective.TASK and not examples.rows_are_documents
-    if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
-        rows = packed_windows(
-            examples,
-            tokenizer,
-            config.seq_len,
-            need=config.batch_size,
-            specials=task_of(net) != "causal-lm",
-        )
-
-        def collate(features: list[dict[str, Any]]) -> Batch:
-            batch = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
-            batch["labels"] = batch["input_ids"]
-            if objective is Objective.MLM:
-                batch["input_ids"], batch["labels"] = masked(
-                    batch["input_ids"], tokenizer, config.seed
-                )
-            return {**batch, **decoder}
-
-        return rows, collate
-    if task_of(net) == "seq2seq-lm":
-        rows = translation_rows(examples, tokenizer, config.seq_len)
-        collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
-    else:
-        labels = net.config.label2id if objective is Objective.TASK else None
-        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
-        collator = DataCollatorWithPadding(tokenizer)
-    if len(rows) < config.batch_size:
-        raise DataError(
-            f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
-            "Give more data or a smaller --batch-size."
-        )
-    return rows, lambda features: dict(collator(features))
-
-
-@contextmanager
-def _disk_errors(output: Path) -> Iterator[None]:
-    """A checkpoint that cannot be written ends the run in a sentence."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-            raise
-        raise CheckpointError(
-            f"Could not write to '{output}' ({str(error).splitlines()[0]}). Free some space, then "
-            "go on from the last whole checkpoint with --resume."
-        ) from error
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """The first Ctrl-C ends the training after the current step; a second one ends it at once."""
-    stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped
-        return
-
-    def handler(signum: int, frame: Any) -> None:
-        if stopped.is_set():
-            raise KeyboardInterrupt
-        stopped.set()
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _finish(

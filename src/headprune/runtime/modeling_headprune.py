@@ -17,16 +17,18 @@ with its attention resized after ``__init__``. No modelling code is copied.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, Cache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
@@ -240,7 +242,7 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
     _write_sizes(attention, family)
     mixin = _mixin(attention, family)
     if mixin is None:
-        attention.module.__class__ = _stock_class(attention.module)
+        attention.module.__class__ = stock_class(attention.module)
     else:
         _change_class(attention.module, mixin)
         attention.module.headprune = _Facts(attention, family)  # type: ignore[assignment]
@@ -312,7 +314,7 @@ def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
 def _repeat_output(projection: ProjectionModule, attention: Attention, repeat: bool) -> None:
     """Makes a projection give K and V once per query head, or as it computes them."""
     if not repeat:
-        projection.module.__class__ = _stock_class(projection.module)
+        projection.module.__class__ = stock_class(projection.module)
         return
     head_dim, queries, kv_heads = projection.head_dim, attention.query_heads, attention.kv_heads
     if projection.groups:  # [q ... q k v] per KV head; the stock class reads [q k v] per head
@@ -383,7 +385,7 @@ def repeating_attention(
     Shapes are (batch, heads, length, head_dim). The cache holds every KV head once; how it goes on
     is for the model's own attention implementation.
     """
-    home = sys.modules[_stock_class(module).__module__]
+    home = sys.modules[stock_class(module).__module__]
     eager = getattr(home, "eager_attention_forward", None)
     name = module.config.shared._attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -406,8 +408,28 @@ class _SharingCache:
         keys, values = self.cache.update(*own, *args, **kwargs)
         return keys[:, self.owners], values[:, self.owners]
 
+    @property
+    def layers(self) -> Any:
+        """The layers, for an attention that reads what cross attention left in them."""
+        return self
+
+    def __getitem__(self, layer: int) -> Any:
+        stored = self.cache.layers[layer]
+        return SimpleNamespace(
+            keys=stored.keys[:, self.owners], values=stored.values[:, self.owners]
+        )
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
+
+
+def _sharing(cache: Any, firsts: list[int], owners: list[int]) -> Any:
+    if isinstance(cache, EncoderDecoderCache):
+        both = copy.copy(cache)
+        for part in ("self_attention_cache", "cross_attention_cache"):
+            setattr(both, part, _SharingCache(getattr(cache, part), firsts, owners))
+        return both
+    return _SharingCache(cache, firsts, owners) if isinstance(cache, Cache) else cache
 
 
 class _Facts:
@@ -486,14 +508,10 @@ class PartOfHeads(_Changed):
             elif position < len(positional):
                 positional[position] = self._own(positional[position], dim, batch)
         if self.headprune.repeats_output:
-            positional = [self._sharing(argument) for argument in positional]
-            kwargs = {name: self._sharing(argument) for name, argument in kwargs.items()}
+            heads = self.headprune.firsts, self.headprune.owners
+            positional = [_sharing(argument, *heads) for argument in positional]
+            kwargs = {name: _sharing(argument, *heads) for name, argument in kwargs.items()}
         return positional, kwargs
-
-    def _sharing(self, argument: Any) -> Any:
-        if not isinstance(argument, Cache):
-            return argument
-        return _SharingCache(argument, self.headprune.firsts, self.headprune.owners)
 
     def _own(self, tensor: Any, dim: int | str, batch: int) -> Any:
         if tensor is None:
@@ -618,10 +636,11 @@ def _mixed(mixin: type, native: Any) -> type:
 
 
 def _change_class(module: nn.Module, mixin: type) -> None:
-    module.__class__ = _mixed(mixin, _stock_class(module))
+    module.__class__ = _mixed(mixin, stock_class(module))
 
 
-def _stock_class(module: nn.Module) -> type:
+def stock_class(module: nn.Module) -> type:
+    """The class of transformers behind a module that may have been changed."""
     cls = type(module)
     return cls.__bases__[1] if issubclass(cls, _Changed) else cls
 

@@ -5,10 +5,10 @@ free, and the best shared subspace is a truncated singular value decomposition. 
 in the joint space of the group's heads, r = [k_1; ...; k_n] or [v_1; ...; v_n], with the second
 moment M = E[r r^T] that calibration gives: M = L L^T makes z = L^-1 r white.
 
-    V        sum_h E|W_Oh v_h - W_Oh' s|^2, s = B r:         right singular vectors of [W_Oh E_h L]_h
-    K        sum_h E(q_h^T k_h - q_h'^T s)^2, q and k apart: right singular vectors of [Q_h E_h L]_h
-    K, rotary: only what commutes with the rotation can move to the queries, one complex factor per
-             plane; so the same in every plane, with complex numbers and rank 1
+    V   sum_h E|W_Oh v_h - W_Oh' s|^2 with s = B r: right singular vectors of [W_Oh E_h L]_h
+    K   sum_h E(q_h^T k_h - q_h'^T s)^2, q apart from k: right singular vectors of [Q_h E_h L]_h
+    K, rotary: only what commutes with the rotation can move to the queries, one complex factor
+        per plane; so the same in every plane, with complex numbers and rank 1
 
 where E_h picks head h out of r and Q_h^T Q_h = E[q_h q_h^T].
 """
@@ -180,4 +180,5 @@ def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
 
 def _leading(total: Tensor, count: int) -> Tensor:
     """The ``count`` eigenvectors of the largest eigenvalues, largest first."""
-    return torch.linalg.eigh(total)[1].flip(-1)[:, :count]
+    vectors: Tensor = torch.linalg.eigh(total)[1]
+    return vectors.flip(-1)[:, :count]

@@ -12,20 +12,23 @@ def conjugate_gradients(
 ) -> Tensor:
     """Solves ``apply(x) = right`` for a symmetric positive operator, in a few steps from ``start``.
 
+    Entries along the first dimension are problems of their own, each with its own step lengths.
     Each step lowers the quadratic x.apply(x)/2 - right.x, so that stopping early is safe.
     """
     x = start
     rest = right - apply(x)
-    direction, size = rest, float((rest * rest).sum())
+    direction, size = rest, _dot(rest, rest)
     for _ in range(steps):
-        if size <= 0:
-            break
         image = apply(direction)
-        curvature = float((direction * image).sum())
-        if curvature <= 0:
-            break
-        length = size / curvature
+        curvature = _dot(direction, image)
+        length = (size / curvature.clamp(min=1e-30)).where(curvature > 0, 0)
         x, rest = x + length * direction, rest - length * image
-        new = float((rest * rest).sum())
-        direction, size = rest + new / size * direction, new
+        new = _dot(rest, rest)
+        direction = rest + (new / size.clamp(min=1e-30)) * direction
+        size = new
     return x
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    product = (a * b).flatten(1).sum(1)
+    return product.view(-1, *[1] * (a.dim() - 1))

@@ -46,16 +46,23 @@ class Distillation:
         with torch.no_grad():
             wanted = (self.teacher or model)(**inputs)
         gates.draw(batch["input_ids"].shape[0])
-        got = model(**inputs)
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        if "decoder_input_ids" in batch:  # then the logits are those of the target
-            mask = (batch["labels"] != -100).long()
-        if "logits" in got:
-            logits, target = got.logits, wanted.logits
-            if logits.dim() == 2:  # one row of class logits per sequence
-                return kl_divergence(logits[:, None], target[:, None], torch.ones_like(mask[:, :1]))
-            return kl_divergence(logits, target, mask)
-        return relative_error(got.last_hidden_state, wanted.last_hidden_state, mask)
+        return divergence(model(**inputs), wanted, batch)
+
+
+def divergence(got: Any, wanted: Any, batch: Batch) -> Tensor:
+    """How far a model's outputs are from another's, averaged over real tokens.
+
+    KL on logits, or the relative error of the last hidden states where there are none.
+    """
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    if "decoder_input_ids" in batch:  # then the logits are those of the target
+        mask = (batch["labels"] != -100).long()
+    if "logits" in got:
+        logits, target = got.logits, wanted.logits
+        if logits.dim() == 2:  # one row of class logits per sequence
+            return kl_divergence(logits[:, None], target[:, None], torch.ones_like(mask[:, :1]))
+        return kl_divergence(logits, target, mask)
+    return relative_error(got.last_hidden_state, wanted.last_hidden_state, mask)
 
 
 def kl_divergence(

@@ -1,0 +1,206 @@
+"""headprune heal: a smaller model is trained to match the one it came from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from headprune.checkpoint.folders import check_output
+from headprune.config import DataConfig, Dtype, HealConfig, Objective, write_yaml
+from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.models.attention import attention_of
+from headprune.models.loading import from_pretrained, load_tokenizer
+from headprune.models.planning import plan_from_scores
+from headprune.models.refusals import refuse_without_text
+from headprune.models.surgery import resolve
+from headprune.pipelines.prune import Pruned, Stage, load, write_proven
+from headprune.tensors.units import Unit
+from headprune.training.batches import batches
+from headprune.training.heal import HealedModel, HealTrainer, heal_arguments, merged, trainable
+from headprune.training.objectives import Batch
+from headprune.training.slim import (
+    HistoryCallback,
+    Interrupted,
+    Step,
+    disk_errors,
+    last_complete_checkpoint,
+    stop_on_interrupt,
+)
+
+HELD_OUT = 8  # rows of the text that are not trained on, to compare before with after
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A finished healing.
+
+    Attributes:
+        pruned: The result, as of every command that writes a model.
+        before: Divergence from the teacher on held-out rows, before.
+        after: The same, after.
+        steps: Optimiser steps made.
+    """
+
+    pruned: Pruned
+    before: float
+    after: float
+    steps: int
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        manifest = self.pruned.manifest.model_dump(mode="json")
+        divergence = {"before": self.before, "after": self.after}
+        return {"steps": self.steps, "divergence": divergence, "manifest": manifest}
+
+
+def heal(
+    model: str | Path,
+    teacher: str | Path,
+    data: DataConfig,
+    output: Path,
+    config: HealConfig,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    assume_supported: bool = False,
+    on_step: Callable[[Step], None] = lambda record: None,
+    on_stage: Stage = lambda stage: None,
+) -> Healed:
+    """Trains a cut or converted model to match its teacher, and writes it, proven.
+
+    Checkpoints lie beside ``output`` in a folder of its name with ``-checkpoints`` until the end.
+
+    Args:
+        model: The model to heal: folder or hub id.
+        teacher: The model to match: folder or hub id.
+        data: Plain text; labels are not used.
+        output: Folder to write; it appears whole or not at all.
+        config: How to train.
+        resume: Go on from the last checkpoint of an interrupted run with the same settings.
+        overwrite: Replace an existing output.
+        trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
+        on_step: Called after every optimiser step.
+        on_stage: Called with a few words before every stage.
+
+    Raises:
+        HeadpruneError: If models and data do not fit together, or the output cannot be written.
+        Interrupted: After Ctrl-C; a checkpoint has been written.
+        ProofError: If the folder does not compute what the healed model computes.
+    """
+    check_output(output, overwrite)
+    work = output.with_name(f"{output.name}-checkpoints")
+    settings = {
+        "model": str(model),
+        "teacher": str(teacher),
+        "data": data.model_dump(mode="json"),
+        "heal": config.model_dump(mode="json"),
+    }
+    _prepare(work, settings, resume)
+    on_stage("loading both models")
+    net, source = load(model, Dtype.FLOAT32, trust_remote_code, assume_supported)
+    refuse_without_text(net, "heal")
+    dtype = "bfloat16" if config.bf16 else "float32"
+    original = from_pretrained(teacher, dtype=dtype, trust_remote_code=trust_remote_code)
+    _check_pair(net, original)
+    on_stage("reading the data")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
+    rows, held_out = _split(rows, config.batch_size)
+    if config.gradient_checkpointing:
+        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    student = trainable(net, attention_of(net), config)
+    healed = HealedModel(student, original, config.bf16)
+    trainer = HealTrainer(
+        model=healed,
+        args=heal_arguments(config, work / "checkpoints"),
+        train_dataset=rows,
+        data_collator=collate,
+    )
+    on_stage("measuring before")
+    before = _divergence(healed, held_out, collate)
+    on_stage("healing")
+    with stop_on_interrupt() as stopped:
+        callback = HistoryCallback(trainer, work / "history.jsonl", on_step, stopped.is_set)
+        trainer.add_callback(callback)
+        checkpoint = last_complete_checkpoint(work / "checkpoints") if resume else None
+        with disk_errors(work):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if callback.interrupted:
+        raise Interrupted(
+            f"Stopped after step {trainer.state.global_step} of {config.steps}; a checkpoint is in "
+            f"'{work}'. Go on with the same command and --resume."
+        )
+    on_stage("measuring after")
+    after = _divergence(healed, held_out, collate)
+    net = merged(student, config).cpu().eval()
+    plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
+    cuts = resolve(plan.model_copy(update={"model": None}), net)
+    pruned = write_proven(net, source, model, plan, cuts, output, True, on_stage)
+    history = work / "history.jsonl"
+    shutil.copyfile(history, output / "heal.jsonl")
+    shutil.rmtree(work, ignore_errors=True)
+    return Healed(pruned, before, after, trainer.state.global_step)
+
+
+def _prepare(work: Path, settings: dict[str, Any], resume: bool) -> None:
+    path = work / "config.yaml"
+    if resume:
+        if not path.is_file():
+            raise CheckpointError(f"There is no run in '{work}' to resume; leave out --resume.")
+        if yaml.safe_load(path.read_text(encoding="utf-8")) != settings:
+            raise CheckpointError(
+                f"The run in '{work}' was started with other settings; see its config.yaml. "
+                "Resume it with the same ones, or start anew without --resume."
+            )
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+        write_yaml(settings, path)
+    except OSError as error:
+        raise CheckpointError(f"Could not write '{work}': {error}.") from None
+
+
+def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    sizes = [m.config.get_text_config().vocab_size for m in (student, teacher)]
+    if type(student).__name__ != type(teacher).__name__ or sizes[0] != sizes[1]:
+        raise HeadpruneError(
+            f"The model to heal is a {type(student).__name__} over {sizes[0]:,} tokens, the "
+            f"teacher a {type(teacher).__name__} over {sizes[1]:,}. Give the model it came from."
+        )
+
+
+def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
+    """Training rows, and a few that are held out."""
+    count = min(HELD_OUT, len(rows) // 4)
+    if len(rows) - count < batch_size or not count:
+        raise DataError(
+            f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
+            "hold some out. Give more text, or a smaller --seq-len."
+        )
+    first = len(rows) - count
+    return rows.select(range(first)), rows.select(range(first, len(rows)))
+
+
+@torch.no_grad()
+def _divergence(
+    healed: HealedModel, rows: Dataset, collate: Callable[[list[dict[str, Any]]], Batch]
+) -> float:
+    healed.eval()
+    device = next(healed.parameters()).device
+    total = 0.0
+    for index in range(len(rows)):
+        batch = collate([rows[index]])
+        moved = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
+        total += float(healed(moved))
+    return total / len(rows)

@@ -1,0 +1,69 @@
+"""From training text to batches, as a model's task and the objective need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel
+
+from headprune.config import DataConfig, HealConfig, Objective, TrainGatesConfig
+from headprune.data.sources import read_examples
+from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
+from headprune.errors import DataError
+from headprune.models.loading import task_of
+from headprune.training.objectives import Batch
+
+
+def batches(
+    objective: Objective,
+    net: PreTrainedModel,
+    tokenizer: Any,
+    data: DataConfig,
+    config: TrainGatesConfig | HealConfig,
+) -> tuple[Dataset, Callable[[list[dict[str, Any]]], Batch]]:
+    """Rows of training text, and what makes a batch of some of them.
+
+    Raises:
+        DataError: If the text is too short, or its windows too long for the model.
+    """
+    examples = read_examples(data)
+    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
+    if config.seq_len > positions:
+        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
+    decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
+    packed = objective is not Objective.TASK and not examples.rows_are_documents
+    if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
+        rows = packed_windows(
+            examples,
+            tokenizer,
+            config.seq_len,
+            need=config.batch_size,
+            specials=task_of(net) != "causal-lm",
+        )
+
+        def collate(features: list[dict[str, Any]]) -> Batch:
+            batch = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
+            batch["labels"] = batch["input_ids"]
+            if objective is Objective.MLM:
+                batch["input_ids"], batch["labels"] = masked(
+                    batch["input_ids"], tokenizer, config.seed
+                )
+            return {**batch, **decoder}
+
+        return rows, collate
+    if task_of(net) == "seq2seq-lm":
+        rows = translation_rows(examples, tokenizer, config.seq_len)
+        collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
+    else:
+        labels = net.config.label2id if objective is Objective.TASK else None
+        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
+        collator = DataCollatorWithPadding(tokenizer)
+    if len(rows) < config.batch_size:
+        raise DataError(
+            f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
+            "Give more data or a smaller --batch-size."
+        )
+    return rows, lambda features: dict(collator(features))

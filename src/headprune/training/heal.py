@@ -1,0 +1,106 @@
+"""Healing: a smaller model learns to match the one it came from, on plain text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from headprune.config import HealConfig, HealTrain
+from headprune.errors import HeadpruneError
+from headprune.runtime.modeling_headprune import Attention
+from headprune.training.objectives import Batch, divergence
+from headprune.training.slim import SlimTrainer, Trained, recompute_in_eval, slim_arguments
+
+
+class HealedModel(Trained):
+    """A student, and the teacher it is measured against; the teacher is no part of the module."""
+
+    def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
+        super().__init__()
+        self.model = student
+        self._teacher = [teacher.requires_grad_(False).eval()]
+        self._bf16 = bf16
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Divergence of the student from the teacher."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
+            with torch.no_grad():
+                wanted = self._teacher[0](**inputs)
+            got = self.model(**inputs)
+        return divergence(got, wanted, batch)
+
+    def train(self, mode: bool = True) -> HealedModel:
+        """Dropout stays off: the student matches what the teacher computes without it."""
+        super().train(mode)
+        self.model.eval()
+        if mode:
+            recompute_in_eval(self.model)
+        return self
+
+
+class HealTrainer(SlimTrainer):
+    """Trainer on the divergence from a teacher."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """The divergence of a batch."""
+        loss: Tensor = model(inputs)
+        self.last_loss = loss.item()
+        return loss
+
+
+def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealConfig) -> nn.Module:
+    """Lets move what is to be trained, and returns the module to train.
+
+    Raises:
+        HeadpruneError: If LoRA is asked for and peft is not installed.
+    """
+    net.requires_grad_(config.train is HealTrain.ALL)
+    modules = {p.path: p.module for a in attentions for p in a.projections}
+    if config.train is HealTrain.ATTENTION:
+        for module in modules.values():
+            module.requires_grad_(True)
+    student: nn.Module = net
+    if config.train is not HealTrain.LORA:
+        return student
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise HeadpruneError("--train lora needs peft: pip install 'headprune[lora]'.") from None
+    names = "|".join(path.replace(".", r"\.") for path in modules)
+    lora = LoraConfig(
+        r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules=rf"({names})"
+    )
+    adapted: nn.Module = get_peft_model(net, lora)
+    return adapted
+
+
+def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
+    """The plain model after training."""
+    if config.train is HealTrain.LORA:
+        plain: PreTrainedModel = trained.merge_and_unload()  # type: ignore[operator]
+        return plain
+    assert isinstance(trained, PreTrainedModel)
+    return trained
+
+
+def heal_arguments(config: HealConfig, folder: Path) -> TrainingArguments:
+    """Trainer's settings for healing: AdamW, a tenth of warm-up, then a cosine to zero."""
+    return slim_arguments(
+        folder,
+        config.steps,
+        config.batch_size,
+        config.seed,
+        config.save_every,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(config.steps / 10),
+        max_grad_norm=1.0,
+    )
