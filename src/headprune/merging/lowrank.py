@@ -15,7 +15,7 @@ and one of the group's own keys is taken, the one that disturbs the scores least
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,8 +29,8 @@ from headprune.tensors.solvers import conjugate_gradients
 
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
-QUERY_STRIDE = 4  # every fourth query is enough: neighbours attend alike
-VALUE_STRIDE = 2  # of the outputs
+QUERIES = 112  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike
+OUTPUTS = 160  # of every window, evenly spaced, in the fit of the outputs
 RIDGE = 1e-2  # towards where a half round starts, against calibration text that is too short
 _WHITE_FLOOR = 1e-4
 _JOINT_LIMIT = 8192  # side of the largest second moment that is kept in memory
@@ -80,7 +80,7 @@ class _ScoreFit:
 
     def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
         length = activations.queries.shape[2]
-        chosen = torch.arange(min(QUERY_STRIDE, length) - 1, length, QUERY_STRIDE)
+        chosen = _evenly(length, QUERIES)
         self.order = [query for group in groups for query in heads.queries_of(group)]
         self.groups = len(groups)
         self.scaling = activations.scaling
@@ -111,23 +111,23 @@ class _ScoreFit:
         new_q = torch.linalg.solve(self.query_white, q[self.order], left=False)
         new_k = torch.linalg.solve(self.key_white, k, left=False)
         for _ in range(ROUNDS):
-            keys = self._keys(new_k)
-            new_q = _ridge_solved(
-                lambda q, keys=keys: self._to_queries(self._scores(self._queries(q), keys), keys),
-                self._to_queries(self.target, keys),
-                new_q,
-            )
-            queries = self._queries(new_q)
-            new_k = _ridge_solved(
-                lambda k, queries=queries: self._to_keys(
-                    self._scores(queries, self._keys(k)), queries
-                ),
-                self._to_keys(self.target, queries),
-                new_k,
-            )
+            new_q = self._fitted_queries(new_q, self._keys(new_k))
+            new_k = self._fitted_keys(new_k, self._queries(new_q))
         q = q.clone()
         q[self.order] = new_q @ self.query_white
         return q, new_k @ self.key_white
+
+    def _fitted_queries(self, q: Tensor, keys: Tensor) -> Tensor:
+        def normal(q: Tensor) -> Tensor:
+            return self._to_queries(self._scores(self._queries(q), keys), keys)
+
+        return _ridge_solved(normal, self._to_queries(self.target, keys), q)
+
+    def _fitted_keys(self, k: Tensor, queries: Tensor) -> Tensor:
+        def normal(k: Tensor) -> Tensor:
+            return self._to_keys(self._scores(queries, self._keys(k)), queries)
+
+        return _ridge_solved(normal, self._to_keys(self.target, queries), k)
 
     def errors_of_own_keys(self, queries: Sequence[int], group: Sequence[int]) -> list[float]:
         """What it costs these queries to read, all of them, the keys of one head of a group."""
@@ -224,7 +224,7 @@ class _OutputFit:
         of_group = torch.stack(
             [values[:, list(group)].transpose(1, 2).flatten(2) for group in groups], dim=1
         )
-        rows = torch.arange(0, activations.outputs.shape[1], VALUE_STRIDE)
+        rows = _evenly(activations.outputs.shape[1], OUTPUTS)
         q = _rotated(
             project(activations.inputs["q"][:, rows], heads.affine("q")),
             _at(activations.rotation, rows),
@@ -296,16 +296,13 @@ class _OutputFit:
         return _ridge_solved(apply, right, basis, RIDGE / 10)
 
 
-def _ridge_solved(apply: object, right: Tensor, start: Tensor, ridge: float = RIDGE) -> Tensor:
+def _ridge_solved(
+    apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, ridge: float = RIDGE
+) -> Tensor:
     """Conjugate gradients from ``start``, held near it by a ridge of its own size."""
-    image = apply(start)  # type: ignore[operator]
+    image = apply(start)
     weight = ridge * (image * start).sum() / (start * start).sum().clamp(min=1e-30)
-    return conjugate_gradients(
-        lambda x: apply(x) + weight * x,  # type: ignore[operator]
-        right + weight * start,
-        start,
-        STEPS,
-    )
+    return conjugate_gradients(lambda x: apply(x) + weight * x, start, right - image, STEPS)
 
 
 def _gathered(moved: Tensor, inputs: Tensor) -> Tensor:
@@ -331,6 +328,11 @@ def _at(rotation: Rotation | None, positions: Tensor) -> Rotation | None:
     if rotation is None:
         return None
     return Rotation(rotation.planes, rotation.cos[positions], rotation.sin[positions])
+
+
+def _evenly(length: int, count: int) -> Tensor:
+    """Positions of at most ``count`` tokens, the first and the last among them."""
+    return torch.linspace(0, length - 1, min(length, count)).round().long()
 
 
 def _one_by_one(count: int) -> Sequence[slice]:

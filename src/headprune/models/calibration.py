@@ -45,6 +45,14 @@ class _Heard:
     context: Tensor | None = None
 
 
+@dataclass
+class _FirstStream:
+    """What the original computes in one module: what its heads read, and the outputs."""
+
+    context: Tensor
+    outputs: Tensor
+
+
 class _Ear:
     """Where the attention function leaves what it was called with, while it listens."""
 
@@ -135,9 +143,9 @@ def convert_in_sequence(
             )
         done.add(attention.path)
         heads = read_heads(attention)
-        setting, context = _setting(attention, heads, count, args, kwargs)
-        _run_both(attention, count, convert(attention, heads, setting))
-        _EAR.context = context
+        setting, first = _setting(attention, heads, count, args, kwargs)
+        _convert_second(attention, convert(attention, heads, setting), first.outputs)
+        _EAR.context = first.context
 
     count = next(iter(inputs.values())).shape[0]
     both = {name: torch.cat([value, value]) for name, value in inputs.items()}
@@ -225,6 +233,9 @@ def _listened(
         return hook
 
     handles = [p.module.register_forward_pre_hook(keep(p)) for p in attention.projections]
+    for projection in attention.projections:
+        original = projection.module.forward
+        projection.module.forward = _first_stream(original, count)
     _EAR.sequences = count
     try:
         attention.module(*args, **kwargs)
@@ -232,6 +243,8 @@ def _listened(
         heard, _EAR.heard, _EAR.sequences = _EAR.heard, None, None
         for handle in handles:
             handle.remove()
+        for projection in attention.projections:
+            projection.module.__dict__.pop("forward", None)
     if heard is None or heard.query.dim() != 4 or not {"q", "k", "v"} <= set(entered):
         raise PlanError(
             f"'{attention.path}' does not hand its queries and keys to transformers' attention "
@@ -261,8 +274,8 @@ def _setting(
     count: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Setting, Tensor]:
-    """What a merge may know of a module, and what the original's heads read in it."""
+) -> tuple[Setting, _FirstStream]:
+    """What a merge may know of a module, and what the original computes in it."""
     heard, entered = _listened(attention, count, args, kwargs)
     module = attention.module
     projected = {}
@@ -280,7 +293,7 @@ def _setting(
         return _attended(module, heard, query, key, value, part, rows)[1].float()
 
     assert heard.context is not None
-    target = attention.output_projection(heard.context.flatten(2)).float()
+    outputs = attention.output_projection(heard.context.flatten(2))
     made: dict[tuple[int, bool], Tensor] = {}  # roles mostly share one input
     inputs = {}
     for role in ("q", "k", "v"):
@@ -290,10 +303,16 @@ def _setting(
             made[key] = _with_one(entered[role][count:].float(), one)
         inputs[role] = made[key]
     activations = Activations(
-        inputs, queries, heard.key[:count].float(), rotation, scaling, probabilities, target
+        inputs,
+        queries,
+        heard.key[:count].float(),
+        rotation,
+        scaling,
+        probabilities,
+        outputs.float(),
     )
     planes = None if rotation is None else rotation.planes
-    return Setting(planes, linear, activations), heard.context
+    return Setting(planes, linear, activations), _FirstStream(heard.context, outputs)
 
 
 def _with_one(inputs: Tensor, wanted: bool) -> Tensor:
@@ -346,36 +365,48 @@ def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return bool((got - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-30))
 
 
-def _run_both(attention: Attention, count: int, heads: Heads) -> None:
-    """Converts the second stream; once the output projection has run, the weights are new."""
+def _convert_second(attention: Attention, heads: Heads, outputs: Tensor) -> None:
+    """Lets a module run with new weights in the second stream; afterwards they are its own.
+
+    Args:
+        attention: The module.
+        heads: Its new weights.
+        outputs: What its output projection gives in the first stream, which is known by now.
+    """
     own = tuple(
         replace(projection, module=copy.deepcopy(projection.module))
         for projection in attention.projections
     )
-    converted = replace(attention, projections=own)
-    write_heads(converted, heads)
-    for projection, new in zip(attention.projections, own, strict=True):
-        projection.module.forward = _split(
-            projection.module.forward, new.module, count, lambda: None
-        )
-    output = next(p.module for p in attention.projections if p.holds == "o")
+    write_heads(replace(attention, projections=own), heads)
 
-    def finish() -> None:
+    def finish(result: Tensor) -> Tensor:
         for projection in attention.projections:
             projection.module.__dict__.pop("forward", None)
         write_heads(attention, heads)
-
-    new_output = next(p.module for p in own if p.holds == "o")
-    output.__dict__.pop("forward", None)
-    output.forward = _split(output.forward, new_output, count, finish)
-
-
-def _split(
-    original: Callable[[Tensor], Tensor], new: nn.Module, count: int, after: Callable[[], None]
-) -> Callable[[Tensor], Tensor]:
-    def forward(inputs: Tensor) -> Tensor:
-        result = torch.cat([original(inputs[:count]), new(inputs[count:])])
-        after()
         return result
 
-    return forward
+    for projection, new in zip(attention.projections, own, strict=True):
+        known = outputs if projection.holds == "o" else None
+        forward = _second_stream(new.module.forward, len(outputs), known)
+        if projection.holds == "o":
+            projection.module.forward = lambda x, run=forward: finish(run(x))
+        else:
+            projection.module.forward = forward
+
+
+def _first_stream(forward: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
+    def first(inputs: Tensor) -> Tensor:
+        result = forward(inputs[:count])
+        return torch.cat([result, torch.zeros_like(result)])
+
+    return first
+
+
+def _second_stream(
+    forward: Callable[[Tensor], Tensor], count: int, known: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    def second(inputs: Tensor) -> Tensor:
+        result = forward(inputs[count:])
+        return torch.cat([torch.zeros_like(result) if known is None else known, result])
+
+    return second

@@ -8,16 +8,20 @@ from torch import Tensor
 
 
 def conjugate_gradients(
-    apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, steps: int
+    apply: Callable[[Tensor], Tensor], start: Tensor, rest: Tensor, steps: int
 ) -> Tensor:
     """Solves ``apply(x) = right`` for a symmetric positive operator, in a few steps from ``start``.
 
     Entries along the first dimension are problems of their own, each with its own step lengths.
     Each step lowers the quadratic x.apply(x)/2 - right.x, so that stopping early is safe.
+
+    Args:
+        apply: The operator.
+        start: Where to start.
+        rest: What is missing there: right - apply(start).
+        steps: How many steps to make.
     """
-    x = start
-    rest = right - apply(x)
-    direction, size = rest, _dot(rest, rest)
+    x, direction, size = start, rest, _dot(rest, rest)
     for _ in range(steps):
         image = apply(direction)
         curvature = _dot(direction, image)
