@@ -80,6 +80,7 @@ ROWS = (
             "num_key_value_groups": "queries_per_kv",
         },
         native=False,  # head_dim is hidden_size / num_attention_heads
+        fewer_kv_heads="runtime",
     ),
     llama_like(
         "phi",

@@ -40,8 +40,22 @@ def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
     """Shares K and V by low rank; needs activations."""
     if setting.activations is None:
         raise PlanError("--merge lowrank needs text to calibrate on: give --calibrate DATA.")
-    share_keys = _merged_keys if setting.linear else _best_keys
-    return _merged_values(share_keys(heads, groups, setting), groups, setting.activations)
+    activations = setting.activations
+    if activations.own_scored is None:
+        merged = _merged_keys(heads, groups, setting)
+        scored = _scored(merged, activations)
+    else:
+        chosen = _best_keys(heads, groups, activations)
+        merged = heads.with_affine("k", heads.affine("k")[chosen])
+        scored = activations.own_scored[0], activations.own_scored[1][:, chosen]
+    return _merged_values(merged, groups, activations, *scored)
+
+
+def _scored(heads: Heads, activations: Activations) -> tuple[Tensor, Tensor]:
+    """Queries and keys of the converted model as they enter the scores."""
+    inputs, turn = activations.inputs, activations.rotation
+    queries, keys = (project(inputs[role], heads.affine(role)) for role in ("q", "k"))
+    return _rotated(queries, turn), _rotated(keys, turn)
 
 
 def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
@@ -174,28 +188,29 @@ class _ScoreFit:
         return _gathered(moved, self.key_inputs)
 
 
-def _best_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
-    """Of every group, the one head whose keys all its queries can use best as they are."""
-    activations = setting.activations
-    assert activations is not None
+def _best_keys(heads: Heads, groups: Groups, activations: Activations) -> list[int]:
+    """Per KV head, the one of its group whose keys all queries of the group can use best."""
     fit = _ScoreFit(heads, groups, activations)
-    k = heads.affine("k").clone()
+    chosen = list(range(len(heads.k)))
     for group in groups:
         errors = fit.errors_of_own_keys(heads.queries_of(group), group)
-        k[list(group)] = k[group[errors.index(min(errors))]].clone()
-    return heads.with_affine("k", k)
+        for head in group:
+            chosen[head] = group[errors.index(min(errors))]
+    return chosen
 
 
-def _merged_values(heads: Heads, groups: Groups, activations: Activations) -> Heads:
+def _merged_values(
+    heads: Heads, groups: Groups, activations: Activations, queries: Tensor, keys: Tensor
+) -> Heads:
     v, o = heads.affine("v"), heads.o
-    fit = _OutputFit(heads, groups, activations)
+    fit = _OutputFit(heads, groups, activations, queries, keys)
     bases, outputs = [], o.clone()
     for position, group in enumerate(groups):
-        queries = heads.queries_of(group)
-        owners = [list(group).index(heads.owners[query]) for query in queries]
-        found = shared_value(o[queries], owners, fit.pooled(position))
+        members = heads.queries_of(group)
+        owners = [list(group).index(heads.owners[query]) for query in members]
+        found = shared_value(o[members], owners, fit.pooled(position))
         bases.append(found.basis)
-        outputs[queries] = found.outputs
+        outputs[members] = found.outputs
     basis, outputs, bias = fit.refined(torch.stack(bases), outputs)
     new_v = v.clone()
     for position, group in enumerate(groups):
@@ -206,7 +221,9 @@ def _merged_values(heads: Heads, groups: Groups, activations: Activations) -> He
 class _OutputFit:
     """Least squares on the outputs of the attention module, from what its heads read of V."""
 
-    def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
+    def __init__(
+        self, heads: Heads, groups: Groups, activations: Activations, q: Tensor, k: Tensor
+    ) -> None:
         self.group_of = torch.tensor(_group_of_query(heads, groups))
         self.o_bias = heads.o_bias
         width, size = heads.v.shape[1], max(map(len, groups))
@@ -225,11 +242,7 @@ class _OutputFit:
             [values[:, list(group)].transpose(1, 2).flatten(2) for group in groups], dim=1
         )
         rows = _evenly(activations.outputs.shape[1], OUTPUTS)
-        q = _rotated(
-            project(activations.inputs["q"][:, rows], heads.affine("q")),
-            _at(activations.rotation, rows),
-        )
-        k = _rotated(project(activations.inputs["k"], heads.affine("k")), activations.rotation)
+        q = q[:, :, rows]
         for part in _one_by_one(len(q)):
             attention = activations.attention(q[part], k[part], part, rows)
             read = attention @ of_group[part][:, self.group_of]

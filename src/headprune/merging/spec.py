@@ -83,6 +83,8 @@ class Activations:
             (1, query heads, rows, length).
         outputs: What the original model's output projection gave, shape (sequences, length,
             hidden).
+        own_scored: Where a norm stands between projections and scores: queries and keys as they
+            enter the scores of the converted model, with this module's weights as they were.
     """
 
     inputs: dict[str, Float[Tensor, "sequences _ _"]]
@@ -92,6 +94,7 @@ class Activations:
     scaling: float
     attention: Callable[[Tensor, Tensor, slice, Tensor], Tensor]
     outputs: Float[Tensor, "sequences length out"]
+    own_scored: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def second_moments(self) -> dict[str, Float[Tensor, "hidden hidden"]]:

@@ -220,9 +220,13 @@ def _run(
 
 
 def _listened(
-    attention: Attention, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    attention: Attention,
+    count: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    second: bool = False,
 ) -> tuple[_Heard, dict[str, Tensor]]:
-    """Runs a module once to hear what enters its projections and its attention function."""
+    """Runs a module once, in one stream, to hear what its projections and attention are given."""
     entered: dict[str, Tensor] = {}
 
     def keep(projection: Any) -> Callable[..., None]:
@@ -235,7 +239,7 @@ def _listened(
     handles = [p.module.register_forward_pre_hook(keep(p)) for p in attention.projections]
     for projection in attention.projections:
         original = projection.module.forward
-        projection.module.forward = _first_stream(original, count)
+        projection.module.forward = _one_stream(original, count, second)
     _EAR.sequences = count
     try:
         attention.module(*args, **kwargs)
@@ -302,6 +306,10 @@ def _setting(
         if key not in made:
             made[key] = _with_one(entered[role][count:].float(), one)
         inputs[role] = made[key]
+    own_scored = None
+    if not linear:
+        own, _ = _listened(attention, count, args, kwargs, second=True)
+        own_scored = own.query[count:].float(), own.key[count:].float()
     activations = Activations(
         inputs,
         queries,
@@ -310,6 +318,7 @@ def _setting(
         scaling,
         probabilities,
         outputs.float(),
+        own_scored,
     )
     planes = None if rotation is None else rotation.planes
     return Setting(planes, linear, activations), _FirstStream(heard.context, outputs)
@@ -387,26 +396,21 @@ def _convert_second(attention: Attention, heads: Heads, outputs: Tensor) -> None
 
     for projection, new in zip(attention.projections, own, strict=True):
         known = outputs if projection.holds == "o" else None
-        forward = _second_stream(new.module.forward, len(outputs), known)
+        forward = _one_stream(new.module.forward, len(outputs), True, known)
         if projection.holds == "o":
             projection.module.forward = lambda x, run=forward: finish(run(x))
         else:
             projection.module.forward = forward
 
 
-def _first_stream(forward: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
-    def first(inputs: Tensor) -> Tensor:
-        result = forward(inputs[:count])
-        return torch.cat([result, torch.zeros_like(result)])
-
-    return first
-
-
-def _second_stream(
-    forward: Callable[[Tensor], Tensor], count: int, known: Tensor | None
+def _one_stream(
+    forward: Callable[[Tensor], Tensor], count: int, second: bool, known: Tensor | None = None
 ) -> Callable[[Tensor], Tensor]:
-    def second(inputs: Tensor) -> Tensor:
-        result = forward(inputs[count:])
-        return torch.cat([torch.zeros_like(result) if known is None else known, result])
+    """Computes one half of a batch; the other is what is known of it, or zeros."""
 
-    return second
+    def halved(inputs: Tensor) -> Tensor:
+        result = forward(inputs[count:] if second else inputs[:count])
+        other = torch.zeros_like(result) if known is None else known
+        return torch.cat([other, result] if second else [result, other])
+
+    return halved

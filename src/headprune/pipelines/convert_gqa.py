@@ -24,6 +24,7 @@ from headprune.models.attention import attention_of, family_of, of_kinds
 from headprune.models.calibration import convert_in_sequence, geometry
 from headprune.models.heads import read_heads, write_heads
 from headprune.models.loading import load_tokenizer, task_of
+from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve, result_shape
 from headprune.pipelines.prune import Pruned, Stage, check_shape, load, write_proven
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
@@ -105,6 +106,7 @@ def convert_gqa(
     counts = None if config.kv_heads is None else _counts(config.kv_heads, attentions)
     inputs = {}
     if calibrate is not None:
+        refuse_without_text(net, "calibration")
         inputs = _windows(net, model, calibrate, config, trust_remote_code)
     settings: dict[str, Setting] = {}
     if not inputs and (name == "procrustes" or config.grouping is Grouping.SIMILAR or not counts):

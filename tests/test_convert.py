@@ -1,0 +1,405 @@
+"""convert-gqa and heal: merged = converted = reloaded, smaller caches, what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+import headprune
+from headprune.config import (
+    ConvertConfig,
+    DataConfig,
+    Grouping,
+    HealConfig,
+    HealTrain,
+    ShapeOption,
+)
+from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
+from headprune.families import FAMILIES
+from headprune.models import proof
+from headprune.models.attention import attention_of
+from headprune.models.heads import read_heads, write_heads
+from headprune.models.loading import task_of
+from headprune.models.surgery import cut_heads, resolve
+from headprune.pipelines.convert_gqa import Converted, convert_gqa
+from headprune.pipelines.heal import heal
+from headprune.pipelines.prune import prune
+from headprune.pipelines.verify import verify
+from headprune.plan import AttentionPlan, Plan, Shape
+from headprune.tensors.units import Unit
+from tests import tiny
+
+TEXT_TOKENS = 640
+
+
+def _sharable(case: str) -> bool:
+    family = FAMILIES[tiny.family_of_case(case)]
+    own_norms = case in ("stablelm-qk_norm", "cohere")  # a norm of its own per KV head
+    heads = attention_of(tiny.model(case))[0].kv_heads
+    return family.fewer_kv_heads in ("native", "runtime") and heads > 1 and not own_norms
+
+
+SHARING = [case for case in tiny.FAMILY_CASES if _sharable(case)]
+LISTENING = tiny.present(
+    *("llama-mha", "llama-gqa", "gpt2", "bert-mlm", "bart", "t5", "gpt_neox", "opt", "whisper"),
+    *("qwen3", "gemma3_text", "phi", "cohere2", "glm", "gpt_oss", "modernbert"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(tiny.text(3000))
+    return tmp_path
+
+
+def saved(case: str, folder: Path) -> str:
+    return str(tiny.save(tiny.model(case), folder / "model"))
+
+
+def convert(folder: Path, case: str, kv_heads: Any = 1, **options: Any) -> Converted:
+    """Converts a tiny model; lowrank gets text to calibrate on."""
+    model = folder / "model"
+    if not model.exists():
+        saved(case, folder)
+    keys = ("shape", "output")
+    others = {key: options.pop(key) for key in keys if key in options}
+    settings = {"kv_heads": kv_heads, "seq_len": 32, "calibration_tokens": TEXT_TOKENS, **options}
+    text = DataConfig(source=str(folder / "text.txt"))
+    calibrate = text if options.get("merge") == "lowrank" else None
+    output = others.pop("output", folder / "out")
+    return convert_gqa(str(model), output, ConvertConfig(**settings), calibrate, **others)
+
+
+def outputs(model: PreTrainedModel) -> proof.Outputs:
+    return proof.probe(model, proof.probe_inputs(model))
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
+    before = attention_of(tiny.model(case))[0].kv_heads
+    count = 2 if before == 6 else 1
+    result = convert(folder, case, count, merge="mean")
+    measured = result.pruned.manifest.proof
+    assert measured["control"] > 1e2 * measured["tolerance"]
+    reloaded = headprune.from_pretrained(folder / "out")
+    assert {a.kv_heads for a in attention_of(reloaded)} == {count}
+    native = FAMILIES[tiny.family_of_case(case)].fewer_kv_heads == "native"
+    native = native and case != "phi-qk_norm"  # whose norms are as wide as the config says
+    assert (result.pruned.manifest.shape is Shape.NATIVE) is native
+    # a K head that is another's: the stored sample must notice
+    attention = attention_of(reloaded)[0]
+    heads = read_heads(attention)
+    write_heads(attention, replace(heads, v=heads.v.flip(1)))
+    wanted = proof.Sample(**result.pruned.manifest.probe)
+    assert wanted.difference(outputs(reloaded)) > 1e2 * measured["tolerance"]
+
+
+@pytest.mark.parametrize("case", [c for c in SHARING if task_of(tiny.model(c)) == "causal-lm"])
+def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> None:
+    before = attention_of(tiny.model(case))[0].kv_heads
+    convert(folder, case, before // 3, merge="first")
+    model = headprune.from_pretrained(folder / "out")
+    ids = proof.probe_inputs(model)["input_ids"][:1]
+    cache = model(ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    assert {layer.keys.shape[1] for layer in cache.layers} == {before // 3}
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 9, "do_sample": False}
+    uncached = model.generate(ids, use_cache=False, **options).tolist()
+    assert model.generate(ids, **options).tolist() == uncached
+    if model._can_compile_fullgraph:  # those that take a static cache
+        static = model.generate(ids, cache_implementation="static", **options)
+        assert static.tolist() == uncached
+
+
+@pytest.mark.parametrize("case", ["bart", "whisper", "t5"])
+def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) -> None:
+    convert(folder, case, 2, merge="first")
+    model = headprune.from_pretrained(folder / "out")
+    model.generation_config.eos_token_id = None
+    inputs: dict[str, Any] = dict(proof.probe_inputs(model))
+    inputs.pop("decoder_input_ids")
+    options = {**inputs, "decoder_start_token_id": 2, "max_new_tokens": 9, "do_sample": False}
+    uncached = model.generate(**options, use_cache=False).tolist()
+    assert model.generate(**options).tolist() == uncached
+    beams = model.generate(**options, num_beams=2, use_cache=False).tolist()
+    assert model.generate(**options, num_beams=2).tolist() == beams
+    cache = model(**proof.probe_inputs(model), use_cache=True).past_key_values
+    for part in (cache.self_attention_cache, cache.cross_attention_cache):
+        assert {layer.keys.shape[1] for layer in part.layers} == {2}
+
+
+@pytest.mark.parametrize("case", LISTENING)
+def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None:
+    model = tiny.model(case)
+    count = 1 if attention_of(model)[0].kv_heads == 3 else 2
+    if case == "whisper":  # hears sound
+        saved(case, folder)
+        with pytest.raises(HeadpruneError, match="text"):
+            convert(folder, case, count, merge="lowrank")
+        return
+    ids = proof.probe_inputs(model)
+    wanted = proof.probe(model, ids)
+
+    def gap(merge: str) -> float:
+        convert(folder, case, count, merge=merge, output=folder / merge)
+        got = proof.probe(headprune.from_pretrained(folder / merge), ids)
+        name = next(iter(wanted))
+        return float((got[name] - wanted[name]).norm() / wanted[name].norm())
+
+    assert gap("lowrank") < 0.9 * gap("mean")
+
+
+@pytest.mark.parametrize("case", ["llama-mha", "gpt2", "bert-mlm", "qwen3"])
+@pytest.mark.parametrize("merge", ["mean", "procrustes", "medoid", "lowrank"])
+def test_identical_heads_merge_without_a_trace(case: str, merge: str, folder: Path) -> None:
+    model = tiny.model(case)
+    for attention in attention_of(model):
+        heads = read_heads(attention)
+        k, v = heads.affine("k").clone(), heads.affine("v").clone()
+        k[:], v[:] = k[:1].clone(), v[:1].clone()
+        write_heads(attention, heads.with_affine("k", k).with_affine("v", v))
+    tiny.save(model, folder / "model")
+    wanted = outputs(headprune.from_pretrained(folder / "model"))
+    convert(folder, case, 1, merge=merge)
+    got = outputs(headprune.from_pretrained(folder / "out"))
+    # lowrank solves systems in float32
+    assert proof.difference(wanted, got) < (2e-3 if merge == "lowrank" else 1e-5)
+
+
+@pytest.mark.parametrize("merge", ["mean", "lowrank"])
+def test_as_many_kv_heads_as_there_are_is_the_model_itself(merge: str, folder: Path) -> None:
+    result = convert(folder, "llama-gqa", 3, merge=merge)
+    original = headprune.from_pretrained(folder / "model")
+    converted = headprune.from_pretrained(folder / "out")
+    assert proof.difference(outputs(original), outputs(converted)) == 0
+    assert result.pruned.manifest.shape is Shape.NATIVE
+
+
+def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder: Path) -> None:
+    convert(folder, "llama-mha", 2, merge="lowrank", grouping=Grouping.SIMILAR)
+    config = json.loads((folder / "out" / "config.json").read_text())
+    assert config["num_key_value_heads"] == 2
+    assert not {"headprune", "auto_map", "per_layer_config"} & set(config)
+    stock = AutoModelForCausalLM.from_pretrained(folder / "out")
+    wanted = outputs(headprune.from_pretrained(folder / "out"))
+    assert proof.difference(wanted, outputs(stock.eval())) == 0
+
+
+def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> None:
+    convert(folder, "gpt_neox", (6, 3, 2, 1), merge="mean")
+    wanted = outputs(headprune.from_pretrained(folder / "out"))["logits"]
+    torch.save(wanted, folder / "wanted.pt")
+    code = (
+        "import sys, torch\n"
+        "sys.modules['headprune'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"m = AutoModelForCausalLM.from_pretrained({str(folder / 'out')!r}, "
+        "trust_remote_code=True).eval()\n"
+        f"wanted = torch.load({str(folder / 'wanted.pt')!r})\n"
+        "g = torch.Generator().manual_seed(20190523)\n"
+        f"ids = torch.randint(0, {tiny.VOCAB}, (2, 24), generator=g)\n"
+        "got = m(ids).logits.double()\n"
+        "assert (got - wanted)[0].abs().max() < 1e-5 * wanted.abs().max()\n"
+        "print('loaded')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "loaded" in done.stdout, done.stderr
+
+
+def test_the_order_of_heads_does_not_matter(folder: Path) -> None:
+    model = tiny.model("llama-mha")
+    tiny.save(model, folder / "model")
+    order = [4, 2, 0, 5, 1, 3]
+    for attention in attention_of(model):
+        heads = read_heads(attention)
+        shuffled = {role: getattr(heads, role)[order] for role in "qkvo"}
+        biases = {f"{r}_bias": getattr(heads, f"{r}_bias")[order] for r in "qkv"}
+        write_heads(attention, replace(heads, **shuffled, **biases))
+    (folder / "other").mkdir()
+    (folder / "other" / "text.txt").write_text(tiny.text(3000))
+    tiny.save(model, folder / "other" / "model")
+    found = []
+    for place in (folder, folder / "other"):
+        convert(place, "llama-mha", 3, merge="procrustes", grouping=Grouping.SIMILAR)
+        found.append(outputs(headprune.from_pretrained(place / "out")))
+    assert proof.difference(*found) < 1e-4
+    convert(folder / "other", "", 3, merge="mean", output=folder / "adjacent")
+    assert proof.difference(found[0], outputs(headprune.from_pretrained(folder / "adjacent"))) > 0.1
+
+
+@pytest.mark.parametrize("merge", ["mean", "lowrank"])
+def test_a_budget_is_spread_over_layers(merge: str, folder: Path) -> None:
+    result = convert(folder, "llama-mha", None, kv_budget=0.5, merge=merge)
+    after = [count for _, count in result.kv_heads.values()]
+    assert sum(after) <= 12
+    assert set(after) <= {1, 2, 3, 6}
+    model = headprune.from_pretrained(folder / "out")
+    assert [a.kv_heads for a in attention_of(model)] == after
+
+
+def test_only_the_kinds_that_are_named_are_converted(folder: Path) -> None:
+    convert(folder, "bart", 2, merge="mean", attention=("decoder",))
+    model = headprune.from_pretrained(folder / "out")
+    assert {(a.kind, a.kv_heads) for a in attention_of(model)} == {
+        ("encoder", 6),
+        ("decoder", 2),
+        ("cross", 6),
+    }
+
+
+@pytest.mark.parametrize("first", ["prune", "convert"])
+@pytest.mark.parametrize("case", ["llama-mha", "bert-mlm", "gpt2"])
+def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> None:
+    model = saved(case, folder)
+
+    def cut(source: str, output: Path) -> None:
+        net = headprune.from_pretrained(source)
+        parts = {}
+        for a in attention_of(net):
+            size = a.query_heads // a.kv_heads
+            kept = tuple(sorted(a.query_ids[: a.query_heads - max(size, 2)]))
+            parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=kept)
+        prune(source, output, plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+
+    text = ConvertConfig(kv_heads=2, merge="mean")
+    if first == "prune":
+        cut(model, folder / "cut")
+        convert_gqa(folder / "cut", folder / "both", text)
+    else:
+        convert_gqa(model, folder / "shared", text)
+        cut(str(folder / "shared"), folder / "both")
+    lineage = json.loads((folder / "both" / "headprune.json").read_text())["lineage"]
+    assert len(lineage) == 1
+    left = attention_of(headprune.from_pretrained(folder / "both"))
+    assert {(a.query_heads, a.kv_heads) for a in left} == {(4, 2) if first == "prune" else (3, 1)}
+    assert verify(folder / "both").passed
+
+
+REFUSED = {
+    "more": ("llama-gqa", {"kv_heads": 6}, "fewer than 6"),
+    "no divisor": ("llama-mha", {"kv_heads": 4}, "4 does not divide.*Possible: 1, 2, 3, 6"),
+    "latent": ("deepseek_v3", {"kv_heads": 1}, "share one latent"),
+    "one already": ("llama-mqa", {"kv_heads": 1}, "one KV head per layer already"),
+    "list too short": ("llama-mha", {"kv_heads": (2, 2)}, "lists 2 numbers; the model has 4"),
+    "native bert": (
+        "bert-mlm",
+        {"kv_heads": 2, "shape": ShapeOption.NATIVE},
+        "no setting for the number of KV heads",
+    ),
+    "native uneven": (
+        "llama-mha",
+        {"kv_heads": (1, 2, 2, 2), "shape": ShapeOption.NATIVE},
+        "the same number of KV heads in every layer",
+    ),
+    "budget": ("llama-mha", {"kv_heads": None, "kv_budget": 0.1}, "the least is 0.167"),
+    "own norms": ("cohere", {"kv_heads": 1}, "norm with weights of its own"),
+    "no interface": ("gptj", {"kv_heads": 2, "merge": "lowrank"}, "attention interface"),
+    "shared layer": ("albert", {"kv_heads": 2, "merge": "lowrank"}, "more than one layer"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(why: str, folder: Path) -> None:
+    case, options, message = REFUSED[why]
+    if not tiny.present(case):
+        pytest.skip(f"this transformers has no {case}")
+    with pytest.raises(PlanError, match=message):
+        convert(folder, case, **options)
+    assert not (folder / "out").exists()
+
+
+def test_calibration_text_that_is_too_short_says_how_much_is_needed(folder: Path) -> None:
+    (folder / "text.txt").write_text(tiny.text(40))
+    with pytest.raises(DataError, match="32 tokens; at least 48 are needed"):
+        convert(folder, "llama-mha", 2, merge="lowrank")
+    assert not (folder / "out").exists()
+
+
+def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
+    model = tiny.model("llama-mha")  # its heads differ, so that sharing them changes it
+    parts = {
+        a.path: AttentionPlan(
+            query_heads=6, kv_heads=6, keep=tuple(range(6)), groups=((0, 1, 2), (3, 4, 5))
+        )
+        for a in attention_of(model)
+    }
+    cuts = resolve(Plan(unit=Unit.KV_GROUP, attentions=parts), model)
+    inputs = proof.probe_inputs(model)
+    wanted = proof.probe_gated(model, cuts, inputs)
+    cut_heads(model, cuts)
+    got = proof.probe(model, inputs)
+    with pytest.raises(ProofError, match="differ by"):
+        proof.conclude(wanted, got, got, None, torch.float32)
+
+
+def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
+    settings = {"steps": 12, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, **options}
+    others = {k: settings.pop(k) for k in ("resume", "on_step") if k in settings}
+    text = DataConfig(source=str(folder / "text.txt"))
+    return heal(
+        folder / "out", folder / "model", text, folder / output, HealConfig(**settings), **others
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("train", HealTrain)
+@pytest.mark.parametrize("case", ["llama-mha", "bert-base"])
+def test_healing_brings_a_model_nearer_to_its_teacher(
+    train: HealTrain, case: str, folder: Path
+) -> None:
+    convert(folder, case, 2, merge="mean")
+    result = healing(folder, train=train)
+    assert result.after < 0.9 * result.before
+    healed = headprune.from_pretrained(folder / "healed")
+    assert {a.kv_heads for a in attention_of(healed)} == {2}
+    assert verify(folder / "healed").passed
+    assert len((folder / "healed" / "heal.jsonl").read_text().splitlines()) == 12
+    assert not (folder / "healed-checkpoints").exists()
+
+
+def test_only_attention_moves_unless_more_is_asked_for(folder: Path) -> None:
+    convert(folder, "llama-mha", 2, merge="mean")
+    healing(folder)
+    before = headprune.from_pretrained(folder / "out").state_dict()
+    after = headprune.from_pretrained(folder / "healed").state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved
+    assert all("self_attn" in name for name in moved)
+
+
+def test_a_killed_healing_resumes_to_the_same_result(folder: Path) -> None:
+    convert(folder, "llama-mha", 2, merge="mean")
+    healing(folder, "unbroken", save_every=3)
+
+    class Killed(Exception):
+        pass
+
+    def kill(record: Any) -> None:
+        if record.step == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        healing(folder, save_every=3, on_step=kill)
+    assert not (folder / "healed").exists()
+    with pytest.raises(CheckpointError, match="other settings"):
+        healing(folder, save_every=3, seed=1, resume=True)
+    healing(folder, save_every=3, resume=True)
+    unbroken = headprune.from_pretrained(folder / "unbroken").state_dict()
+    resumed = headprune.from_pretrained(folder / "healed").state_dict()
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+
+
+def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
+    convert(folder, "llama-mha", 2, merge="mean")
+    tiny.save(tiny.model("gpt2"), folder / "gpt2")
+    text, config = DataConfig(source=str(folder / "text.txt")), HealConfig(steps=1)
+    with pytest.raises(HeadpruneError, match="Give the model it came from"):
+        heal(folder / "out", folder / "gpt2", text, folder / "healed", config)

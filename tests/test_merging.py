@@ -1,0 +1,278 @@
+"""Merges, groupings and budgets, on weights alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headprune.errors import PlanError
+from headprune.merging import MERGES, NEEDS_CALIBRATION, Heads, Setting
+from headprune.merging.budget import spread
+from headprune.merging.grouping import (
+    EXACT,
+    adjacent,
+    lowrank_cost,
+    measured_cost,
+    partitions,
+    similar,
+)
+from headprune.tensors.lowrank import shared_key, shared_value
+from headprune.tensors.rotary import Planes, Rotation
+from headprune.tensors.solvers import conjugate_gradients
+
+WITHOUT_TEXT = [name for name in MERGES if name not in NEEDS_CALIBRATION]
+PLANES = {
+    "none": None,
+    "halves": Planes.halves(4, 4),
+    "interleaved": Planes.interleaved(4, 4),
+    "partial": Planes.halves(2, 4),
+}
+
+
+def heads(kv: int = 6, per_kv: int = 1, width: int = 4, hidden: int = 12, seed: int = 0) -> Heads:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    queries = kv * per_kv
+    return Heads(
+        q=draw(queries, width, hidden),
+        k=draw(kv, width, hidden),
+        v=draw(kv, width, hidden),
+        o=draw(queries, hidden, width),
+        group_sizes=(per_kv,) * kv,
+        q_bias=draw(queries, width),
+        k_bias=draw(kv, width),
+        v_bias=draw(kv, width),
+    )
+
+
+def rotation(planes: Planes | None, length: int = 5) -> Rotation | None:
+    if planes is None:
+        return None
+    angles = torch.arange(length)[:, None] * (1.0 + torch.arange(len(planes.first))) / 3
+    return Rotation(planes, angles.cos().double(), angles.sin().double())
+
+
+def computed(h: Heads, planes: Planes | None, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Scores at five positions, and every head's output for a value read as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, h.q.shape[2], generator=generator, dtype=torch.float64)
+    x = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
+    turn = rotation(planes)
+    q, k, v = (torch.einsum("hdi,ti->htd", h.affine(role), x) for role in ("q", "k", "v"))
+    if turn is not None:
+        q, k = turn.apply(q), turn.apply(k)
+    return q @ k[h.owners].mT, v[h.owners] @ h.o.mT
+
+
+def alike(h: Heads, groups: list[tuple[int, ...]]) -> Heads:
+    """The same heads with the first K and V of every group in all of it."""
+    k, v = h.affine("k").clone(), h.affine("v").clone()
+    for group in groups:
+        k[list(group)], v[list(group)] = k[group[0]].clone(), v[group[0]].clone()
+    return h.with_affine("k", k).with_affine("v", v)
+
+
+@pytest.mark.parametrize("planes", PLANES)
+@pytest.mark.parametrize("name", WITHOUT_TEXT)
+def test_merging_identical_heads_changes_nothing(name: str, planes: str) -> None:
+    groups = [(0, 3), (1, 4), (2, 5)]
+    same, setting = alike(heads(per_kv=2), groups), Setting(PLANES[planes])
+    merged = MERGES[name](same, groups, setting)
+    for before, after in zip(
+        computed(same, PLANES[planes]), computed(merged, PLANES[planes]), strict=True
+    ):
+        torch.testing.assert_close(before, after)
+    other = heads(per_kv=2)  # heads that differ do not survive it
+    changed = computed(MERGES[name](other, groups, setting), PLANES[planes])
+    assert not torch.allclose(computed(other, PLANES[planes])[0], changed[0])
+
+
+@pytest.mark.parametrize("name", WITHOUT_TEXT)
+def test_merged_heads_of_a_group_are_equal_and_others_are_not(name: str) -> None:
+    merged = MERGES[name](heads(), [(0, 2), (1, 3, 4), (5,)], Setting())
+    assert torch.equal(merged.k[0], merged.k[2])
+    assert torch.equal(merged.v[1], merged.v[4])
+    assert not torch.equal(merged.k[0], merged.k[1])
+    assert torch.equal(merged.k_bias[1], merged.k_bias[3])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("planes", PLANES)
+def test_procrustes_undoes_turns_that_queries_can_absorb(planes: str) -> None:
+    group, plan = [(0, 1, 2, 3, 4, 5)], PLANES[planes]
+    same = alike(heads(), group)
+    k, v = same.affine("k").clone(), same.affine("v").clone()
+    generator = torch.Generator().manual_seed(3)
+    for head in range(1, 6):
+        turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64))[0]
+        v[head] = turn @ v[head]
+        if plan is None:
+            k[head] = turn @ k[head]
+        else:
+            phase = torch.polar(torch.ones(()), torch.tensor(0.7 * head)).to(torch.complex128)
+            plan.put(k[head], plan.complex(k[head]) * phase)
+    turned = same.with_affine("k", k).with_affine("v", v)
+    merged = MERGES["procrustes"](turned, group, Setting(plan))
+    for before, after in zip(computed(turned, plan), computed(merged, plan), strict=True):
+        torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-6)
+    mean = MERGES["mean"](turned, group, Setting(plan))
+    assert not torch.allclose(computed(turned, plan)[0], computed(mean, plan)[0], rtol=1e-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(PLANES)), st.integers(0, 99))
+def test_a_shared_key_that_can_hold_all_heads_is_exact(
+    kv: int, per_kv: int, name: str, seed: int
+) -> None:
+    planes, generator = PLANES[name], torch.Generator().manual_seed(seed)
+    base = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    k = torch.stack([_absorbable(planes, generator) @ base for _ in range(kv)])
+    q = torch.randn(kv * per_kv, 4, 9, generator=generator, dtype=torch.float64)
+    owners = [query // per_kv for query in range(kv * per_kv)]
+    joint = k.flatten(0, 1)
+    found = shared_key(q @ q.mT, owners, joint @ joint.T, planes)
+    shared, new_q = found.basis @ joint, found.maps @ q
+    assert found.lost <= 1e-9 * found.power
+    x, turn = torch.randn(5, 9, generator=generator, dtype=torch.float64), rotation(planes)
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        rows = [torch.einsum("hdi,ti->htd", w, x) for w in (q, k)]
+        a, b = rows if turn is None else [turn.apply(row) for row in rows]
+        return a @ b.mT
+
+    wanted = scores(q, k[owners])
+    torch.testing.assert_close(scores(new_q, shared[None]), wanted, rtol=1e-6, atol=1e-6)
+    if kv > 1:  # one more head that no map leads to
+        k[0] = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+        joint = k.flatten(0, 1)
+        assert shared_key(q @ q.mT, owners, joint @ joint.T, planes).lost > 1e-4 * found.power
+
+
+def _absorbable(planes: Planes | None, generator: torch.Generator) -> Tensor:
+    """A map that queries can absorb: any without rotation; scaled turns of its planes with one."""
+    if planes is None:
+        return torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    result = torch.zeros(4, 4, dtype=torch.float64)
+    size = (len(planes.still), len(planes.still))
+    result[planes.still[:, None], planes.still] = torch.randn(
+        size, generator=generator, dtype=torch.float64
+    )
+    c, s = torch.randn(2, len(planes.first), generator=generator, dtype=torch.float64)
+    result[planes.first, planes.first] = result[planes.second, planes.second] = c
+    result[planes.first, planes.second], result[planes.second, planes.first] = -s, s
+    return result
+
+
+@pytest.mark.parametrize("name", ["halves", "interleaved", "partial"])
+def test_maps_that_queries_absorb_commute_with_the_rotation(name: str) -> None:
+    planes, h = PLANES[name], heads()
+    turn = rotation(planes)
+    assert turn is not None
+    joint = h.k.flatten(0, 1)
+    q = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def gap(allowed: Planes | None) -> float:
+        maps = shared_key(h.q @ h.q.mT, list(range(6)), joint @ joint.T, allowed).maps
+        after = turn.apply(q) @ maps.mT
+        return float((turn.apply(q @ maps.mT) - after).abs().max() / after.abs().max())
+
+    assert gap(planes) < 1e-12
+    assert gap(None) > 1e-2  # free of the rotation, it does not
+
+
+def test_a_shared_value_is_exact_with_rank_enough_and_best_without() -> None:
+    h = heads(kv=3, width=4, hidden=12)
+    base = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    mixes = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    joint = (mixes @ base).flatten(0, 1)
+    found = shared_value(h.o, [0, 1, 2], joint @ joint.T)
+    wanted = h.o @ (mixes @ base)
+    got = found.outputs @ (found.basis @ joint)
+    torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-7)
+    joint = h.v.flatten(0, 1)
+    found = shared_value(h.o, [0, 1, 2], joint @ joint.T)
+    lost = (h.o @ h.v - found.outputs @ (found.basis @ joint)).square().sum()
+    assert float(lost) == pytest.approx(found.lost, rel=1e-6)
+    worse = (h.o @ h.v - h.o @ h.v.mean(0)).square().sum()
+    assert 0 < found.lost < float(worse)
+
+
+def test_similar_heads_find_each_other() -> None:
+    pairs = [(0, 5), (1, 3), (2, 4)]
+    h, setting = alike(heads(), pairs), Setting(PLANES["halves"])
+    for cost in (lowrank_cost(h, setting), measured_cost(MERGES["mean"], h, setting)):
+        assert sorted(similar(6, 3, cost)) == pairs
+        assert sum(map(cost, pairs)) < 1e-9 < sum(map(cost, adjacent(6, 3)))  # type: ignore[arg-type]
+
+
+def test_few_heads_are_partitioned_exactly_and_many_no_worse_than_neighbours() -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(16, 16, generator=generator)
+
+    def cost(group: tuple[int, ...]) -> float:
+        return float(sum(table[a, b] for a, b in itertools.combinations(group, 2)))
+
+    def by_force(left: tuple[int, ...]) -> float:
+        if not left:
+            return 0.0
+        return min(
+            cost((left[0], *rest)) + by_force(tuple(h for h in left[1:] if h not in rest))
+            for rest in itertools.combinations(left[1:], 1)
+        )
+
+    assert sum(map(cost, similar(8, 4, cost))) == pytest.approx(by_force(tuple(range(8))))  # type: ignore[arg-type]
+    assert partitions(16, 8) > EXACT
+    found = similar(16, 8, cost)
+    assert sorted(itertools.chain(*found)) == list(range(16))
+    assert sum(map(cost, found)) < sum(map(cost, adjacent(16, 8)))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_a_budget_is_spread_as_well_as_by_force(table: list[list[float]]) -> None:
+    costs = [dict(zip((1, 2, 4), row, strict=True)) for row in table]
+    for budget in (len(costs), 2 * len(costs), 3 * len(costs)):
+        found = spread(costs, budget)
+        options = itertools.product((1, 2, 4), repeat=len(costs))
+        best = min(
+            sum(c[n] for c, n in zip(costs, choice, strict=True))
+            for choice in options
+            if sum(choice) <= budget
+        )
+        assert sum(found) <= budget
+        assert sum(c[n] for c, n in zip(costs, found, strict=True)) == pytest.approx(best)
+
+
+def test_a_budget_below_one_head_a_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="fewer than one per module"):
+        spread([{1: 0.0}, {1: 0.0}], 1)
+
+
+def test_conjugate_gradients_solve_each_problem_on_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(3, 5, 5, generator=generator, dtype=torch.float64)
+    matrix = root @ root.mT + torch.eye(5, dtype=torch.float64)
+    matrix[1] *= 1e4  # of another size than its neighbours
+    right = torch.randn(3, 5, 1, generator=generator, dtype=torch.float64)
+    start = torch.zeros_like(right)
+    got = conjugate_gradients(lambda x: matrix @ x, start, right, 5)
+    torch.testing.assert_close(got, torch.linalg.solve(matrix, right))
+    assert not torch.allclose(
+        conjugate_gradients(lambda x: matrix @ x, start, right, 2), got, rtol=1e-3
+    )
+
+
+def test_lowrank_without_text_says_what_it_needs() -> None:
+    with pytest.raises(PlanError, match="--calibrate"):
+        MERGES["lowrank"](heads(), [(0, 1)], Setting())
+
+
+def test_a_misspelt_merge_names_the_nearest() -> None:
+    with pytest.raises(PlanError, match="'medoid'"):
+        MERGES["mediod"]
