@@ -214,6 +214,21 @@ def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> N
     assert "loaded" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("case", ["gpt2", "gpt2-classifier"])
+def test_gpt2_with_one_kv_head_is_a_gpt_big_code(case: str, folder: Path) -> None:
+    result = convert(folder, case, 1, merge="mean", shape=ShapeOption.NATIVE)
+    assert result.pruned.manifest.shape is Shape.NATIVE
+    config = json.loads((folder / "out" / "config.json").read_text())
+    assert config["model_type"] == "gpt_bigcode"
+    assert config["multi_query"] is True
+    assert "auto_map" not in config
+    if case == "gpt2":
+        text = DataConfig(source=str(folder / "text.txt"))
+        settings = HealConfig(steps=8, seq_len=16, learning_rate=5e-3)
+        healed = heal(folder / "out", folder / "model", text, folder / "healed", settings)
+        assert healed.after < healed.before
+
+
 def test_the_order_of_heads_does_not_matter(folder: Path) -> None:
     model = tiny.model("llama-mha")
     tiny.save(model, folder / "model")
@@ -399,7 +414,8 @@ def test_a_killed_healing_resumes_to_the_same_result(folder: Path) -> None:
 
 def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
     convert(folder, "llama-mha", 2, merge="mean")
-    tiny.save(tiny.model("gpt2"), folder / "gpt2")
-    text, config = DataConfig(source=str(folder / "text.txt")), HealConfig(steps=1)
+    tiny.save(tiny.model("bert-mlm"), folder / "bert")
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = HealConfig(steps=1, seq_len=16)
     with pytest.raises(HeadpruneError, match="Give the model it came from"):
-        heal(folder / "out", folder / "gpt2", text, folder / "healed", config)
+        heal(folder / "out", folder / "bert", text, folder / "healed", config)

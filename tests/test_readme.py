@@ -46,6 +46,11 @@ def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) ->
         shrunk = ["hub.txt" if word.startswith("wikitext:") else word for word in command]
         if "train-gates" in shrunk:
             shrunk += SMALL
+        if "heal" in shrunk:
+            shrunk[shrunk.index("--steps") + 1] = "3"
+            shrunk += SMALL[2:]
+        if "convert-gqa" in shrunk:
+            shrunk += ["--seq-len", "16"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
         monkeypatch.setattr("sys.argv", shrunk)

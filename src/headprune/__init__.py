@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 from headprune._version import __version__
 
 if TYPE_CHECKING:
+    from headprune.config import ConvertConfig as ConvertConfig
     from headprune.config import DataConfig as DataConfig
     from headprune.config import EvaluateConfig as EvaluateConfig
+    from headprune.config import HealConfig as HealConfig
     from headprune.config import TrainGatesConfig as TrainGatesConfig
     from headprune.models.loading import from_pretrained as from_pretrained
+    from headprune.pipelines.convert_gqa import convert_gqa as convert_gqa
     from headprune.pipelines.evaluate import evaluate as evaluate
+    from headprune.pipelines.heal import heal as heal
     from headprune.pipelines.inspect import inspect as inspect
     from headprune.pipelines.prune import migrate as migrate
     from headprune.pipelines.prune import prune as prune
@@ -25,12 +29,16 @@ if TYPE_CHECKING:
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _LAZY = {
+    "ConvertConfig": "headprune.config",
     "DataConfig": "headprune.config",
     "EvaluateConfig": "headprune.config",
+    "HealConfig": "headprune.config",
     "Plan": "headprune.plan",
     "TrainGatesConfig": "headprune.config",
+    "convert_gqa": "headprune.pipelines.convert_gqa",
     "evaluate": "headprune.pipelines.evaluate",
     "from_pretrained": "headprune.models.loading",
+    "heal": "headprune.pipelines.heal",
     "inspect": "headprune.pipelines.inspect",
     "migrate": "headprune.pipelines.prune",
     "prune": "headprune.pipelines.prune",

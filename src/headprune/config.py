@@ -232,6 +232,8 @@ class EvaluateConfig(_Config):
         confidence: Level of the interval of a paired difference.
         resamples: Bootstrap resamples behind it.
         speed: Whether to time prefill and decoding.
+        decode_batches: Batch sizes at which decoding is timed.
+        memory: Bytes of memory; the report then says how long a context fits.
         dtype: Element type of the model's weights.
         seed: Seed of masked positions and of the bootstrap.
     """
@@ -242,6 +244,8 @@ class EvaluateConfig(_Config):
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     resamples: Count = 2000
     speed: bool = True
+    decode_batches: tuple[Count, ...] = (1, 8)
+    memory: Count | None = None
     dtype: Dtype = Dtype.AUTO
     seed: int = 0
 

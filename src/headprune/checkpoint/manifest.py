@@ -124,7 +124,7 @@ tags: [headprune, attention-pruning]
 
 # {title}
 
-`{source}` with {kept} of its {heads} attention heads ({share:.1%}), cut by headprune {version}.
+{what}
 {after:,} parameters instead of {before:,}.
 
 ## Load it
@@ -139,8 +139,9 @@ model = {auto_class}.from_pretrained({arguments})
 
 ## Proof
 
-The gated original, the cut model and the model read back from this folder gave the same outputs on
-probe inputs: the largest difference is {difference:.1e} of the largest output ({dtype}).{control}
+The {original}, the result in memory and the model read back from this folder gave the
+same outputs on probe inputs: the largest difference is {difference:.1e} of the largest output
+({dtype}).{control}
 
 `plan.json` lists the heads that are left; `headprune.json` holds versions, hashes and measurements.
 """
@@ -153,6 +154,20 @@ _NEEDS = {
 }
 
 
+def _what(plan: Plan, manifest: Manifest) -> str:
+    if manifest.sharing is None:
+        share = plan.kept_heads / max(plan.query_heads, 1)
+        return (
+            f"`{manifest.source.name}` with {plan.kept_heads} of its {plan.query_heads} attention "
+            f"heads ({share:.1%}), cut by headprune {__version__}."
+        )
+    before, after = manifest.kv_heads
+    return (
+        f"`{manifest.source.name}` with {after} instead of {before} KV heads, merged by headprune "
+        f"{__version__} ({manifest.sharing['merge']})."
+    )
+
+
 def write_card(folder: Path, title: str, auto_class: str, plan: Plan, manifest: Manifest) -> None:
     """Writes the model card, README.md."""
     proof, quoted = manifest.proof, f'"{title}"'
@@ -160,18 +175,15 @@ def write_card(folder: Path, title: str, auto_class: str, plan: Plan, manifest: 
     control = proof["control"]
     text = _CARD.format(
         title=title,
-        source=manifest.source.name,
-        kept=plan.kept_heads,
-        heads=plan.query_heads,
-        share=plan.kept_heads / max(plan.query_heads, 1),
-        version=__version__,
+        what=_what(plan, manifest),
         before=manifest.parameters[0],
         after=manifest.parameters[1],
         auto_class=auto_class,
         arguments=f"{quoted}, trust_remote_code=True" if remote else quoted,
         needs=_NEEDS[manifest.shape],
+        original="gated original" if manifest.sharing is None else "original with merged heads",
         difference=proof["gated_vs_reloaded"],
         dtype=proof["dtype"],
-        control=f" Gates shifted by one head would differ by {control:.1e}." if control else "",
+        control=f" With one head wrong they would differ by {control:.1e}." if control else "",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

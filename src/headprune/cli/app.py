@@ -616,6 +616,13 @@ def evaluate(
         _EVALUATE.confidence
     ),
     speed: Annotated[bool, typer.Option(help="Time prefill and decoding.")] = True,
+    decode_batches: Annotated[
+        str, typer.Option(help="Batch sizes at which decoding is timed, comma-separated.")
+    ] = "1,8",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory such as 24GiB: say how long a context fits beside the weights."),
+    ] = None,
     dtype: DtypeOption = cfg.Dtype.AUTO,
     seed: Annotated[int, typer.Option(help="Seed of masks and of the bootstrap.")] = 0,
     split: Split = "test",
@@ -633,6 +640,8 @@ def evaluate(
             "max_windows": max_windows,
             "confidence": confidence,
             "speed": speed,
+            "decode_batches": _batch_sizes(decode_batches),
+            "memory": _bytes(memory),
             "dtype": dtype,
             "seed": seed,
         },
@@ -668,6 +677,30 @@ def _share_or_count(text: str | None, option: str) -> float | int | None:
     except ValueError:
         raise HeadpruneError(
             f"{option} {text}: give a share such as 0.75, or a count such as 202."
+        ) from None
+
+
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise HeadpruneError(
+            f"--decode-batches {text}: give whole numbers, such as 1,8,32."
+        ) from None
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    units = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9, "MB": 10**6}
+    unit = next((u for u in units if text.upper().endswith(u)), None)
+    try:
+        if unit is None:
+            raise ValueError
+        return int(float(text[: -len(unit)]) * units[unit])
+    except ValueError:
+        raise HeadpruneError(
+            f"--memory {text}: give a number with its unit, such as 24GiB (or MiB, GB, MB)."
         ) from None
 
 

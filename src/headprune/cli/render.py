@@ -312,9 +312,14 @@ def _numbers(model: ModelReport) -> list[tuple[str, str]]:
         ("parameters", f"{cost.parameters:,}"),
         ("KV bytes per token", f"{cost.kv_cache_bytes_per_token:,}"),
     ]
+    if model.longest_context is not None:
+        rows.append(("longest context, tokens", f"{model.longest_context:,}"))
     if speed is not None:
         rows.append(("prefill tokens/s", f"{speed.prefill_tokens_per_s:,.0f}"))
         if speed.decode_tokens_per_s is not None:
             rows.append(("decode tokens/s", f"{speed.decode_tokens_per_s:,.1f}"))
+        for size, rate in speed.decode_by_batch.items():
+            if size > 1:
+                rows.append((f"decode tokens/s, batch of {size}", f"{rate:,.1f}"))
         rows.append(("peak memory, MiB", f"{speed.peak_memory_bytes / 2**20:,.0f}"))
     return rows

@@ -68,6 +68,8 @@ class ModelReport(_Record):
         metrics: Quality.
         cost: Size.
         speed: Throughput, if it was timed.
+        longest_context: With a given memory: tokens of KV cache, over all sequences, that fit
+            beside the weights; activations are not counted.
     """
 
     name: str
@@ -77,6 +79,7 @@ class ModelReport(_Record):
     metrics: tuple[Metric, ...]
     cost: ModelCost
     speed: Speed | None
+    longest_context: int | None = None
 
 
 class Difference(_Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
 import time
@@ -21,12 +22,13 @@ from headprune.models.loading import task_of
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput at batch size 1; medians of several repeats.
+    """Throughput, at batch size 1 unless said otherwise; medians of several repeats.
 
     Attributes:
         prefill_tokens_per_s: Tokens of one forward pass over ``prompt_tokens``.
         decode_tokens_per_s: Greedy tokens after the prompt, with a KV cache; None for models that
             generate nothing.
+        decode_by_batch: The same per batch size, all sequences of a batch together.
         prompt_tokens: Length of the prompt.
         decoded_tokens: Length of the continuation.
         peak_memory_bytes: CUDA: most memory allocated on the device. CPU: most resident memory of
@@ -36,6 +38,7 @@ class Speed:
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float | None
+    decode_by_batch: dict[int, float]
     prompt_tokens: int
     decoded_tokens: int
     peak_memory_bytes: int
@@ -43,7 +46,11 @@ class Speed:
 
 
 def measure(
-    models: Sequence[PreTrainedModel], prompt_tokens: int = 256, decoded: int = 16, repeats: int = 5
+    models: Sequence[PreTrainedModel],
+    prompt_tokens: int = 256,
+    decoded: int = 16,
+    repeats: int = 5,
+    batches: Sequence[int] = (1,),
 ) -> list[Speed]:
     """Times models in turn (A B A B ...), so that a drift of the machine hits all alike.
 
@@ -56,20 +63,27 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     vocabulary = models[0].config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)
+    sizes = sorted({1, *(batches if task_of(models[0]) in GENERATES else ())})
     prefills: list[list[float]] = [[] for _ in models]
-    decodes: list[list[float]] = [[] for _ in models]
+    decodes: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in models]
     for repeat in range(repeats + 1):
-        for index, model in enumerate(models):
-            prefill, decode = _once(model, ids.to(model.device), decoded)
+        for size, (index, model) in itertools.product(sizes, enumerate(models)):
+            prefill, decode = _once(model, ids.to(model.device).expand(size, -1), decoded)
             if repeat:  # the first round warms up
-                prefills[index].append(prefill)
-                decodes[index].append(decode)
+                decodes[index][size].append(decode)
+                if size == 1:
+                    prefills[index].append(prefill)
+    rates = [
+        {size: size * decoded / median(times) for size, times in of_model.items()}
+        if task_of(model) in GENERATES
+        else {}
+        for model, of_model in zip(models, decodes, strict=True)
+    ]
     return [
         Speed(
             prefill_tokens_per_s=prompt_tokens / median(prefills[index]),
-            decode_tokens_per_s=(
-                decoded / median(decodes[index]) if task_of(model) in GENERATES else None
-            ),
+            decode_tokens_per_s=rates[index].get(1),
+            decode_by_batch=rates[index],
             prompt_tokens=prompt_tokens,
             decoded_tokens=decoded,
             peak_memory_bytes=_peak_memory(model.device),

@@ -64,3 +64,13 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         kv_heads=sum(a.kv_heads for a in attentions),
         kv_cache_bytes_per_token=cached * model.dtype.itemsize,
     )
+
+
+def longest_context(model: PreTrainedModel, memory: int) -> int | None:
+    """Tokens of KV cache that fit into so many bytes beside the weights; None without a cache.
+
+    All sequences of a batch count together; activations come on top.
+    """
+    per_token = model_cost(model).kv_cache_bytes_per_token
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return max(0, memory - weights) // per_token if per_token else None

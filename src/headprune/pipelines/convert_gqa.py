@@ -26,6 +26,7 @@ from headprune.models.heads import read_heads, write_heads
 from headprune.models.loading import load_tokenizer, task_of
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve, result_shape
+from headprune.models.transfer import has_twin
 from headprune.pipelines.prune import Pruned, Stage, check_shape, load, write_proven
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.runtime.modeling_headprune import Attention
@@ -152,7 +153,8 @@ def convert_gqa(
     plan = _plan(net, source, groups)
     # its weights are others by now than those of the model the plan names
     cuts = resolve(plan.model_copy(update={"model": None}), net)
-    check_shape(shape, result_shape(cuts, net.config))
+    if not (has_twin(net) and set(counts) == {1}):
+        check_shape(shape, result_shape(cuts, net.config))
     tokens = sum(t.numel() for n, t in inputs.items() if n == "input_ids")
     facts = {"merge": name, "grouping": config.grouping.value, "calibration_tokens": tokens}
     pruned = write_proven(net, source, model, plan, cuts, output, True, on_stage, facts)
@@ -287,6 +289,8 @@ def _check_native(
     if shape is not ShapeOption.NATIVE:
         return
     family = family_of(net.config)
+    if has_twin(net) and set(wanted.values()) == {1}:
+        return
     if family.fewer_kv_heads != "native":
         raise PlanError(
             f"--shape native: the stock class of {family.model_type} has no setting for the number "

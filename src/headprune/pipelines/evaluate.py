@@ -33,7 +33,7 @@ from headprune.evaluation.report import (
     metric,
 )
 from headprune.evaluation.speed import Speed, measure
-from headprune.models.cost import model_cost
+from headprune.models.cost import longest_context, model_cost
 from headprune.models.loading import (
     from_pretrained,
     load_tokenizer,
@@ -54,7 +54,7 @@ class _Measured:
     values: Any
     metrics: list[Metric]
 
-    def report(self, speed: Speed | None) -> ModelReport:
+    def report(self, speed: Speed | None, memory: int | None) -> ModelReport:
         return ModelReport(
             name=self.name,
             architecture=type(self.net).__name__,
@@ -63,6 +63,7 @@ class _Measured:
             metrics=tuple(self.metrics),
             cost=model_cost(self.net),
             speed=speed,
+            longest_context=None if memory is None else longest_context(self.net, memory),
         )
 
 
@@ -114,8 +115,10 @@ def evaluate(
     differences: list[Difference] = []
     if against is not None:
         differences = _differences(measured[0], measured[1], examples, config)
-    speeds: list[Speed] | list[None] = measure(nets) if config.speed else [None] * len(nets)
-    reports = [m.report(speed) for m, speed in zip(measured, speeds, strict=True)]
+    speeds: list[Speed] | list[None] = [None] * len(nets)
+    if config.speed:
+        speeds = measure(nets, batches=config.decode_batches)
+    reports = [m.report(speed, config.memory) for m, speed in zip(measured, speeds, strict=True)]
     return Report(
         provenance=_provenance(data, examples, config),
         model=reports[0],

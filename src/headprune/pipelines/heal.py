@@ -17,7 +17,7 @@ from headprune.checkpoint.folders import check_output
 from headprune.config import DataConfig, Dtype, HealConfig, Objective, write_yaml
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.models.attention import attention_of
-from headprune.models.loading import from_pretrained, load_tokenizer
+from headprune.models.loading import from_pretrained, load_tokenizer, task_of
 from headprune.models.planning import plan_from_scores
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve
@@ -173,7 +173,7 @@ def _prepare(work: Path, settings: dict[str, Any], resume: bool) -> None:
 
 def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     sizes = [m.config.get_text_config().vocab_size for m in (student, teacher)]
-    if type(student).__name__ != type(teacher).__name__ or sizes[0] != sizes[1]:
+    if task_of(student) != task_of(teacher) or sizes[0] != sizes[1]:
         raise HeadpruneError(
             f"The model to heal is a {type(student).__name__} over {sizes[0]:,} tokens, the "
             f"teacher a {type(teacher).__name__} over {sizes[1]:,}. Give the model it came from."

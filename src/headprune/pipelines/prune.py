@@ -23,6 +23,7 @@ from headprune.models.legacy import has_pruned_heads
 from headprune.models.loading import auto_class_of, from_pretrained, load_config, parse_dtype
 from headprune.models.planning import even_units, head_budget, plan_from_scores, unit_sizes
 from headprune.models.surgery import Cut, cut_heads, resolve, result_shape
+from headprune.models.transfer import native_twin
 from headprune.plan import ModelIdentity, Plan, Shape, read_plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.hard_concrete import open_probability
@@ -208,6 +209,9 @@ def write_proven(
     shape = cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     cut_outputs = proof.probe(net, inputs)
+    twin = native_twin(net)
+    if twin is not None:
+        net, shape = twin, Shape.NATIVE
 
     with whole_folder(output) as folder:
         on_stage("writing")
