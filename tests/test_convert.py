@@ -24,6 +24,7 @@ from headprune.config import (
 )
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
 from headprune.families import FAMILIES
+from headprune.merging import MERGES
 from headprune.models import proof
 from headprune.models.attention import attention_of
 from headprune.models.heads import read_heads, write_heads
@@ -157,8 +158,12 @@ def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None
     assert gap("lowrank") < 0.9 * gap("mean")
 
 
-@pytest.mark.parametrize("case", ["llama-mha", "gpt2", "bert-mlm", "qwen3"])
-@pytest.mark.parametrize("merge", ["mean", "procrustes", "medoid", "lowrank"])
+DEEPLY = ("llama-mha", "gpt2", "bert-mlm", "qwen3")
+MERGED = [(case, merge) for case in DEEPLY for merge in MERGES]
+MERGED += [(case, "mean") for case in SHARING if case not in DEEPLY]
+
+
+@pytest.mark.parametrize(("case", "merge"), MERGED)
 def test_identical_heads_merge_without_a_trace(case: str, merge: str, folder: Path) -> None:
     model = tiny.model(case)
     for attention in attention_of(model):
