@@ -82,6 +82,23 @@ class Perplexity:
         return {"perplexity": perplexity, "ratio": perplexity / self.original}
 
 
+class Clock:
+    """Tells the time that merging took from that of loading, writing and proving."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+
+    def on_stage(self, stage: str) -> None:
+        """Notes when a stage began."""
+        self._began[stage] = time.monotonic()
+
+    def merging(self) -> float:
+        """Seconds of the merging itself."""
+        stages = list(self._began)
+        at = next(i for i, stage in enumerate(stages) if stage.startswith("merging"))
+        return self._began[stages[at + 1]] - self._began[stages[at]]
+
+
 @torch.no_grad()
 def plain_forward(model: str, calibrate: str, tokens: int, seq_len: int) -> float:
     """Seconds of one forward of the original over as many tokens, four windows at a time."""
@@ -142,9 +159,8 @@ def main(
                 text = DataConfig(source=calibrate) if merge in NEEDS_CALIBRATION else None
                 with tempfile.TemporaryDirectory() as folder:
                     out, healed = Path(folder) / "out", Path(folder) / "healed"
-                    start = time.monotonic()
-                    convert_gqa(model, out, config, calibrate=text)
-                    seconds = time.monotonic() - start
+                    clock = Clock()
+                    convert_gqa(model, out, config, calibrate=text, on_stage=clock.on_stage)
                     row = {
                         "kv_heads": count,
                         "merge": merge,
@@ -152,7 +168,9 @@ def main(
                         "heal": 0,
                         **measured.measure(from_pretrained(out)),
                     }
-                    add({**row, "seconds": seconds})
+                    add(
+                        {**row, "merging_s": clock.merging(), "forwards": clock.merging() / forward}
+                    )
                     if heal_steps:
                         settings = HealConfig(
                             steps=heal_steps, learning_rate=learning_rate, bf16=bf16
