@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import XGLMConfig, XGLMForCausalLM
 
 from headprune.cli import app as cli
 from headprune.models.attention import attention_of
@@ -282,11 +283,9 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (pickled / "model.safetensors").unlink()
     bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
     (bare / "model.safetensors").unlink()
-    unknown = tiny.save(tiny.model("gpt2"), tmp_path / "unknown")
-    config = json.loads((unknown / "config.json").read_text()) | {"model_type": "xglm"}
-    (unknown / "config.json").write_text(
-        json.dumps(config | {"architectures": ["XGLMForCausalLM"]})
-    )
+    unknown = tmp_path / "unknown"
+    sizes = {"vocab_size": 65, "d_model": 16, "ffn_dim": 16, "num_layers": 1}
+    XGLMForCausalLM(XGLMConfig(**sizes, attention_heads=2)).save_pretrained(unknown)
     (tmp_path / "none").mkdir()
     for folder, message in (
         (pickled, "as a pickle only (pytorch_model.bin)"),

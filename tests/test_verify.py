@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import headprune
+from headprune.config import ConvertConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of
 from headprune.models.surgery import cut_heads, resolve
+from headprune.pipelines.convert_gqa import convert_gqa
 from headprune.pipelines.prune import migrate, prune
 from headprune.pipelines.verify import Verification, verify
 from headprune.plan import AttentionPlan, Plan
@@ -169,6 +171,12 @@ def shard(folder: Path) -> None:
     sorted(folder.glob("model-0*.safetensors"))[1].unlink()
 
 
+def without_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.self_attn.k_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def other_shapes(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     name = next(n for n in weights if n.endswith("layers.1.self_attn.k_proj.weight"))
@@ -183,16 +191,25 @@ def other_shapes(folder: Path) -> None:
         (edit_config(lambda c: c["headprune"].update(schema_version=2)), "Upgrade headprune"),
         (
             edit_config(
-                lambda c: c["headprune"]["layout"].update({"model.layers.9.self_attn": {}})
+                lambda c: c["headprune"]["layout"].update(
+                    {"model.layers.9.self_attn": {"query_heads": [0], "kv_heads": [0]}}
+                )
             ),
             "heads of modules that LlamaForCausalLM does not have: layers.9.self_attn",
         ),
+        (edit_config(lambda c: c["headprune"].pop("layout")), "('headprune') is damaged"),
+        (edit_config(lambda c: c.update(headprune="x")), "('headprune') is damaged"),
+        (edit_config(lambda c: c.update(pruned_heads={"a": [0]})), "no map from layer numbers"),
+        (without_a_tensor, "lacks 1 of the tensors of a LlamaForCausalLM"),
         (shard, "does not load as LlamaForCausalLM"),
         (truncate, "does not load as LlamaForCausalLM"),
         (link_out, "is a link that leads out of the model folder"),
         (other_shapes, "does not load as LlamaForCausalLM"),
     ],
-    ids=["runtime", "schema", "layout", "shard", "truncated", "link", "shapes"],
+    ids=[
+        *("runtime", "schema", "layout", "no layout", "no description", "pruned_heads", "tensor"),
+        *("shard", "truncated", "link", "shapes"),
+    ],
 )
 def test_a_damaged_folder_is_refused_in_a_sentence(
     damage: Callable[[Path], None], message: str, result: Path
@@ -224,3 +241,84 @@ def test_links_of_the_hub_cache_are_fine(result: Path, tmp_path: Path) -> None:
         shutil.copy(file, blobs / file.name)
         (snapshot / file.name).symlink_to(blobs / file.name)
     assert torch.is_tensor(next(headprune.from_pretrained(snapshot).parameters()))
+
+
+def test_code_that_is_not_ours_is_not_run(result: Path) -> None:
+    (result / "foreign.py").write_text(f"open({str(result / 'ran')!r}, 'w').close()\n")
+    edit_config(lambda c: c["auto_map"].update(AutoModelForCausalLM="foreign.LlamaForCausalLM"))(
+        result
+    )
+    verification = verify(result)
+    assert "was not tried" in str(verification.not_run)
+    assert not (result / "ran").exists()
+
+
+def test_a_converted_result_says_why_it_is_compared_with_nothing(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    config = ConvertConfig(kv_heads=1)
+    folder = convert_gqa(llama_folder, tmp_path / "mqa", config).pruned.output
+    verification = verify(folder, against=llama_folder)
+    assert verification.passed
+    assert "its KV heads were merged" in str(verification.not_run)
+
+
+def test_ids_stay_those_of_the_original_after_a_plain_cut(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    def keep(folder: Path, heads: tuple[int, ...], output: Path) -> Path:
+        parts = {
+            a.path: AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=heads)
+            for a in attention_of(headprune.from_pretrained(folder))
+        }
+        return prune(folder, output, plan=Plan(unit=Unit.KV_GROUP, attentions=parts)).output
+
+    once = keep(llama_folder, (2, 3, 4, 5), tmp_path / "once")
+    assert "headprune" not in json.loads((once / "config.json").read_text())
+    twice = keep(once, (4, 5), tmp_path / "twice")
+    direct = keep(llama_folder, (4, 5), tmp_path / "direct")
+    outputs = []
+    for folder in (twice, direct):
+        model = headprune.from_pretrained(folder)
+        assert {a.query_ids for a in attention_of(model)} == {(4, 5)}
+        outputs.append(proof.probe(model, proof.probe_inputs(model)))
+    assert proof.difference(*outputs) == 0
+    with pytest.raises(PlanError, match="head 0 "):
+        keep(once, (0, 1), tmp_path / "gone")
+
+
+def test_only_what_belongs_to_a_tokenizer_goes_with_a_result(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    (llama_folder / "secrets.json").write_text("{}")
+    (llama_folder / "checkpoint-5").mkdir()
+    (llama_folder / "checkpoint-5" / "config.json").write_text("{}")
+    plan = uneven_plan(headprune.from_pretrained(llama_folder))
+    names = {f.name for f in prune(llama_folder, tmp_path / "out", plan=plan).output.rglob("*")}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= names
+    assert not {"secrets.json", "checkpoint-5"} & names
+
+
+def test_from_pretrained_takes_the_usual_arguments(llama_folder: Path, tmp_path: Path) -> None:
+    load = headprune.from_pretrained
+    assert load(llama_folder, torch_dtype=torch.bfloat16).dtype is torch.bfloat16
+    assert load(llama_folder, output_attentions=True).config.output_attentions is True
+    assert load(llama_folder, use_safetensors=True).dtype is torch.float32
+    assert load(tmp_path, subfolder="llama").config.model_type == "llama"
+    model, info = load(llama_folder, output_loading_info=True)
+    assert model.config.model_type == "llama"
+    assert not info["missing_keys"]
+    heads = {"auto_class": "AutoModelForSequenceClassification", "num_labels": 3}
+    assert load(llama_folder, **heads).config.num_labels == 3
+    with pytest.raises(CheckpointError, match="did you mean|Did you mean"):
+        load(llama_folder, auto_class="AutoModelForCausal")
+
+
+def test_the_folder_one_is_in_cannot_be_the_output(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    plan = uneven_plan(headprune.from_pretrained(llama_folder))
+    with pytest.raises(CheckpointError, match="the folder you are in"):
+        prune(llama_folder, Path(), plan=plan)

@@ -14,9 +14,15 @@ from safetensors import SafetensorError
 
 from headprune.errors import CheckpointError
 
-# of a model folder, what a result takes over as it is; weights and config are written anew
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-_OWN = {"config.json", "generation_config.json", "plan.json", "headprune.json"}
+# Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors.
+# Weights and config are written anew; whatever else lies there is the user's own.
+_COMPANIONS = (
+    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("*.model", "*.tiktoken", "*.jinja", "*processor*.json", "preprocessor_config.json"),
+    *("modules.json", "sentence_*config.json", "config_sentence_transformers.json"),
+    *("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors"),  # pooling and dense layers
+    *("spm*.json", "source.spm", "target.spm", "normalizer.json", "dict.txt"),
+)
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -27,6 +33,16 @@ def check_output(path: Path, overwrite: bool) -> None:
     """
     if path.is_file():
         raise CheckpointError(f"The output '{path}' is a file; give a folder name.")
+    if path.resolve() == Path.cwd():
+        raise CheckpointError(
+            f"The output '{path}' is the folder you are in, which cannot be replaced as a whole. "
+            "Give another name."
+        )
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise CheckpointError(
+            f"The output '{path}' cannot be made: '{above}' is no folder that can be written to."
+        )
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise CheckpointError(
             f"The output folder '{path}' already exists. Choose another one, or replace it with "
@@ -93,14 +109,10 @@ def write_error(path: Path, error: Exception) -> CheckpointError:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies tokenizer files, chat templates, pooling settings: all that is no weight or config."""
-    for file in sorted(source.rglob("*")):
+    """Copies tokenizer and processor files, chat templates, pooling settings."""
+    files = {file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()}
+    for file in sorted(files):
         inside = file.relative_to(source)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        weights_index = file.name.endswith(".index.json")
-        own = len(inside.parts) == 1 and file.name in _OWN
-        if hidden or weights_index or own or file.suffix not in _COMPANIONS or not file.is_file():
-            continue
         (target / inside).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target / inside)
 

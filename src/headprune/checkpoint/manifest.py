@@ -31,6 +31,7 @@ class Manifest(BaseModel):
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
         trained_weights: Whether weights beside the gates were trained before the cut.
+        layout: Ids of the heads that are left, per module; those of the model before any cut.
         sharing: How KV heads were merged, if they were.
         proof: What the proof measured.
         probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
@@ -48,6 +49,7 @@ class Manifest(BaseModel):
     query_heads: tuple[int, int]
     kv_heads: tuple[int, int]
     parameters: tuple[int, int]
+    layout: dict[str, dict[str, list[int]]] = {}
     trained_weights: bool = False
     sharing: dict[str, Any] | None = None
     proof: dict[str, Any]

@@ -554,6 +554,7 @@ def migrate(
     dtype: DtypeOption = cfg.Dtype.AUTO,
     json_: Json = False,
     trust_remote_code: Trust = False,
+    assume_supported: Assume = False,
 ) -> None:
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
     terminal.quiet_libraries()
@@ -562,7 +563,7 @@ def migrate(
 
     with terminal.stages() as on_stage:
         result = pipeline.migrate(
-            model, output, overwrite, dtype, trust_remote_code, on_stage=on_stage
+            model, output, overwrite, dtype, trust_remote_code, assume_supported, on_stage
         )
     if json_:
         typer.echo(result.manifest.model_dump_json(indent=2))

@@ -251,11 +251,19 @@ def families_markdown(rows: list[Capability]) -> str:
     return "\n\n".join([drawn, "<br>\n".join(notes), _FAMILY_LEGEND])
 
 
-_FAMILY_COLUMNS = ("family", "attention", "even cut", "uneven cut", "fewer KV heads", "refused")
+_FAMILY_COLUMNS = (
+    "family",
+    "attention",
+    "gates",
+    "even cut",
+    "uneven cut",
+    "fewer KV heads",
+    "refused",
+)
 _FAMILY_LEGEND = (
-    "All of them: gates, cuts with other counts in every layer, layers without heads. native: a "
+    "All of them: cuts with other counts in every layer, layers without heads. native: a "
     "plain config that loads anywhere. runtime: modeling_headprune.py lies beside the weights, "
-    "which asks for trust_remote_code=True, or for headprune.from_pretrained."
+    "which asks for trust_remote_code=True, or for headprune.from_pretrained. GGUF: later."
 )
 
 
@@ -276,7 +284,8 @@ def _family_cells(rows: list[Capability]) -> tuple[list[tuple[str, ...]], list[s
         refused = [f"{name} {note(reason)}" for name, reason in row.refused.items()]
         kinds = ", ".join(row.attention)
         name = f"{row.family} (transformers {row.since})" if row.since else row.family
-        cells.append((name, kinds, row.even, row.uneven, fewer, ", ".join(refused)))
+        gates = "yes" if row.gates else "no text"
+        cells.append((name, kinds, gates, row.even, row.uneven, fewer, ", ".join(refused)))
     return cells, [f"({number}) {reason}." for number, reason in enumerate(notes, 1)]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headprune.families import FAMILIES
+from headprune.families import FAMILIES, perception
 from headprune.families.spec import Family
+
+_WITHOUT_TEXT = {row.model_type for row in perception.ROWS} - {"clip_text_model"} | {"whisper"}
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,11 @@ class Capability:
     Attributes:
         family: ``config.model_type``.
         attention: Its kinds of attention.
+        gates: Whether gates can be trained on it: it reads text.
+        cut: Whether heads can be cut out of it.
         uneven: How a cut with other counts in every layer loads.
         even: How a cut with equal counts in all layers loads.
+        gguf: Whether a cut can be exported to GGUF.
         fewer_kv_heads: "native", "runtime", or the reason why it cannot have fewer.
         since: Lowest transformers for it; None for the lowest that headprune runs on.
         refused: Settings under which a model of the family is refused, with the reason.
@@ -24,9 +29,12 @@ class Capability:
 
     family: str
     attention: tuple[str, ...]
+    gates: bool
+    cut: bool
     uneven: str
     even: str
     fewer_kv_heads: str
+    gguf: str
     since: str | None
     refused: dict[str, str]
 
@@ -41,9 +49,12 @@ def _capability(family: Family) -> Capability:
     return Capability(
         family=family.model_type,
         attention=tuple(family.attention),
+        gates=family.model_type not in _WITHOUT_TEXT and "vision" not in family.attention,
+        cut=True,
         uneven="runtime",
         even=f"native{unless}" if family.native else "runtime",
         fewer_kv_heads=family.fewer_kv_heads,
+        gguf="later",
         since=family.since,
         refused=dict(family.refused),
     )

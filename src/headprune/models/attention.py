@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import FamilyError
 from headprune.families import COMMON_SETTINGS, FAMILIES, Family
+from headprune.models.ids import with_restored_ids
 from headprune.plan import ModelIdentity
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
@@ -42,14 +43,29 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def refuse_unknown_settings(config: PreTrainedConfig) -> None:
-    """Refuses a config with a setting that nobody has checked against the family's row.
-
-    Such settings come with newer versions of transformers. The class behind the config might read
-    one and do something with heads that the row does not say.
+    """Refuses a config, or one of its parts, with a setting that nobody has checked.
 
     Raises:
-        FamilyError: Naming the first such setting that differs from its default.
+        FamilyError: Naming the first such setting that differs from its default; or a language part
+            that is not laid out as the whole's row says.
     """
+    _refuse_unknown_settings(config)
+    family, text = family_of(config), getattr(config, "text_config", None)
+    if "text" not in family.attention or text is None or text.model_type not in FAMILIES:
+        return
+    part = family_of(text)
+    for name in ("projections", "whole_norms", "per_head"):
+        if list(family.attention) == ["text"] and getattr(part, name) != getattr(family, name):
+            raise FamilyError(
+                f"The language part of this {config.model_type} model is a {text.model_type}, "
+                f"whose attention is laid out differently ({name}). Cut that model on its own."
+            )
+    _refuse_unknown_settings(text)
+
+
+def _refuse_unknown_settings(config: PreTrainedConfig) -> None:
+    # settings come with newer versions of transformers, and a class might do with heads what no row
+    # says
     family = family_of(config)
     for setting in dataclasses.fields(config):
         name = setting.name
@@ -75,7 +91,8 @@ def attention_of(model: PreTrainedModel) -> list[Attention]:
         FamilyError: If the family is unknown or its row does not match the model.
     """
     try:
-        return find_attention(model, family_of(model.config).for_runtime())
+        found = find_attention(model, family_of(model.config).for_runtime())
+        return [with_restored_ids(attention) for attention in found]
     except ValueError as error:
         raise FamilyError(
             f"The model says it is '{model.config.model_type}' but does not look like one: {error}."

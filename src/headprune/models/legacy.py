@@ -18,7 +18,8 @@ from headprune.runtime.modeling_headprune import SCHEMA
 
 def has_pruned_heads(config: PreTrainedConfig) -> bool:
     """Whether the config says that transformers 4 pruned heads."""
-    return any((getattr(config, "pruned_heads", None) or {}).values())
+    pruned = getattr(config, "pruned_heads", None) or {}
+    return any(pruned.values()) if isinstance(pruned, dict) else True
 
 
 def layout_of_pruned_heads(config: PreTrainedConfig, native: type[PreTrainedModel]) -> None:
@@ -28,7 +29,13 @@ def layout_of_pruned_heads(config: PreTrainedConfig, native: type[PreTrainedMode
         CheckpointError: If the entry names layers or heads that the model does not have.
         FamilyError: If the family is not supported.
     """
-    pruned = {int(layer): set(heads) for layer, heads in config.pruned_heads.items()}
+    try:
+        pruned = {int(layer): set(heads) for layer, heads in config.pruned_heads.items()}
+    except (ValueError, TypeError):
+        raise CheckpointError(
+            f"config.json has pruned_heads={config.pruned_heads!r}, which is no map from layer "
+            'numbers to lists of heads, such as {"0": [1, 4]}.'
+        ) from None
     family = family_of(config)
     del config.pruned_heads
     with torch.device("meta"):

@@ -11,13 +11,15 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
+from headprune.models.ids import restore_ids
 from headprune.models.legacy import has_pruned_heads, layout_of_pruned_heads
 from headprune.models.refusals import (
+    refuse_bad_description,
     refuse_edited_runtime,
     refuse_links,
-    refuse_newer,
     refuse_pickles,
 )
+from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
 
 Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
@@ -32,7 +34,7 @@ _TASKS: dict[str, Task] = {
 }
 
 
-def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
+def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     """Loads a model as the class its config names; results of headprune included.
 
     Args:
@@ -42,29 +44,36 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
             another head than the one in the config.
 
     Returns:
-        The model in eval mode.
+        The model in eval mode; with ``output_loading_info=True`` the loading info beside it.
 
     Raises:
-        CheckpointError: If there is nothing to load, or only pickles.
+        CheckpointError: If there is nothing to load, only pickles, or tensors are missing.
     """
     auto_class = kwargs.pop("auto_class", None)
-    selection = {k: kwargs[k] for k in ("revision", "trust_remote_code") if k in kwargs}
-    config = kwargs.pop("config", None) or load_config(model, **selection)
-    refuse_pickles(model)
-    refuse_links(model)
+    wants_info = kwargs.pop("output_loading_info", False)
+    if "torch_dtype" in kwargs:
+        kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
+    if not kwargs.pop("use_safetensors", True):
+        raise CheckpointError("headprune reads safetensors only; leave out use_safetensors=False.")
+    config = kwargs.pop("config", None)
+    if config is None:
+        config = load_config(model, **{name: kwargs[name] for name in _HUB if name in kwargs})
+        _override(config, kwargs)
+    folder = Path(model) / kwargs.get("subfolder", "")
+    refuse_pickles(folder)
+    refuse_links(folder)
     if not kwargs.get("trust_remote_code"):
-        refuse_edited_runtime(model)
+        refuse_edited_runtime(folder)
     native = native_of(config, auto_class)
     if has_pruned_heads(config):
         layout_of_pruned_heads(config, native)
     description = getattr(config, "headprune", None)
     if description:
-        refuse_newer(model, description)
+        refuse_bad_description(model, description)
     cls = modeling_headprune.pruned_class(native) if description else native
+    options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     try:
-        return cls.from_pretrained(
-            str(model), config=config, use_safetensors=True, **{"dtype": "auto"} | kwargs
-        ).eval()
+        net, info = cls.from_pretrained(str(model), config=config, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         why = _first_line(error)
         if "ignore_mismatched_sizes" in why:
@@ -73,6 +82,30 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> PreTrainedModel:
             f"'{model}' does not load as {cls.__name__}: {why}. The folder is incomplete or "
             "damaged; get it again."
         ) from error
+    # another head than the checkpoint's starts anew, and many encoders come without a pooler
+    missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+    if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
+        raise CheckpointError(
+            f"'{model}' lacks {len(missing)} of the tensors of a {cls.__name__}, '{missing[0]}' "
+            "the first, and random numbers would take their place. The folder is incomplete or "
+            "damaged; get it again."
+        )
+    restore_ids(net, folder)
+    return (net.eval(), info) if wants_info else net.eval()
+
+
+# of the arguments, those that say where files are found
+_HUB = (
+    *("revision", "code_revision", "trust_remote_code", "token", "cache_dir", "subfolder"),
+    *("local_files_only", "force_download", "proxies"),
+)
+
+
+def _override(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    """Moves arguments that are settings of the config into it, as AutoModel does."""
+    for name in list(kwargs):
+        if name not in (*_HUB, "dtype", "attn_implementation") and hasattr(config, name):
+            setattr(config, name, kwargs.pop(name))
 
 
 def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
@@ -81,7 +114,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     Raises:
         CheckpointError: If there is no such folder or hub id, or its config cannot be read.
     """
-    path = Path(model)
+    path = Path(model) / kwargs.get("subfolder", "")
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "
@@ -115,6 +148,11 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
     Raises:
         CheckpointError: If there is none.
     """
+    if auto_class is not None and not hasattr(transformers, auto_class):
+        known = [name for name in dir(transformers) if name.startswith("AutoModel")]
+        raise CheckpointError(
+            f"transformers has no class '{auto_class}'.{did_you_mean(auto_class, known)}"
+        )
     name = (config.architectures or [None])[0]
     native = getattr(transformers, name, None) if name else None
     if auto_class is not None or native is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ def refuse_pickles(model: str | Path) -> None:
     if pickles:
         raise CheckpointError(
             f"'{model}' holds its weights as a pickle only ({pickles[0]}), which can run code when "
-            "it is read. Convert it once where you trust it: "
-            "AutoModel.from_pretrained(folder).save_pretrained(new_folder) writes safetensors."
+            "it is read. Convert it once where you trust it: safetensors.torch.save_file("
+            f"torch.load('{pickles[0]}', weights_only=True), 'model.safetensors', "
+            "metadata={'format': 'pt'})."
         )
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
 
@@ -79,17 +79,30 @@ def refuse_edited_runtime(model: str | Path) -> None:
         )
 
 
-def refuse_newer(model: str | Path, description: Mapping[str, Any]) -> None:
-    """Refuses a config whose description of heads is of a later schema.
+def refuse_bad_description(model: str | Path, description: Any) -> None:
+    """Refuses a config whose description of heads is damaged, or of a later schema.
 
     Raises:
-        CheckpointError: Naming both versions.
+        CheckpointError: Saying what is wrong with it.
     """
-    version = description.get("schema_version")
-    if version != modeling_headprune.SCHEMA:
+    known = modeling_headprune.SCHEMA
+    version = description.get("schema_version") if isinstance(description, dict) else None
+    if isinstance(version, int) and version > known:
         raise CheckpointError(
             f"The config of '{model}' describes heads in schema {version}; this headprune reads "
-            f"{modeling_headprune.SCHEMA}. Upgrade headprune."
+            f"{known}. Upgrade headprune."
+        )
+    try:
+        layout = description["layout"]
+        sound = version == known and isinstance(description["family"], dict)
+        for heads in layout.values():
+            sound &= all(isinstance(h, int) for h in (*heads["query_heads"], *heads["kv_heads"]))
+    except (LookupError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"The description of heads in the config of '{model}' ('headprune') is damaged. Get "
+            "the folder again."
         )
 
 

@@ -54,6 +54,11 @@ class Cut:
         """Ids of the KV heads that stay."""
         return [self.attention.kv_ids[p] for p in self.kv_positions]
 
+    def heads_left(self) -> dict[str, list[int]]:
+        """The entry of the layout for what the module has now; after the cut."""
+        attention = self.attention
+        return layout_entry(attention.query_ids, attention.kv_ids, attention.group_sizes)
+
     def gate(self) -> Tensor:
         """The gates whose model this cut equals: 0 for removed heads. Shape (present heads,)."""
         gate = torch.zeros(self.attention.query_heads)
@@ -250,10 +255,7 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
     config.headprune = {
         "schema_version": modeling_headprune.SCHEMA,
         "family": family.for_runtime(),
-        "layout": {
-            a.path: layout_entry(a.query_ids, a.kv_ids, a.group_sizes)
-            for a in (cut.attention for cut in cuts)
-        },
+        "layout": {cut.attention.path: cut.heads_left() for cut in cuts},
     }
     if list(family.attention) == ["self"] and len(cuts) == config.num_hidden_layers:
         # transformers' cache code sizes static caches from these

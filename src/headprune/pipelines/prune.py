@@ -138,6 +138,7 @@ def migrate(
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
+    assume_supported: bool = False,
     on_stage: Stage = lambda stage: None,
 ) -> Pruned:
     """Rewrites a folder in which transformers 4 pruned heads, so that transformers 5 loads it.
@@ -148,6 +149,7 @@ def migrate(
         overwrite: Replace an existing output.
         dtype: Element type to load, and so to write.
         trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
         on_stage: Called with a few words before every stage.
 
     Raises:
@@ -162,7 +164,7 @@ def migrate(
             "it is."
         )
     on_stage("loading the model")
-    net, source = load(model, dtype, trust_remote_code, assume_supported=False)
+    net, source = load(model, dtype, trust_remote_code, assume_supported)
     attentions = attention_of(net)
     chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
     cuts = resolve(chosen, net)
@@ -197,6 +199,8 @@ def write_proven(
         CheckpointError: If the folder cannot be written.
         ProofError: If the result does not compute what the gated ``net`` computes.
     """
+    home = _source_folder(origin)
+    lineage = read_lineage(home)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
 
     on_stage("probing the gated original")
@@ -208,6 +212,7 @@ def write_proven(
     on_stage("cutting")
     shape = cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    layout = {cut.attention.path: cut.heads_left() for cut in cuts}
     cut_outputs = proof.probe(net, inputs)
     twin = native_twin(net)
     if twin is not None:
@@ -216,7 +221,6 @@ def write_proven(
     with whole_folder(output) as folder:
         on_stage("writing")
         net.save_pretrained(folder)
-        home = _source_folder(origin)
         copy_companions(home, folder)
         plan.write(folder / "plan.json")
         auto_class, model_dtype = auto_class_of(net), net.dtype
@@ -228,11 +232,12 @@ def write_proven(
         manifest = write_manifest(
             folder,
             source=source,
-            lineage=read_lineage(home),
+            lineage=lineage,
             shape=shape,
             query_heads=(plan.query_heads, plan.kept_heads),
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
+            layout=layout,
             trained_weights=trained_weights,
             sharing=sharing,
             proof=asdict(proven),

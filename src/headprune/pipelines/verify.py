@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import sha256_of
 from headprune.checkpoint.manifest import Manifest, read_manifest
-from headprune.errors import HeadpruneError, PlanError
+from headprune.errors import HeadpruneError
 from headprune.models import proof
 from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
 from headprune.models.proof import Outputs, Sample
@@ -108,14 +110,12 @@ def verify(
     trust = {"trust_remote_code": True} if trust_remote_code else {}
     outputs = compare("headprune.from_pretrained", lambda: from_pretrained(folder, **trust))
     ours = importlib.import_module("headprune.runtime.modeling_headprune").__file__
-    written_by_us = not (folder / RUNTIME).is_file() or (
-        sha256_of(folder / RUNTIME) == sha256_of(Path(str(ours)))
-    )
     not_run = None
-    if not (written_by_us or trust_remote_code):
+    if not (trust_remote_code or _runs_only(folder, Path(str(ours)))):
         not_run = (
-            f"Loading with transformers alone was not tried: {RUNTIME} in the folder is not that "
-            "of this headprune (another version, or edited); --trust-remote-code runs it."
+            "Loading with transformers alone was not tried: the folder's config names code that is "
+            f"not the {RUNTIME} of this headprune (another version, or edited); "
+            "--trust-remote-code runs it."
         )
     elif outputs is not None:
         net = from_pretrained(folder, **trust)
@@ -126,10 +126,26 @@ def verify(
             f"{name}.from_pretrained" + (", trust_remote_code=True" if remote else ""),
             lambda: auto.from_pretrained(folder, dtype="auto", **extra).eval(),
         )
-    if against is not None and outputs is not None:
+    if against is not None and manifest.trained_weights:
+        why = "its KV heads were merged" if manifest.sharing else "its weights were trained"
+        because = f"{why}, so it is not the gated form of '{against}'"
+        not_run = " ".join(filter(None, [not_run, f"--against was not tried: {because}."]))
+    elif against is not None and outputs is not None:
         on_stage("gating the model it was made from")
         checks.append(_against(folder, manifest, against, outputs, dtype))
     return Verification(str(folder), tuple(checks), not_run)
+
+
+def _runs_only(folder: Path, ours: Path) -> bool:
+    """Whether all code that the folder's config names is our own runtime, to the byte."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    named = [str(name) for name in (config.get("auto_map") or {}).values()]
+    if not named:
+        return True
+    module = RUNTIME.removesuffix(".py")
+    own = all(re.fullmatch(rf"{module}\.\w+", name) for name in named)
+    runtime = folder / RUNTIME
+    return own and runtime.is_file() and sha256_of(runtime) == sha256_of(ours)
 
 
 def _files(folder: Path, manifest: Manifest) -> Check:
@@ -146,11 +162,6 @@ def _files(folder: Path, manifest: Manifest) -> Check:
 def _against(
     folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
 ) -> Check:
-    if manifest.trained_weights:
-        raise PlanError(
-            "The weights of this result were trained before the cut, so it is not the gated form "
-            f"of '{against}', and --against has nothing to compare. Leave it out."
-        )
     base = from_pretrained(against, dtype=dtype)
     cuts = resolve(read_plan(folder / "plan.json", {}), base, ragged=True)
     wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))
