@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from bench_quality import Protocol
 from headprune import from_pretrained
-from headprune.config import ConvertConfig, DataConfig, Grouping, HealConfig
+from headprune.config import ConvertConfig, DataConfig, Grouping, HealConfig, HealTrain
 from headprune.data.sources import Examples, read_examples
 from headprune.data.windows import tokenized_rows
 from headprune.evaluation.quality import embeddings
@@ -124,6 +124,7 @@ def main(
     seq_len: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 512,
     heal_steps: Annotated[int, typer.Option("--heal", help="Also heal, so many steps.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of healing.")] = 5e-4,
+    train: Annotated[HealTrain, typer.Option(help="What healing trains.")] = HealTrain.ATTENTION,
     bf16: Annotated[bool, typer.Option("--bf16", help="Heal in bfloat16.")] = False,
     windows: Annotated[int, typer.Option(help="Test windows.")] = 40,
     window: Annotated[int, typer.Option(help="Tokens per test window.")] = 512,
@@ -173,7 +174,7 @@ def main(
                     )
                     if heal_steps:
                         settings = HealConfig(
-                            steps=heal_steps, learning_rate=learning_rate, bf16=bf16
+                            steps=heal_steps, train=train, learning_rate=learning_rate, bf16=bf16
                         )
                         words = DataConfig(source=calibrate)
                         heal(out, model, words, healed, settings, on_step=say_step)
