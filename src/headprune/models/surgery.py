@@ -175,7 +175,9 @@ def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
     parameters = dict(attention.module.named_parameters())
     for name, role in family.per_head.items():
         if name in parameters:
-            maps.append(IndexMap(f"{attention.path}.{name}", 0, torch.tensor(kept[role])))
+            maps.append(
+                IndexMap(f"{attention.path}.{name}", 0, torch.tensor(kept[role], dtype=torch.long))
+            )
     return maps
 
 
