@@ -426,3 +426,43 @@ def test_a_misspelt_setting_in_a_config_is_named(
     command = ["train-gates", llama_folder, "--config", path, "--data", text_file]
     code, _, err = run(capsys, *command, "--output", tmp_path / "g")
     assert (code, "no setting 'gate_lrr'. Did you mean 'gate_lr'" in err) == (2, True), err
+
+
+def test_convert_heals_and_says_so(
+    text_file: Path, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert-gqa", llama_folder, "--kv-heads", "1", "--calibrate", text_file]
+    small = ["--seq-len", "32", "--heal", "2", "--output", tmp_path / "out"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("precious")
+    code, _, err = run(capsys, *command, *small)
+    assert (code, "already exists" in err) == (2, True), err
+    assert not (tmp_path / "out-unhealed").exists()
+    code, out, err = run(capsys, *command, *small, "--overwrite")
+    assert code == 0, err
+    assert "lowrank" in out
+    assert "after 2 steps" in out
+    assert not (tmp_path / "out-unhealed").exists()
+    for wrong, message in (
+        (["--kv-heads", "many"], "give a number such as 2"),
+        (["--kv-heads", "1", "--merge", "meen"], "Did you mean 'mean'"),
+        (["--kv-heads", "1", "--heal", "3"], "--calibrate"),
+        ([], "exactly one of kv_heads and kv_budget"),
+    ):
+        code, _, err = run(capsys, "convert-gqa", llama_folder, "--output", tmp_path / "no", *wrong)
+        assert (code, message in err) == (2, True), err
+    assert not (tmp_path / "no").exists()
+
+
+def test_memory_and_batches_are_reported(
+    text_file: Path, llama_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seq-len", "16", "--memory", "1MiB", "--decode-batches", "1,2", "--json"]
+    code, out, err = run(capsys, "evaluate", llama_folder, "--data", text_file, *options)
+    assert code == 0, err
+    model = json.loads(out)["model"]
+    room = 2**20 - 4 * model["cost"]["parameters"]
+    assert model["longest_context"] == room // model["cost"]["kv_cache_bytes_per_token"] > 0
+    assert set(model["speed"]["decode_by_batch"]) == {"1", "2"}
+    code, _, err = run(capsys, "evaluate", llama_folder, "--data", text_file, "--memory", "lots")
+    assert (code, "such as 24GiB" in err) == (2, True)

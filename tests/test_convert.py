@@ -87,7 +87,7 @@ def outputs(model: PreTrainedModel) -> proof.Outputs:
 def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     before = attention_of(tiny.model(case))[0].kv_heads
     count = 2 if before == 6 else 1
-    result = convert(folder, case, count, merge="mean")
+    result = convert(folder, case, count, merge="procrustes")
     measured = result.pruned.manifest.proof
     assert measured["control"] > 1e2 * measured["tolerance"]
     reloaded = headprune.from_pretrained(folder / "out")
@@ -303,6 +303,42 @@ def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> 
     assert verify(folder / "both").passed
 
 
+@pytest.mark.parametrize("merge", ["procrustes", "lowrank"])
+@pytest.mark.parametrize("case", ["llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox"])
+def test_what_was_converted_can_be_converted_again(case: str, merge: str, folder: Path) -> None:
+    convert(folder, case, 3, merge=merge)
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = ConvertConfig(kv_heads=1, merge=merge, seq_len=32, calibration_tokens=TEXT_TOKENS)
+    convert_gqa(folder / "out", folder / "again", config, text)
+    again = headprune.from_pretrained(folder / "again")
+    assert {a.kv_heads for a in attention_of(again)} == {1}
+
+
+@pytest.mark.parametrize("merge", ["mean", "lowrank"])
+@pytest.mark.parametrize("case", ["llama-mha", "phi3", "bert-mlm"])
+def test_cut_models_with_uneven_and_empty_layers_convert(
+    case: str, merge: str, folder: Path
+) -> None:
+    model = saved(case, folder)
+    parts = {}
+    for layer, a in enumerate(attention_of(headprune.from_pretrained(model))):
+        groups = a.kv_heads - (a.kv_heads // 3) * (layer % 2)
+        keep = tuple(range(groups * (a.query_heads // a.kv_heads))) if layer != 1 else ()
+        parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep)
+    prune(model, folder / "cut", plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = ConvertConfig(kv_heads=1, merge=merge, seq_len=32, calibration_tokens=TEXT_TOKENS)
+    convert_gqa(folder / "cut", folder / "out", config, text)
+    converted = headprune.from_pretrained(folder / "out")
+    assert [a.kv_heads for a in attention_of(converted)][:3] == [1, 0, 1]
+
+
+def test_a_budget_in_a_plain_config_is_the_same_for_all_layers(folder: Path) -> None:
+    result = convert(folder, "llama-mha", None, kv_budget=0.5, shape=ShapeOption.NATIVE)
+    assert {count for _, count in result.kv_heads.values()} == {3}
+    assert result.pruned.manifest.shape is Shape.NATIVE
+
+
 REFUSED = {
     "more": ("llama-gqa", {"kv_heads": 6}, "fewer than 6"),
     "no divisor": ("llama-mha", {"kv_heads": 4}, "4 does not divide.*Possible: 1, 2, 3, 6"),
@@ -383,6 +419,28 @@ def test_healing_brings_a_model_nearer_to_its_teacher(
     assert verify(folder / "healed").passed
     assert len((folder / "healed" / "heal.jsonl").read_text().splitlines()) == 12
     assert not (folder / "healed-checkpoints").exists()
+
+
+def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:
+    convert(folder, "opt", 2, merge="mean")
+    with pytest.raises(HeadpruneError, match="--train attention"):
+        healing(folder, train=HealTrain.LORA)
+    assert not (folder / "healed").exists()
+
+
+def test_healing_keeps_the_dtype(folder: Path) -> None:
+    tiny.save(tiny.model("llama-mha", torch.float64), folder / "model")
+    convert(folder, "llama-mha", 2, merge="mean")
+    healing(folder)
+    assert headprune.from_pretrained(folder / "healed").dtype is torch.float64
+    assert "to match" in (folder / "healed" / "README.md").read_text()
+
+
+def test_an_interrupted_healing_is_not_thrown_away(folder: Path) -> None:
+    convert(folder, "llama-mha", 2, merge="mean")
+    (folder / "healed-checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="interrupted run"):
+        healing(folder)
 
 
 def test_only_attention_moves_unless_more_is_asked_for(folder: Path) -> None:

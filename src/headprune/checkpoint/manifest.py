@@ -33,6 +33,7 @@ class Manifest(BaseModel):
         trained_weights: Whether weights beside the gates were trained before the cut.
         layout: Ids of the heads that are left, per module; those of the model before any cut.
         sharing: How KV heads were merged, if they were.
+        healing: How it was trained to match another model, if it was.
         proof: What the proof measured.
         probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
         files: SHA-256 of every other file of the folder, but for the model card.
@@ -52,6 +53,7 @@ class Manifest(BaseModel):
     layout: dict[str, dict[str, list[int]]] = {}
     trained_weights: bool = False
     sharing: dict[str, Any] | None = None
+    healing: dict[str, Any] | None = None
     proof: dict[str, Any]
     probe: dict[str, Any]
     files: dict[str, str]
@@ -157,6 +159,11 @@ _NEEDS = {
 
 
 def _what(plan: Plan, manifest: Manifest) -> str:
+    if manifest.healing is not None:
+        return (
+            f"`{manifest.source.name}`, trained for {manifest.healing['steps']} steps to match "
+            f"`{manifest.healing['teacher']}` by headprune {__version__}."
+        )
     if manifest.sharing is None:
         share = plan.kept_heads / max(plan.query_heads, 1)
         return (

@@ -418,9 +418,11 @@ def convert_gqa(
         raise HeadpruneError("--heal trains on the text of --calibrate: give --calibrate DATA.")
     source = None if calibrate is None else _data(calibrate, split, text_column, None)
     terminal.quiet_libraries()
+    from headprune.checkpoint.folders import check_output
     from headprune.cli import render
     from headprune.pipelines.convert_gqa import convert_gqa as pipeline
 
+    check_output(output, overwrite)
     converted_to = output if heal_steps is None else output.with_name(f"{output.name}-unhealed")
     with terminal.step_progress() as progress:
         task = progress.add_task("starting", total=None)
@@ -430,7 +432,7 @@ def convert_gqa(
             config,
             calibrate=source,
             shape=shape,
-            overwrite=overwrite or heal_steps is not None,
+            overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
             on_stage=lambda stage: progress.update(task, description=stage),
@@ -451,6 +453,7 @@ def convert_gqa(
         data=calibrate,
         output=output,
         steps=heal_steps,
+        seq_len=min(seq_len, _HEAL.seq_len),
         train=train,
         learning_rate=learning_rate,
         bf16=bf16,

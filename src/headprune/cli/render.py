@@ -143,9 +143,9 @@ def converted(console: Console, result: Converted) -> None:
         console.print(grid)
     if result.own_keys:
         console.print(
-            f"[yellow]note:[/] in {len(result.own_keys)} modules a norm or position term stands "
-            "between queries, keys and scores, so queries cannot absorb a map: V is merged as "
-            "asked, K as far as that allows."
+            f"[yellow]note:[/] in {len(result.own_keys)} modules queries cannot absorb a map, as "
+            "a norm stands between them and the scores, or the attention cannot be listened to: V "
+            "is merged as asked, K is averaged or taken from one head of the group."
         )
     console.print(before_after([("KV heads", *manifest.kv_heads), *_parameters(manifest)]))
     _proof(console, manifest, "merged original", "converted")

@@ -4,7 +4,8 @@ Starts from the closed form of ``tensors.lowrank`` and refines it by alternating
 the calibration text, each half with the other held fixed:
 
     K   queries and the shared keys against the original's scores, each score weighted with the
-        attention it gets; what all keys of a query have in common is left out, softmax ignores it
+        attention it gets; what all keys of a query have in common is left out where softmax
+        ignores it
     V   the shared values and W_O against the original's outputs, under the attention that the new
         scores give
 
@@ -33,7 +34,7 @@ QUERIES = 112  # of every window, evenly spaced, in the fit of the scores: neigh
 OUTPUTS = 160  # of every window, evenly spaced, in the fit of the outputs
 RIDGE = 1e-2  # towards where a half round starts, against calibration text that is too short
 _WHITE_FLOOR = 1e-4
-_JOINT_LIMIT = 8192  # side of the largest second moment that is kept in memory
+_JOINT_LIMIT = 16_384  # side of the largest second moment that is kept in memory
 
 
 def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
@@ -95,6 +96,13 @@ class _ScoreFit:
     def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
         length = activations.queries.shape[2]
         chosen = _evenly(length, QUERIES)
+        self.shifts_count = activations.shifts_count
+        sizes = {len(heads.queries_of(group)) for group in groups}
+        if len(sizes) > 1:
+            raise PlanError(
+                "--merge lowrank needs groups with equal numbers of queries; these would have "
+                f"{', '.join(map(str, sorted(sizes)))}. Use --merge procrustes or mean."
+            )
         self.order = [query for group in groups for query in heads.queries_of(group)]
         self.groups = len(groups)
         self.scaling = activations.scaling
@@ -160,8 +168,10 @@ class _ScoreFit:
         return _rotated(project(self.key_inputs, k), self.key_rotation)
 
     def _weighted(self, scores: Tensor) -> Tensor:
-        """The scores less their mean in every row, times the weights."""
+        """The scores times the weights, less their mean in every row where softmax ignores it."""
         scores.mul_(self.weight)
+        if self.shifts_count:
+            return scores
         mean = scores.sum(-1, keepdim=True) / self.row_weight
         return scores.addcmul_(self.weight, mean, value=-1)
 

@@ -85,6 +85,7 @@ class Activations:
             hidden).
         own_scored: Where a norm stands between projections and scores: queries and keys as they
             enter the scores of the converted model, with this module's weights as they were.
+        shifts_count: Whether adding a number to all scores of a query changes its attention.
     """
 
     inputs: dict[str, Float[Tensor, "sequences _ _"]]
@@ -95,6 +96,7 @@ class Activations:
     attention: Callable[[Tensor, Tensor, slice, Tensor], Tensor]
     outputs: Float[Tensor, "sequences length out"]
     own_scored: tuple[Tensor, Tensor] | None = None
+    shifts_count: bool = False
 
     @cached_property
     def second_moments(self) -> dict[str, Float[Tensor, "hidden hidden"]]:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from headprune.errors import PlanError
 from headprune.merging.spec import Activations, Heads, Setting, project
 from headprune.models.heads import read_heads, write_heads
-from headprune.runtime.modeling_headprune import Attention, LayerConfig, stock_class
+from headprune.runtime.modeling_headprune import REPEATING, Attention, LayerConfig, stock_class
 from headprune.tensors.rotary import Planes, Rotation
 
 Convert = Callable[[Attention, Heads, Setting], Heads]
@@ -42,6 +42,7 @@ class _Heard:
     scaling: float
     arguments: dict[str, Any]
     eager: Callable[..., Any]
+    owners: list[int] | None  # of the queries, where the attention function must repeat KV heads
     context: Tensor | None = None
 
 
@@ -74,7 +75,13 @@ def _listening_attention(
     """
     eager = sys.modules[stock_class(module).__module__].eager_attention_forward
     scaling = arguments.pop("scaling", None) or query.shape[-1] ** -0.5
-    heard = _Heard(query, key, attention_mask, scaling, {**arguments, "dropout": 0.0}, eager)
+    owners, facts = None, getattr(module, "headprune", None)
+    if getattr(module.config, "headprune_repeats", False):
+        owners = module.headprune_kv_of_query
+    if facts is not None and facts.repeats_output:  # undone, so that there is one key per KV head
+        owners, key, value = facts.owners, key[:, facts.firsts], value[:, facts.firsts]
+    arguments = {**arguments, "dropout": 0.0}
+    heard = _Heard(query, key, attention_mask, scaling, arguments, eager, owners)
 
     def context(start: int, stop: int) -> Tensor:
         parts = (slice(i, i + 1) for i in range(start, stop))
@@ -101,6 +108,8 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """Context and probabilities of some sequences, for the queries at some rows."""
     length = heard.query.shape[2], heard.key.shape[2]
+    if heard.owners is not None:
+        key, value = key[:, heard.owners], value[:, heard.owners]
 
     def at_rows(argument: Any) -> Any:
         if not (isinstance(argument, Tensor) and argument.shape[-2:] == length):
@@ -209,10 +218,16 @@ def _run(
     takes = inspect.signature(model.base_model.forward).parameters
     # what a module leaves in a cache would be there when it runs once more
     options = {"use_cache": False} if "use_cache" in takes else {}
+    configs = [c for c in (model.config, model.config.get_text_config()) if hasattr(c, "use_cache")]
+    cached = [config.use_cache for config in configs]
     try:
+        for config in configs:
+            config.use_cache = False
         with torch.no_grad(), _listening(attentions):
             model.base_model(**inputs, **options)
     finally:
+        for config, value in zip(configs, cached, strict=True):
+            config.use_cache = value
         _EAR.context = None
         model.set_attn_implementation(before)
         for handle in handles:
@@ -263,7 +278,12 @@ def _listening(attentions: Sequence[Attention]) -> Iterator[None]:
     """Has attention modules call the function that can listen."""
     before = [getattr(attention.module, "config", None) for attention in attentions]
     for attention, config in zip(attentions, before, strict=True):
-        own = LayerConfig(config, {"_attn_implementation": _LISTENING})
+        kept = dict(vars(config)) if isinstance(config, LayerConfig) else {}
+        kept.pop("shared", None)
+        repeats = kept.get("_attn_implementation") == REPEATING
+        own = LayerConfig(
+            config, {**kept, "_attn_implementation": _LISTENING, "headprune_repeats": repeats}
+        )
         attention.module.config = own  # type: ignore[assignment]
     try:
         yield
@@ -319,6 +339,8 @@ def _setting(
         probabilities,
         outputs.float(),
         own_scored,
+        # a sink does not shift with the scores, and a soft cap bends them first
+        shifts_count=any(heard.arguments.get(name) is not None for name in ("s_aux", "softcap")),
     )
     planes = None if rotation is None else rotation.planes
     return Setting(planes, linear, activations), _FirstStream(heard.context, outputs)

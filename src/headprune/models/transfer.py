@@ -22,6 +22,7 @@ def has_twin(net: PreTrainedModel) -> bool:
     config, others = net.config, ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
     return (
         config.model_type == "gpt2"
+        and all(a.query_heads == config.n_head for a in attention_of(net))
         and not any(getattr(config, name) for name in others)
         and hasattr(transformers, _twin_name(net))
     )
@@ -40,8 +41,7 @@ def native_twin(net: PreTrainedModel) -> PreTrainedModel | None:
     """
     if not has_twin(net):
         return None
-    heads = {(a.query_heads, a.kv_heads) for a in attention_of(net)}
-    if heads != {(net.config.n_head, 1)}:
+    if {a.kv_heads for a in attention_of(net)} != {1}:
         return None
     config = GPTBigCodeConfig(
         **{name: getattr(net.config, name) for name in _SHARED},

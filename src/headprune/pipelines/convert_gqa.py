@@ -102,11 +102,11 @@ def convert_gqa(
         )
     on_stage("loading the model")
     net, source = load(model, config.dtype, trust_remote_code, assume_supported)
-    attentions = of_kinds(attention_of(net), config.attention)
+    attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     counts = None if config.kv_heads is None else _counts(config.kv_heads, attentions)
     inputs = {}
-    if calibrate is not None:
+    if calibrate is not None and name in NEEDS_CALIBRATION:
         refuse_without_text(net, "calibration")
         inputs = _windows(net, model, calibrate, config, trust_remote_code)
     settings: dict[str, Setting] = {}
@@ -123,6 +123,8 @@ def convert_gqa(
             return adjacent(len(heads.k), count)
         return similar(len(heads.k), count, cost_of(heads, setting))
 
+    if counts is None and shape is ShapeOption.NATIVE:
+        counts = _equal_counts(config.kv_budget or 1.0, attentions)
     if counts is None:
         on_stage("spreading the budget over the layers")
         costs = _costs(net, attentions, inputs, settings, groups_of, cost_of)
@@ -152,7 +154,8 @@ def convert_gqa(
 
     plan = _plan(net, source, groups)
     # its weights are others by now than those of the model the plan names
-    cuts = resolve(plan.model_copy(update={"model": None}), net)
+    ragged = shape is ShapeOption.RAGGED
+    cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)
     if not (has_twin(net) and set(counts) == {1}):
         check_shape(shape, result_shape(cuts, net.config))
     tokens = sum(t.numel() for n, t in inputs.items() if n == "input_ids")
@@ -191,8 +194,6 @@ def _counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> li
             "modules to convert."
         )
     for attention, count in zip(attentions, counts, strict=True):
-        if not attention.kv_heads:
-            continue
         fits = _fitting(attention)
         if count not in fits:
             more = count > attention.kv_heads
@@ -201,7 +202,14 @@ def _counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> li
                 + (f"fewer than {count}." if more else f"which {count} does not divide.")
                 + f" Possible: {', '.join(map(str, fits))}."
             )
-    return [c if a.kv_heads else 0 for a, c in zip(attentions, counts, strict=True)]
+    return counts
+
+
+def _equal_counts(share: float, attentions: Sequence[Attention]) -> list[int]:
+    """The largest number of KV heads within a budget that all modules can have alike."""
+    common = set.intersection(*(set(_fitting(attention)) for attention in attentions))
+    budget = share * sum(attention.kv_heads for attention in attentions) / len(attentions)
+    return [max([count for count in common if count <= budget], default=1)] * len(attentions)
 
 
 def _fitting(attention: Attention) -> list[int]:
@@ -219,8 +227,10 @@ def _windows(
 ) -> dict[str, Tensor]:
     """Calibration windows, spread evenly over the text; shape (windows, length)."""
     positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    length = min(config.seq_len, positions or config.seq_len, config.calibration_tokens)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    # some count fewer positions than their embeddings have, and the tokenizer knows
+    room = min(positions or config.seq_len, tokenizer.model_max_length)
+    length = min(config.seq_len, room, config.calibration_tokens)
     specials = task_of(net) != "causal-lm"
     rows = packed_windows(read_examples(data), tokenizer, length, specials=specials)
     count = min(len(rows), max(1, config.calibration_tokens // length))

@@ -104,9 +104,10 @@ def heal(
         "data": data.model_dump(mode="json"),
         "heal": config.model_dump(mode="json"),
     }
-    _prepare(work, settings, resume)
+    _check_work(work, settings, resume, overwrite)
     on_stage("loading both models")
-    net, source = load(model, Dtype.FLOAT32, trust_remote_code, assume_supported)
+    net, source = load(model, Dtype.AUTO, trust_remote_code, assume_supported)
+    stored_dtype, net = net.dtype, net.float()
     refuse_without_text(net, "heal")
     dtype = "bfloat16" if config.bf16 else "float32"
     original = from_pretrained(teacher, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -115,6 +116,8 @@ def heal(
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
     rows, held_out = _split(rows, config.batch_size)
+    if not resume:
+        _begin(work, settings)
     if config.gradient_checkpointing:
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
@@ -138,35 +141,45 @@ def heal(
     if callback.interrupted:
         raise Interrupted(
             f"Stopped after step {trainer.state.global_step} of {config.steps}; a checkpoint is in "
-            f"'{work}'. Go on with the same command and --resume."
+            f"'{work}'. Go on with 'headprune heal {model} --teacher {teacher} --output {output}', "
+            "the same settings and --resume."
         )
     on_stage("measuring after")
     after = _divergence(healed, held_out, collate)
-    net = merged(student, config).cpu().eval()
+    net = merged(student, config).cpu().to(stored_dtype).eval()
     plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
     cuts = resolve(plan.model_copy(update={"model": None}), net)
-    pruned = write_proven(net, source, model, plan, cuts, output, True, on_stage)
-    history = work / "history.jsonl"
-    shutil.copyfile(history, output / "heal.jsonl")
+    steps = trainer.state.global_step
+    facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
+    pruned = write_proven(
+        net, source, model, plan, cuts, output, True, on_stage, healing=facts, history=work
+    )
     shutil.rmtree(work, ignore_errors=True)
-    return Healed(pruned, before, after, trainer.state.global_step)
+    return Healed(pruned, before, after, steps)
 
 
-def _prepare(work: Path, settings: dict[str, Any], resume: bool) -> None:
+def _check_work(work: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
+    """Looks at what an earlier run may have left, and changes nothing."""
     path = work / "config.yaml"
-    if resume:
-        if not path.is_file():
-            raise CheckpointError(f"There is no run in '{work}' to resume; leave out --resume.")
-        if yaml.safe_load(path.read_text(encoding="utf-8")) != settings:
-            raise CheckpointError(
-                f"The run in '{work}' was started with other settings; see its config.yaml. "
-                "Resume it with the same ones, or start anew without --resume."
-            )
-        return
+    if resume and not path.is_file():
+        raise CheckpointError(f"There is no run in '{work}' to resume; leave out --resume.")
+    if resume and yaml.safe_load(path.read_text(encoding="utf-8")) != settings:
+        raise CheckpointError(
+            f"The run in '{work}' was started with other settings; see its config.yaml. Resume it "
+            "with the same ones, or start anew with --overwrite."
+        )
+    if work.exists() and not (resume or overwrite):
+        raise CheckpointError(
+            f"'{work}' holds an interrupted run. Go on with --resume, or start anew with "
+            "--overwrite."
+        )
+
+
+def _begin(work: Path, settings: dict[str, Any]) -> None:
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
-        write_yaml(settings, path)
+        write_yaml(settings, work / "config.yaml")
     except OSError as error:
         raise CheckpointError(f"Could not write '{work}': {error}.") from None
 

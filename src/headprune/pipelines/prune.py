@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,6 +182,8 @@ def write_proven(
     trained_weights: bool,
     on_stage: Stage,
     sharing: dict[str, Any] | None = None,
+    healing: dict[str, Any] | None = None,
+    history: Path | None = None,
 ) -> Pruned:
     """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
 
@@ -194,6 +197,8 @@ def write_proven(
         trained_weights: Whether ``net`` has other weights than ``origin``.
         on_stage: Called with a few words before every stage.
         sharing: How KV heads were merged, if they were.
+        healing: How it was trained to match another model, if it was.
+        history: Folder with the history.jsonl of that training.
 
     Raises:
         CheckpointError: If the folder cannot be written.
@@ -223,6 +228,8 @@ def write_proven(
         net.save_pretrained(folder)
         copy_companions(home, folder)
         plan.write(folder / "plan.json")
+        if history is not None:
+            shutil.copyfile(history / "history.jsonl", folder / "heal.jsonl")
         auto_class, model_dtype = auto_class_of(net), net.dtype
         del net
 
@@ -240,6 +247,7 @@ def write_proven(
             layout=layout,
             trained_weights=trained_weights,
             sharing=sharing,
+            healing=healing,
             proof=asdict(proven),
             probe=proof.sample(inputs, wanted).as_json(),
         )

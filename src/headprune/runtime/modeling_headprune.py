@@ -420,6 +420,8 @@ class _SharingCache:
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name == "cache":  # while it is copied
+            raise AttributeError(name)
         return getattr(self.cache, name)
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import HealConfig, HealTrain
 from headprune.errors import HeadpruneError
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.objectives import Batch, divergence
 from headprune.training.slim import SlimTrainer, Trained, recompute_in_eval, slim_arguments
 
@@ -29,7 +29,9 @@ class HealedModel(Trained):
     def forward(self, batch: Batch) -> Tensor:
         """Divergence of the student from the teacher."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
+        device = batch["input_ids"].device
+        self._teacher[0].to(device)  # Trainer moves the student only
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
             got = self.model(**inputs)
@@ -68,6 +70,14 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
         for module in modules.values():
             module.requires_grad_(True)
     student: nn.Module = net
+    repeating = [
+        path for path, module in modules.items() if isinstance(module, RepeatingProjection)
+    ]
+    if config.train is HealTrain.LORA and repeating:
+        raise HeadpruneError(
+            f"--train lora cannot adapt '{repeating[0]}', which repeats its output for heads that "
+            "share. Use --train attention."
+        )
     if config.train is not HealTrain.LORA:
         return student
     try:
