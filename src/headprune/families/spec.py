@@ -129,6 +129,7 @@ class Family:
             "head_arguments": dict(self.head_arguments),
             "shares_position_bias": self.shares_position_bias,
             "counts_keys_as_queries": self.counts_keys_as_queries,
+            "shares_by_runtime": self.fewer_kv_heads == "runtime",
             "without_heads": self.without_heads,
         }
 

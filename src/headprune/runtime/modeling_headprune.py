@@ -286,8 +286,11 @@ def _repeated_here(attention: Attention, family: Mapping[str, Any]) -> bool:
     """
     if family["counts_keys_as_queries"]:
         return False
-    sizes, equal = attention.group_sizes, "queries_per_kv" in family["follows"].values()
-    return len(set(sizes)) > 1 or (bool(sizes) and max(sizes) > 1 and not equal)
+    sizes, repeats_itself = attention.group_sizes, "queries_per_kv" in family["follows"].values()
+    if len(set(sizes)) > 1:
+        return True
+    shared = max(sizes, default=1) > 1
+    return shared and family["shares_by_runtime"] and not repeats_itself
 
 
 def _mixin(attention: Attention, family: Mapping[str, Any]) -> type | None:
