@@ -13,6 +13,23 @@ import typer
 from headprune import config as cfg
 from headprune._version import __version__
 from headprune.cli import terminal
+from headprune.cli.options import (
+    Assume,
+    Data,
+    DtypeOption,
+    Json,
+    LabelColumn,
+    Model,
+    Overwrite,
+    Split,
+    TextColumn,
+    Trust,
+    batch_sizes,
+    data_config,
+    kv_head_counts,
+    memory_bytes,
+    share_or_count,
+)
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
@@ -28,36 +45,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-Model = Annotated[str, typer.Argument(help="A model folder or a hub id.", metavar="MODEL")]
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
-Data = Annotated[
-    str,
-    typer.Option(
-        help="A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id "
-        "such as wikitext:wikitext-2-raw-v1."
-    ),
-]
-Split = Annotated[str, typer.Option(help="Split of a hub data set.")]
-TextColumn = Annotated[
-    str | None, typer.Option(help="Column with the text; two, comma-separated, for pairs.")
-]
-LabelColumn = Annotated[
-    str | None, typer.Option(help="Column with the label or the similarity score.")
-]
-Assume = Annotated[
-    bool,
-    typer.Option(
-        "--assume-supported",
-        help="Go on where the model's config has settings that headprune's table does not know. "
-        "The risk: heads may mean something else there, and the proof sees only its probe inputs.",
-    ),
-]
-DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
 
 _GATES = cfg.TrainGatesConfig.model_construct()
 _CONVERT = cfg.ConvertConfig.model_construct()
@@ -210,7 +197,7 @@ def train_gates(
     config = cfg.build(
         cfg.TrainGatesConfig,
         {
-            "target_heads": _share_or_count(target_heads, "--target-heads"),
+            "target_heads": share_or_count(target_heads, "--target-heads"),
             "l0_penalty": l0_penalty,
             "attention": attention or (),
             "unit": unit,
@@ -234,7 +221,7 @@ def train_gates(
             "save_every": save_every,
         },
     )
-    source = _data(data, split, text_column, label_column)
+    source = data_config(data, split, text_column, label_column)
     terminal.quiet_libraries()
     from headprune.cli import render
     from headprune.pipelines.train_gates import train_gates as pipeline
@@ -313,7 +300,7 @@ def prune(
     what: dict[str, Any] = {
         "gates": gates,
         "plan": plan,
-        "keep": _share_or_count(keep, "--keep"),
+        "keep": share_or_count(keep, "--keep"),
         "shape": shape,
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -403,7 +390,7 @@ def convert_gqa(
     config = cfg.build(
         cfg.ConvertConfig,
         {
-            "kv_heads": _kv_heads(kv_heads),
+            "kv_heads": kv_head_counts(kv_heads),
             "kv_budget": kv_budget,
             "merge": merge,
             "grouping": grouping,
@@ -416,7 +403,7 @@ def convert_gqa(
     )
     if heal_steps is not None and calibrate is None:
         raise HeadpruneError("--heal trains on the text of --calibrate: give --calibrate DATA.")
-    source = None if calibrate is None else _data(calibrate, split, text_column, None)
+    source = None if calibrate is None else data_config(calibrate, split, text_column, None)
     terminal.quiet_libraries()
     from headprune.checkpoint.folders import check_output
     from headprune.cli import render
@@ -518,7 +505,7 @@ def heal(
             "save_every": save_every,
         },
     )
-    source = _data(data, split, text_column, None)
+    source = data_config(data, split, text_column, None)
     terminal.quiet_libraries()
     from headprune.cli import render
     from headprune.pipelines.heal import heal as pipeline
@@ -644,13 +631,13 @@ def evaluate(
             "max_windows": max_windows,
             "confidence": confidence,
             "speed": speed,
-            "decode_batches": _batch_sizes(decode_batches),
-            "memory": _bytes(memory),
+            "decode_batches": batch_sizes(decode_batches),
+            "memory": memory_bytes(memory),
             "dtype": dtype,
             "seed": seed,
         },
     )
-    source = _data(data, split, text_column, label_column)
+    source = data_config(data, split, text_column, label_column)
     terminal.quiet_libraries()
     from headprune.cli import render
     from headprune.pipelines.evaluate import evaluate as pipeline
@@ -671,68 +658,6 @@ def evaluate(
         typer.echo(report.model_dump_json(indent=2))
     else:
         render.evaluation(terminal.out, report)
-
-
-def _share_or_count(text: str | None, option: str) -> float | int | None:
-    if text is None:
-        return None
-    try:
-        return int(text) if text.strip().lstrip("-").isdigit() else float(text)
-    except ValueError:
-        raise HeadpruneError(
-            f"{option} {text}: give a share such as 0.75, or a count such as 202."
-        ) from None
-
-
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise HeadpruneError(
-            f"--decode-batches {text}: give whole numbers, such as 1,8,32."
-        ) from None
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    units = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9, "MB": 10**6}
-    unit = next((u for u in units if text.upper().endswith(u)), None)
-    try:
-        if unit is None:
-            raise ValueError
-        return int(float(text[: -len(unit)]) * units[unit])
-    except ValueError:
-        raise HeadpruneError(
-            f"--memory {text}: give a number with its unit, such as 24GiB (or MiB, GB, MB)."
-        ) from None
-
-
-def _kv_heads(text: str | None) -> int | tuple[int, ...] | None:
-    """One number, a list, or a file with a list."""
-    if text is None:
-        return None
-    try:
-        if Path(text).is_file():
-            content = json.loads(Path(text).read_text(encoding="utf-8"))
-            if not (isinstance(content, list) and all(type(n) is int for n in content)):
-                raise ValueError
-            return tuple(content)
-        numbers = tuple(int(part) for part in text.split(","))
-    except (ValueError, OSError):
-        raise HeadpruneError(
-            f"--kv-heads {text}: give a number such as 2, a list such as 4,4,2,2 with one per "
-            "attention module, or a JSON file that holds such a list."
-        ) from None
-    return numbers if "," in text else numbers[0]
-
-
-def _data(
-    source: str, split: str, text_column: str | None, label_column: str | None
-) -> cfg.DataConfig:
-    return cfg.DataConfig(
-        source=source, split=split, text_column=text_column, label_column=label_column
-    )
 
 
 def main() -> None:

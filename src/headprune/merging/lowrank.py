@@ -30,8 +30,8 @@ from headprune.tensors.solvers import conjugate_gradients
 
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
-QUERIES = 112  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike
-OUTPUTS = 160  # of every window, evenly spaced, in the fit of the outputs
+QUERIES = 96  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike
+OUTPUTS = 128  # of every window, evenly spaced, in the fit of the outputs
 RIDGE = 1e-2  # towards where a half round starts, against calibration text that is too short
 _WHITE_FLOOR = 1e-4
 _JOINT_LIMIT = 16_384  # side of the largest second moment that is kept in memory

@@ -1,0 +1,108 @@
+"""Options that several commands share, and what their texts mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune import config as cfg
+from headprune.errors import HeadpruneError
+
+Model = Annotated[str, typer.Argument(help="A model folder or a hub id.", metavar="MODEL")]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id "
+        "such as wikitext:wikitext-2-raw-v1."
+    ),
+]
+Split = Annotated[str, typer.Option(help="Split of a hub data set.")]
+TextColumn = Annotated[
+    str | None, typer.Option(help="Column with the text; two, comma-separated, for pairs.")
+]
+LabelColumn = Annotated[
+    str | None, typer.Option(help="Column with the label or the similarity score.")
+]
+Assume = Annotated[
+    bool,
+    typer.Option(
+        "--assume-supported",
+        help="Go on where the model's config has settings that headprune's table does not know. "
+        "The risk: heads may mean something else there, and the proof sees only its probe inputs.",
+    ),
+]
+DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
+
+
+def share_or_count(text: str | None, option: str) -> float | int | None:
+    """A share (a float) or a count (an int)."""
+    if text is None:
+        return None
+    try:
+        return int(text) if text.strip().lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise HeadpruneError(
+            f"{option} {text}: give a share such as 0.75, or a count such as 202."
+        ) from None
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Comma-separated batch sizes."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise HeadpruneError(
+            f"--decode-batches {text}: give whole numbers, such as 1,8,32."
+        ) from None
+
+
+def memory_bytes(text: str | None) -> int | None:
+    """An amount of memory with its unit, in bytes."""
+    if text is None:
+        return None
+    units = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9, "MB": 10**6}
+    unit = next((u for u in units if text.upper().endswith(u)), None)
+    try:
+        if unit is None:
+            raise ValueError
+        return int(float(text[: -len(unit)]) * units[unit])
+    except ValueError:
+        raise HeadpruneError(
+            f"--memory {text}: give a number with its unit, such as 24GiB (or MiB, GB, MB)."
+        ) from None
+
+
+def kv_head_counts(text: str | None) -> int | tuple[int, ...] | None:
+    """One number, a list, or a file with a list."""
+    if text is None:
+        return None
+    try:
+        if Path(text).is_file():
+            content = json.loads(Path(text).read_text(encoding="utf-8"))
+            if not (isinstance(content, list) and all(type(n) is int for n in content)):
+                raise ValueError
+            return tuple(content)
+        numbers = tuple(int(part) for part in text.split(","))
+    except (ValueError, OSError):
+        raise HeadpruneError(
+            f"--kv-heads {text}: give a number such as 2, a list such as 4,4,2,2 with one per "
+            "attention module, or a JSON file that holds such a list."
+        ) from None
+    return numbers if "," in text else numbers[0]
+
+
+def data_config(
+    source: str, split: str, text_column: str | None, label_column: str | None
+) -> cfg.DataConfig:
+    """Where examples come from."""
+    return cfg.DataConfig(
+        source=source, split=split, text_column=text_column, label_column=label_column
+    )
