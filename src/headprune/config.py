@@ -222,6 +222,53 @@ class HealConfig(_Config):
     save_every: Count | None = None
 
 
+class CalibrationConfig(_Config):
+    """Which part of the data shows what the heads do.
+
+    Attributes:
+        tokens: How much of it is used, spread evenly over all of it.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per forward pass; no result depends on it.
+        dtype: Element type of the model's weights.
+        seed: Seed of masked positions and of what is random.
+    """
+
+    tokens: Annotated[int, Field(ge=2)] = 16_384
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    batch_size: Count = 4
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+
+
+class BudgetConfig(_Config):
+    """What a plan may keep. At least one of ``keep`` and the three limits is set.
+
+    Attributes:
+        keep: Query heads: a share (a float up to 1.0) or a count, hit exactly.
+        per_layer: The same share in every module, instead of the best of all modules together.
+        min_per_layer: Query heads that every module keeps at least.
+        max_params: Parameters of the whole model.
+        max_kv_bytes: Bytes of KV cache per token, in the model's dtype.
+        min_speedup: Prefill speed over that of the whole model, measured here.
+    """
+
+    keep: float | int | None = None
+    per_layer: bool = False
+    min_per_layer: Annotated[int, Field(ge=0)] = 0
+    max_params: Count | None = None
+    max_kv_bytes: Annotated[int, Field(ge=0)] | None = None
+    min_speedup: Annotated[float, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _some_goal(self) -> BudgetConfig:
+        goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
+        if all(goal is None for goal in goals):
+            raise ValueError(
+                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
+            )
+        return self
+
+
 class EvaluateConfig(_Config):
     """How a model is evaluated.
 

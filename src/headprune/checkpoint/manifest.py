@@ -34,6 +34,7 @@ class Manifest(BaseModel):
         layout: Ids of the heads that are left, per module; those of the model before any cut.
         sharing: How KV heads were merged, if they were.
         healing: How it was trained to match another model, if it was.
+        refit: How W_O made up for the heads that went, if it did.
         proof: What the proof measured.
         probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
         files: SHA-256 of every other file of the folder, but for the model card.
@@ -54,6 +55,7 @@ class Manifest(BaseModel):
     trained_weights: bool = False
     sharing: dict[str, Any] | None = None
     healing: dict[str, Any] | None = None
+    refit: dict[str, Any] | None = None
     proof: dict[str, Any]
     probe: dict[str, Any]
     files: dict[str, str]
