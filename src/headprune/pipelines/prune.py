@@ -13,9 +13,10 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
 from headprune.checkpoint.gates import read_gates
-from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, write_manifest
+from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.config import Dtype, ShapeOption
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
@@ -241,6 +242,7 @@ def write_proven(
             source=source,
             lineage=lineage,
             shape=shape,
+            auto_class=auto_class,
             query_heads=(plan.query_heads, plan.kept_heads),
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
@@ -251,7 +253,7 @@ def write_proven(
             proof=asdict(proven),
             probe=proof.sample(inputs, wanted).as_json(),
         )
-        write_card(folder, output.name, auto_class, plan, manifest)
+        write_card(folder, output.name, plan, manifest)
     return Pruned(output, plan, manifest)
 
 
