@@ -86,7 +86,8 @@ class Series:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """Draws and saves in the style of this module."""
     from matplotlib import rc_context
 
     settings: Any = _STYLE  # matplotlib types every name of a setting
@@ -97,7 +98,7 @@ def _style() -> Iterator[None]:
 def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        with _style():
+        with style():
             return draw(*args, **kwargs)
 
     return styled
@@ -337,7 +338,7 @@ def save(figure: Figure, path: Path) -> Path:
     buffer = BytesIO()
     # a date would make the same figure another file
     metadata = {"Date": None} if suffix == ".svg" else None
-    with _style():
+    with style():
         figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=metadata)
     write_whole(path, buffer.getvalue())
     return path
