@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.report import figures
@@ -59,7 +60,7 @@ def _quality_chart(
     assert main.base is not None
     whole = first.base_size.attention_parameters
     series, rows = [], []
-    origin = Series("original", [100.0], [main.base])
+    origin = Series("original", [100.0], [main.base], reference=True)
     for run, evaluation, quality in members:
         share = 100 * evaluation.size.attention_parameters / whole
         own = evaluation is run.evaluation
@@ -90,7 +91,7 @@ def _quality_chart(
         f"{len(series)} models and the original.",
         columns=("", "attention parameters", name, "interval"),
         rows=tuple(rows),
-        note=f"{name} on {first.data}, {better} is better{intervals}.",
+        note=f"{name} on {short_name(first.data)}, {better} is better{intervals}.",
     )
 
 
@@ -221,9 +222,10 @@ def _absolute_speed(run: Run, evaluation: Evaluation) -> Chart | None:
     theirs = speeds(evaluation.base_size)
     if not ours:
         return None
-    values = {"original": [theirs[n] for n in ours]} if all(n in theirs for n in ours) else {}
-    values[run.name] = list(ours.values())
-    figure = figures.bars(list(ours), values, "", "decoded tokens/s")
+    values = {run.name: list(ours.values())}
+    if all(n in theirs for n in ours):
+        values["original"] = [theirs[n] for n in ours]
+    figure = figures.bars(list(ours), values, "", "decoded tokens/s", reference="original")
     device = evaluation.size.device or "one machine"
     return Chart(
         name="speed",
@@ -238,24 +240,28 @@ def _absolute_speed(run: Run, evaluation: Evaluation) -> Chart | None:
 
 def cache_chart(runs: Sequence[Run]) -> Chart | None:
     """Bytes of KV cache, per token and at usual lengths."""
-    sized = [run for run in runs if run.evaluation and run.evaluation.size.kv_cache_bytes_per_token]
+    sized = [
+        (run, run.evaluation)
+        for run in runs
+        if run.evaluation is not None and run.evaluation.size.kv_cache_bytes_per_token
+    ]
     if not sized:
         return None
     per_token: dict[str, int] = {}
     longest: dict[str, str] = {}
-    for run in sized:
-        evaluation = run.evaluation
-        assert evaluation is not None
-        base = evaluation.base_size
-        if base is not None:
-            label = "original" if len({r.source for r in sized}) == 1 else f"{run.source}"
-            per_token.setdefault(label, base.kv_cache_bytes_per_token)
-            longest.setdefault(label, _fits(base.longest_context, evaluation.memory))
+    for run, evaluation in sized:
         per_token[run.name] = evaluation.size.kv_cache_bytes_per_token
         longest[run.name] = _fits(evaluation.size.longest_context, evaluation.memory)
+    alike = len({run.source for run, _ in sized}) == 1
+    for run, evaluation in sized:
+        if evaluation.base_size is not None:
+            label = "original" if alike else run.source
+            per_token.setdefault(label, evaluation.base_size.kv_cache_bytes_per_token)
+            fits = _fits(evaluation.base_size.longest_context, evaluation.memory)
+            longest.setdefault(label, fits)
     at = CONTEXTS[1]
     values = {name: [size * at / 2**20] for name, size in per_token.items()}
-    figure = figures.bars([f"{at:,} tokens"], values, "", "KV cache, MiB", "{:,.1f}")
+    figure = figures.bars([f"{at:,} tokens"], values, "", "KV cache, MiB", "{:,.1f}", "original")
     rows = tuple(
         (name, f"{size:,}", *(mebibytes(size * length) for length in CONTEXTS), longest[name])
         for name, size in per_token.items()
@@ -275,6 +281,11 @@ def cache_chart(runs: Sequence[Run]) -> Chart | None:
 
 def _fits(tokens: int | None, memory: int | None) -> str:
     return "-" if tokens is None or memory is None else f"{tokens:,} in {mebibytes(memory)}"
+
+
+def short_name(source: str) -> str:
+    """The last part of a path or hub id."""
+    return Path(source).name or source
 
 
 def mebibytes(size: float) -> str:

@@ -61,6 +61,7 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 6,
+    "hatch.linewidth": 0.7,
 }
 
 
@@ -74,7 +75,7 @@ class Series:
         y: Ordinates, as many.
         low: Lower ends of the intervals of ``y``, if it has some.
         high: Upper ends.
-        names: What each point is called, for those who point at it.
+        reference: Whether it is what the others are compared with; then it is grey.
     """
 
     label: str
@@ -82,7 +83,7 @@ class Series:
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
-    names: Sequence[str] = ()
+    reference: bool = False
 
 
 @contextmanager
@@ -198,11 +199,11 @@ def curve(
         higher_is_better: Direction of the quality; where it is given, rings mark the points that
             no other beats on both axes (see ``pareto``).
     """
-    figure, axes = _axes(5.0, 3.4, title, x_label, y_label)
+    figure, axes = _axes(4.4, 3.1, title, x_label, y_label)
     if baseline is not None:
         dashes = (0, (4, 3))
         axes.axhline(baseline, color=MUTED, linestyle=dashes, linewidth=1.2, label=baseline_label)
-    for index, line in enumerate(series):
+    for index, line in enumerate(sorted(series, key=lambda line: line.reference)):
         _line(axes, line, index, markers=True)
     if higher_is_better is not None:
         points = [(x, y) for line in series for x, y in zip(line.x, line.y, strict=True)]
@@ -248,7 +249,7 @@ def trajectories(
         y_label: What is drawn.
         phases: Where something begins, and what; drawn as upright lines.
     """
-    figure, axes = _axes(5.0, 3.2, title, x_label, y_label)
+    figure, axes = _axes(4.4, 2.9, title, x_label, y_label)
     for at, name in phases:
         axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
         axes.annotate(
@@ -274,6 +275,7 @@ def bars(
     title: str,
     y_label: str,
     number: str = "{:,.3g}",
+    reference: str | None = None,
 ) -> Figure:
     """Bars side by side, one group per name, one bar in it per series.
 
@@ -283,8 +285,9 @@ def bars(
         title: Title.
         y_label: What the values are.
         number: How a value is written above its bar.
+        reference: The series that the others are compared with; it is grey.
     """
-    figure, axes = _axes(5.0, 3.2, title, "", y_label)
+    figure, axes = _axes(4.4, 2.9, title, "", y_label)
     axes.grid(visible=False, axis="x")
     width = 0.8 / max(1, len(values))
     for index, (name, heights) in enumerate(values.items()):
@@ -294,8 +297,8 @@ def bars(
             heights,
             width * 0.92,
             label=name,
-            color=SERIES[index % len(SERIES)],
-            hatch=("", "//", "..", "xx")[index % 4],
+            color=MUTED if name == reference else SERIES[index % len(SERIES)],
+            hatch="" if name == reference else ("", "//", "..", "xx")[index % 4],
             edgecolor=PAPER,
             linewidth=0,
         )
@@ -307,8 +310,9 @@ def bars(
 
 
 def _line(axes: Axes, line: Series, index: int, markers: bool) -> None:
-    colour, style = SERIES[index % len(SERIES)], DASHES[index % len(DASHES)]
-    marker = MARKERS[index % len(MARKERS)] if markers else None
+    colour = MUTED if line.reference else SERIES[index % len(SERIES)]
+    style, sign = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
+    marker = ("*" if line.reference else sign) if markers else None
     axes.plot(line.x, line.y, color=colour, linestyle=style, marker=marker, label=line.label)
     if line.low is not None and line.high is not None:
         below = [y - low for y, low in zip(line.y, line.low, strict=True)]
@@ -322,7 +326,7 @@ def _legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         # below the drawing, so that it never hides a point
-        axes.figure.legend(handles, labels, loc="outside lower left", ncols=min(3, len(labels)))
+        axes.figure.legend(handles, labels, loc="outside lower left", ncols=2)
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -140,7 +140,7 @@ def _scale(drawn: HeadMap) -> tuple[float, float]:
     """The evidence that is drawn palest, and darkest: that of a probability is 0 and 1."""
     known = [c.evidence for layer in drawn.layers for c in layer.cells if c.evidence is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
-    return (0.0, 1.0) if 0 <= low and high <= 1 else (low, high)
+    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
 def _strength(value: float | None, low: float, high: float) -> float:

@@ -195,7 +195,7 @@ def asked_of_gates(gates: GatesFolder) -> str:
     if penalty is not None:
         goal = f"Remove of {total} query heads as many as a penalty of {penalty} per open head pays"
     elif isinstance(target, float):
-        goal = f"Keep {target:.4g} of {total} query heads ({metadata.kept_heads})"
+        goal = f"Keep {100 * target:.4g}% of all query heads ({metadata.kept_heads} of {total})"
     else:
         goal = f"Keep {metadata.kept_heads} of {total} query heads"
     return (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headprune.checkpoint import card
 from headprune.plan import Shape
-from headprune.report.charts import mebibytes, speeds
+from headprune.report.charts import mebibytes, short_name, speeds
 from headprune.report.view import Evaluation, Facts, Quality, Run
 
 
@@ -47,7 +47,7 @@ def loads(shape: Shape) -> tuple[str, str]:
     """How a result loads: in a word, and in a sentence."""
     if shape is Shape.NATIVE:
         return "anywhere", "a plain config; no other code"
-    return "with its runtime", "trust_remote_code=True, or headprune.from_pretrained"
+    return "by runtime", "trust_remote_code=True, or headprune installed"
 
 
 def _size_tiles(run: Run) -> list[Tile]:
@@ -142,7 +142,7 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             column[name] = f"{after:,} of {before:,} ({after / before:.1%})" if before else "-"
         evaluation = run.evaluation
         if evaluation is not None:
-            column["measured on"] = evaluation.data
+            column["measured on"] = short_name(evaluation.data)
             for quality in evaluation.qualities:
                 name = quality.name.replace("_", " ")
                 column[name] = f"{quality.value:.4f}"
