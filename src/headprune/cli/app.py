@@ -33,6 +33,7 @@ from headprune.cli.options import (
 from headprune.cli.plan import plan
 from headprune.cli.score import score
 from headprune.cli.sweep import sweep
+from headprune.cli.report import report
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
@@ -707,6 +708,7 @@ def evaluate(
 app.command("score")(score)
 app.command("plan")(plan)
 app.command("sweep")(sweep)
+app.command("report")(report)
 
 
 def main() -> None:

@@ -51,7 +51,9 @@ def heat_maps(console: Console, scores: Scores) -> None:
         console.print(f"[bold]{name}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]")
         grid = table("attention module", scores.metadata.unit.value, numbers_from=2)
         for module, ranks in _by_module(scores, _ranks(values)):
-            picture = Text("".join(SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks))
+            picture = Text(
+                "".join(SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
+            )
             grid.add_row(module, picture)
         console.print(grid)
     console.print(f"[bright_black]{SHADES[0]} would go first, {SHADES[-1]} last[/]")

@@ -50,9 +50,7 @@ def sweep(
         bool, typer.Option(help="Whether W_O is refitted to make up for the heads that go.")
     ] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often heads are scored per cut.")] = 1,
-    unit: Annotated[
-        Unit | None, typer.Option(help="What is removed as one piece.")
-    ] = None,
+    unit: Annotated[Unit | None, typer.Option(help="What is removed as one piece.")] = None,
     calibration_tokens: Tokens = _CALIBRATION.tokens,
     seq_len: SeqLen = _CALIBRATION.seq_len,
     batch_size: BatchSize = _CALIBRATION.batch_size,

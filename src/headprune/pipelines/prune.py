@@ -14,11 +14,12 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
 from headprune.checkpoint.gates import read_gates
-from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, write_manifest
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
+from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
@@ -271,6 +272,7 @@ def write_proven(
             source=source,
             lineage=lineage,
             shape=shape,
+            auto_class=auto_class,
             query_heads=(plan.query_heads, plan.kept_heads),
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
@@ -282,7 +284,7 @@ def write_proven(
             proof=asdict(proven),
             probe=proof.sample(inputs, wanted).as_json(),
         )
-        write_card(folder, output.name, auto_class, plan, manifest)
+        write_card(folder, output.name, plan, manifest)
     return Pruned(output, plan, manifest)
 
 

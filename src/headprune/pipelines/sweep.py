@@ -224,9 +224,7 @@ def _prepare(output: Path, settings: dict[str, Any], overwrite: bool) -> None:
         raise CheckpointError(f"Could not write '{output}': {error}.") from None
 
 
-def _point(
-    name: str, criterion: str, share: float, refit: bool, report: ModelReport
-) -> Point:
+def _point(name: str, criterion: str, share: float, refit: bool, report: ModelReport) -> Point:
     main = _main(report.metrics)
     return Point(
         name=name,
