@@ -13,6 +13,7 @@ import typer
 from headprune import config as cfg
 from headprune._version import __version__
 from headprune.cli import terminal
+from headprune.cli.check import check
 from headprune.cli.options import (
     Assume,
     Data,
@@ -658,6 +659,9 @@ def evaluate(
         typer.echo(report.model_dump_json(indent=2))
     else:
         render.evaluation(terminal.out, report)
+
+
+app.command("check")(check)
 
 
 def main() -> None:

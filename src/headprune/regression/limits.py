@@ -1,4 +1,4 @@
-"""What must hold, written as one line per limit:
+"""What must hold, written as one line per limit.
 
     perplexity <= 25               absolute
     perplexity <= +2 %             change since the baseline
@@ -122,38 +122,33 @@ def parse_limit(text: str) -> Limit:
 
 
 def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Kind:
-    higher_is_better = True if metric in SPEED else METRICS.get(metric, ("", None))[1]
-    if recovery and (higher_is_better is None or metric in SPEED or op != ">="):
+    """Which comparison is meant, if it makes sense for the metric."""
+    quality, speed = metric in METRICS, metric in SPEED
+    higher_is_better = METRICS[metric][1] if quality else speed
+    if recovery and not quality:
         raise HeadpruneError(
-            f"The limit '{text}': recovery is the share of the original's quality that is left, "
-            f"as in 'perplexity recovery >= 98 %', and {metric} has no such direction."
-            if higher_is_better is None
-            else f"The limit '{text}': write a recovery as '{metric} >= 98 %'."
+            f"The limit '{text}': a recovery is the share of the original's quality that is left, "
+            f"and {metric} has no direction in which it is better. Write '{metric} <= 75 %'."
         )
-    if (recovery and not percent) or (recovery and sign):
-        raise HeadpruneError(f"The limit '{text}': a recovery is a plain percentage, such as 98 %.")
-    if metric in SPEED and (sign or not percent):
+    if recovery and (sign or not percent):
+        raise HeadpruneError(f"The limit '{text}': a recovery is a plain percentage, as '>= 98 %'.")
+    if speed and (sign or not percent):
         raise HeadpruneError(
             f"The limit '{text}': a speed on its own says more of the machine than of the model. "
             f"Write it as a share of the original's in the same run: '{metric} >= 95 %'."
         )
-    kind = (Kind.CHANGE if percent else Kind.DIFFERENCE) if sign else Kind.ABSOLUTE
-    if percent and not sign:
-        inverse = op == ">=" and higher_is_better is False
-        quality = metric in METRICS
-        kind = Kind.RECOVERY if quality and (inverse or higher_is_better) else Kind.SHARE
-    good = {True: ">=", False: "<="}
-    wanted = None if higher_is_better is None else good[higher_is_better]
-    if (
-        wanted is not None
-        and op != wanted
-        and kind is not Kind.RECOVERY
-        or (kind is Kind.RECOVERY and op != ">=")
-    ):
-        better = "higher" if higher_is_better else "lower"
+    if sign:
+        kind = Kind.CHANGE if percent else Kind.DIFFERENCE
+    elif not percent:
+        kind = Kind.ABSOLUTE
+    else:  # "perplexity <= 105 %" is of its value; everything else of quality is a recovery
+        plain = not quality or (not recovery and not higher_is_better and op == "<=")
+        kind = Kind.SHARE if plain else Kind.RECOVERY
+    wanted = ">=" if higher_is_better or kind is Kind.RECOVERY else "<="
+    if (quality or speed) and op != wanted:
         raise HeadpruneError(
-            f"The limit '{text}' would be broken by a better model: {better} is better for "
-            f"{metric}. Write {wanted}."
+            f"The limit '{text}': better models have a {'higher' if wanted == '>=' else 'lower'} "
+            f"{'recovery' if kind is Kind.RECOVERY else metric}, so it must be bounded by {wanted}."
         )
     return kind
 
