@@ -20,10 +20,12 @@ _STYLES = {Verdict.PASSED: "green", Verdict.BROKEN: "bold red", Verdict.TOO_CLOS
 
 def checked(console: Console, report: CheckReport) -> None:
     """Limit by limit: what was asked, what was found."""
-    grid = table("", "limit", "found", numbers_from=3)
+    level = next((f"{100 * one.confidence:g} % " for one in report.limits if one.confidence), "")
+    grid = table("", "limit", "found", f"{level}interval", "n", numbers_from=2)
     for one in report.limits:
         verdict = Text(one.verdict.value, _STYLES[one.verdict])
-        grid.add_row(verdict, escape(one.limit), escape(one.found()))
+        n = "" if one.n is None else str(one.n)
+        grid.add_row(verdict, escape(one.limit), one.number(), one.interval(), n)
     console.print(grid)
     for one in report.limits:
         if one.verdict is Verdict.TOO_CLOSE:

@@ -16,14 +16,20 @@ from headprune.evaluation import speed
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import METRICS, Metric, Provenance
-from headprune.evaluation.samples import Samples
 from headprune.models.cost import ModelCost, model_cost
 from headprune.pipelines.evaluate import Evaluation, Loaded, load, run
 from headprune.plan import Shape
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import git_state
 from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Kind, Limit, parse_limit
-from headprune.regression.verdicts import Judged, Verdict, judge, judge_exact, overall
+from headprune.regression.verdicts import (
+    Judged,
+    Verdict,
+    compared,
+    judge,
+    judge_exact,
+    overall,
+)
 
 _FIDELITY = ("mean_cosine", "similarity_correlation")  # to the original, whatever the limit
 
@@ -262,16 +268,17 @@ def _judge(
         value = _structure(report.model.cost)[limit.metric]
         return judge_exact(limit, _counted(limit, value, reference.get(limit.metric)))
     if limit.metric in SPEED:
-        faster = np.log(ratios[limit.metric])
-        return judge(limit, _interval(lambda i: np.exp(faster[i].mean(-1)), len(faster), config))
+        faster = ratios[limit.metric]  # the median, as a machine stumbles now and then
+        interval = _interval(lambda i: np.median(faster[i], axis=-1), len(faster), config)
+        return judge(limit, interval)
     ours = evaluation.samples[0]
     theirs = None
     if limit.needs_baseline:
         assert baseline is not None
-        theirs = Samples({k: np.array(v) for k, v in baseline.samples.items()})
+        theirs = baseline.as_samples()
     elif limit.needs_original:
         theirs = evaluation.samples[1]
-    statistic = _compared(limit, ours, theirs)
+    statistic = compared(limit, ours, theirs)
     return judge(limit, _interval(statistic, ours.count(limit.metric), config))
 
 
@@ -286,21 +293,6 @@ def _counted(limit: Limit, value: int, reference: int | None) -> float:
             f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
         )
     return value / reference - (1 if limit.kind is Kind.CHANGE else 0)
-
-
-def _compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
-    """The number that the bound is for, as a function of the windows that count."""
-    value = ours.statistic(limit.metric)
-    if theirs is None:
-        return value
-    other, kind = theirs.statistic(limit.metric), limit.kind
-    if kind is Kind.CHANGE:
-        return lambda i: value(i) / other(i) - 1
-    if kind is Kind.DIFFERENCE:
-        return lambda i: value(i) - other(i)
-    if kind is Kind.RECOVERY and not METRICS[limit.metric][1]:
-        return lambda i: other(i) / value(i)
-    return lambda i: value(i) / other(i)
 
 
 def _interval(statistic: Statistic, n: int, config: CheckConfig) -> Interval:

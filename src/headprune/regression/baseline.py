@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headprune.checkpoint.folders import write_whole
 from headprune.errors import CheckpointError, DataError
+from headprune.evaluation.samples import Samples
 
 SCHEMA_VERSION = 1
 
@@ -80,6 +82,10 @@ class Baseline(BaseModel):
     structure: dict[str, int]
     load_route: str
     samples: dict[str, tuple[float, ...]]
+
+    def as_samples(self) -> Samples:
+        """What its metrics are made of."""
+        return Samples({name: np.array(values) for name, values in self.samples.items()})
 
     def write(self, path: Path) -> None:
         """Writes it as JSON with one line per column of samples, whole or not at all."""

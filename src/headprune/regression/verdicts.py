@@ -13,7 +13,9 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict
 
-from headprune.evaluation.comparison import Interval
+from headprune.evaluation.comparison import Interval, Statistic
+from headprune.evaluation.report import METRICS
+from headprune.evaluation.samples import Samples
 from headprune.regression.limits import Kind, Limit, Operator
 
 # With fewer, resamples differ too little from each other for an interval.
@@ -72,14 +74,20 @@ class Judged(BaseModel):
 
     def found(self) -> str:
         """What was found, in words."""
-        if isinstance(self.value, str) or isinstance(self.bound, str):
-            return str(self.value)
-        if self.low is None or self.high is None or self.confidence is None:
-            return f"{self._shown(self.value)}{_OF[self.kind]}"
-        return (
-            f"{self._shown(self.value)}{_OF[self.kind]} ({100 * self.confidence:g} % interval "
-            f"{self._shown(self.low)} to {self._shown(self.high)}, n={self.n})"
-        )
+        number = f"{self.number()}{_OF[self.kind]}"
+        if self.confidence is None:
+            return number
+        return f"{number} ({100 * self.confidence:g} % interval {self.interval()}, n={self.n})"
+
+    def number(self) -> str:
+        """What was found."""
+        return self.value if isinstance(self.value, str) else self._shown(self.value)
+
+    def interval(self) -> str:
+        """Its interval; empty for what is counted."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self._shown(self.low)} to {self._shown(self.high)}"
 
     def advice(self) -> str:
         """What to do about a limit that is too close to call; empty for the others."""
@@ -111,6 +119,21 @@ class Judged(BaseModel):
             (d for d in range(2 if unit else 4, 13) if round(value, d) != round(bound, d)), 2
         )
         return f"{value:{sign},.{digits}f}{unit}"
+
+
+def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
+    """The number that the bound is for, as a function of the windows that count."""
+    value = ours.statistic(limit.metric)
+    if theirs is None:
+        return value
+    other, kind = theirs.statistic(limit.metric), limit.kind
+    if kind is Kind.CHANGE:
+        return lambda i: value(i) / other(i) - 1
+    if kind is Kind.DIFFERENCE:
+        return lambda i: value(i) - other(i)
+    if kind is Kind.RECOVERY and not METRICS[limit.metric][1]:
+        return lambda i: other(i) / value(i)
+    return lambda i: value(i) / other(i)
 
 
 def judge(limit: Limit, interval: Interval) -> Judged:
