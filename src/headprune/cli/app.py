@@ -13,6 +13,7 @@ import typer
 from headprune import config as cfg
 from headprune._version import __version__
 from headprune.cli import terminal
+from headprune.cli.check import check
 from headprune.cli.options import (
     Assume,
     Data,
@@ -709,6 +710,7 @@ app.command("score")(score)
 app.command("plan")(plan)
 app.command("sweep")(sweep)
 app.command("report")(report)
+app.command("check")(check)
 
 
 def main() -> None:
