@@ -32,9 +32,9 @@ from headprune.cli.options import (
     share_or_count,
 )
 from headprune.cli.plan import plan
+from headprune.cli.report import report
 from headprune.cli.score import score
 from headprune.cli.sweep import sweep
-from headprune.cli.report import report
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
@@ -268,9 +268,7 @@ def prune(
         Path | None, typer.Option(help="Folder for the result; not needed with --dry-run.")
     ] = None,
     gates: Annotated[Path | None, typer.Option(help="Folder from train-gates.")] = None,
-    scores: Annotated[
-        Path | None, typer.Option(help="Folder from score; needs --keep.")
-    ] = None,
+    scores: Annotated[Path | None, typer.Option(help="Folder from score; needs --keep.")] = None,
     criterion: Annotated[
         str | None, typer.Option(help="With --scores: which of them, if there are several.")
     ] = None,

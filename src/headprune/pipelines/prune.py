@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
 from headprune.checkpoint.gates import read_gates
+from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
-from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings

@@ -150,7 +150,10 @@ def sweep(
         "evaluation": evaluation.model_dump(mode="json"),
     }
     _prepare(output, settings, overwrite)
-    options = {"trust_remote_code": trust_remote_code, "assume_supported": assume_supported}
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "assume_supported": assume_supported,
+    }
     folder = output / "scores"
     if not folder.is_dir() or set(read_scores(folder).scores) != set(criteria):
         score(model, folder, criteria, data, config, unit, overwrite=True, watch=watch, **options)
@@ -262,7 +265,6 @@ def _draw(result: Sweep, output: Path, name: str) -> None:
                 criterion,
                 [millions[i] for i in own],
                 [result.points[i].quality for i in own],
-                names=[result.points[i].name for i in own],
             )
         )
     figure = curve(
