@@ -164,7 +164,7 @@ def example_losses(
     labels = batch["labels"]
     logits = _forward(model, {k: v for k, v in batch.items() if k != "labels"}, head=True).logits
     if task == "classification":
-        return F.cross_entropy(logits.float(), labels.to(logits.device), reduction="none")
+        return F.cross_entropy(_wide(logits), labels.to(logits.device), reduction="none")
     labels = labels.to(logits.device)
     if "attention_mask" in batch and "decoder_input_ids" not in batch:
         labels = labels.masked_fill(batch["attention_mask"].to(labels.device) == 0, -100)
@@ -176,7 +176,7 @@ def example_losses(
         raise DataError(
             f"Example {row} of a batch has no tokens to score, only padding. Leave empty texts out."
         )
-    per_token = F.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=-100)
+    per_token = F.cross_entropy(_wide(logits).mT, labels, reduction="none", ignore_index=-100)
     mean: Tensor = per_token.sum(1) / scored.sum(1)
     return mean
 
@@ -187,7 +187,7 @@ def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples h
     Raises:
         DataError: If an example is nothing but padding.
     """
-    states = _forward(model, batch).last_hidden_state.float()
+    states = _wide(_forward(model, batch).last_hidden_state)
     mask = token_mask(batch, "self")
     weight = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if not bool(weight.any(1).all()):
@@ -361,6 +361,10 @@ def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples 
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         rows.append(torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1)
     return torch.stack(rows)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _refuse_not_finite(values: Tensor, what: str) -> None:

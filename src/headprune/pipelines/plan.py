@@ -207,10 +207,14 @@ def _limits(
     limits = []
     if budget.max_params is not None:
         prices = parameter_prices(net, attentions)
-        limits.append(Limit(prices, budget.max_params, f"--max-params {budget.max_params:,}"))
+        limits.append(
+            Limit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
+        )
     if budget.max_kv_bytes is not None:
         prices = cache_prices(net, attentions)
-        limits.append(Limit(prices, budget.max_kv_bytes, f"--max-kv-bytes {budget.max_kv_bytes:,}"))
+        limits.append(
+            Limit(prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}")
+        )
     if budget.min_speedup is not None:
         watch.stage("measuring the speed")
         prices = time_prices(net, attentions, _prefill_seconds)
