@@ -107,7 +107,7 @@ def test_of_a_duplicated_pair_one_may_go_and_not_both(text: DataConfig, tmp_path
     first = found.scores["reconstruction"][: attention.query_heads]
     order = first.argsort().tolist()
     assert order[0] in (1, 4)
-    assert first[order[0]] < 1e-3 * first.median()
+    assert first[order[0]] < first.median() / 10  # the ridge keeps it from nothing
     other = 5 - order[0]
     assert first[other] > 10 * first[order[0]]
     assert first[other] >= first.median() / 10
