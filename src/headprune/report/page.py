@@ -122,7 +122,8 @@ def map_geometry(drawn: HeadMap) -> dict[str, Any]:
         for x, cell in enumerate(layer.cells):
             gaps = x // layer.group * 5 if layer.group > 1 else 0
             left = label + x * step + gaps
-            cells.append((left, 18 + y * step, cell.state[0], _strength(cell.evidence, low, high)))
+            strength = _strength(cell.evidence, low, high) if drawn.evidence else 0.75
+            cells.append((left, 18 + y * step, cell.state[0], strength))
             right = max(right, left + CELL)
     return {
         "cells": cells,

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from headprune.errors import CheckpointError, HeadpruneError
+from headprune.report.charts import short_name
 from headprune.report.discovery import (
     Found,
     GatesFolder,
@@ -172,7 +173,7 @@ def _asked(record: Mapping[str, Any], gates: GatesFolder | None) -> str:
     """What one command was asked for, by the record it left."""
     if record.get("healing"):
         steps, teacher = record["healing"]["steps"], record["healing"]["teacher"]
-        return f"Train for {steps} steps to match {teacher}."
+        return f"Train for {steps} steps to match {short_name(teacher)}."
     if record.get("sharing"):
         sharing, (before, after) = record["sharing"], record["kv_heads"]
         tokens = sharing.get("calibration_tokens")
@@ -182,7 +183,7 @@ def _asked(record: Mapping[str, Any], gates: GatesFolder | None) -> str:
     before, after = record["query_heads"]
     if gates is not None and gates.trained.metadata.query_heads == before:
         kept = gates.trained.metadata.kept_heads
-        again = "" if kept == after else f" Cut to {after} of them instead."
+        again = "" if kept == after else f" Cut to {after} of {before} instead."
         return asked_of_gates(gates) + again
     return f"Cut {before - after} of {before} query heads, as a plan names them."
 
@@ -191,7 +192,7 @@ def asked_of_gates(gates: GatesFolder) -> str:
     """What train-gates was asked for."""
     metadata, settings = gates.trained.metadata, gates.settings.get("train_gates") or {}
     target, penalty = settings.get("target_heads"), settings.get("l0_penalty")
-    total, data = metadata.query_heads, Path(metadata.data).name or metadata.data
+    total, data = metadata.query_heads, short_name(metadata.data)
     if penalty is not None:
         goal = f"Remove of {total} query heads as many as a penalty of {penalty} per open head pays"
     elif isinstance(target, float):
@@ -348,7 +349,7 @@ def _evaluation_run(evaluation: Evaluation) -> Run:
         name=evaluation.file.name,
         folder=evaluation.file,
         source=evaluation.base or evaluation.model,
-        asked=f"Measure {evaluation.model}{against} on {evaluation.data}.",
+        asked=f"Measure {evaluation.model}{against} on {short_name(evaluation.data)}.",
         manifest=None,
         steps=(),
         settings=(),

@@ -168,7 +168,8 @@ def speed_cells(evaluation: Evaluation) -> dict[str, str]:
         what = "prefill tokens/s" if name == "prefill" else f"decoded tokens/s, {name}"
         ratio = f" ({rate / theirs[name]:.2f} ×)" if theirs.get(name) else ""
         cells[what] = f"{rate:,.1f}{ratio}"
-    if evaluation.size.peak_memory_bytes:
+    # without a GPU it is that of the whole process, which held both models
+    if evaluation.size.peak_memory_bytes and str(evaluation.size.device).startswith("cuda"):
         cells["peak memory"] = mebibytes(evaluation.size.peak_memory_bytes)
     return cells
 
