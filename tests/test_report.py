@@ -272,9 +272,44 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     (run,) = report([place / "cut" / "small", scores], tmp_path / "b.html").runs
     assert run.head_map is not None and run.head_map.evidence == "score taylor"
     assert run.head_map.layers[1].cells[2].evidence == 4.0
+    counts = [len(sizes) for sizes in gates["group_sizes"]]
+    metadata |= {"units": counts, "query_heads": gates["query_heads"]}
+    (scores / "scores.json").write_text(json.dumps(metadata))
+    (run,) = report([scores], tmp_path / "scores.html").runs
+    assert run.asked == "Score the heads of base by taylor."
+    assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
     save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
     with pytest.raises(CheckpointError, match="do not fit the 12 units of their model"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
+
+
+def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
+    def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
+        size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
+        return {"criterion": criterion, "keep": keep, "refit": True, "quality": quality, **size}
+
+    points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
+    content = {"metric": "perplexity", "higher_is_better": False, "base": point("", 1.0, 10.0)}
+    folder = tmp_path / "sweep"
+    (folder / "points").mkdir(parents=True)
+    (folder / "config.yaml").write_text("keep: [0.5]\n")
+    with pytest.raises(CheckpointError, match="sweep in .* is not finished"):
+        report([folder], tmp_path / "page.html")
+    (folder / "sweep.json").write_text(json.dumps({**content, "points": points}))
+    done = report([folder], tmp_path / "page.html")
+    assert done.runs[0].asked.startswith("Measure 3 cuts of sweep: 50%, 75% of its heads, by tay")
+    browser.open(done.output)
+    assert browser.complaints() == []
+    told = {tile.text.split("\n")[0]: tile.text.split("\n")[1] for tile in browser.all(".tile")}
+    assert told == {
+        "cuts": "3",
+        "best perplexity at 75.0%": "11",
+        "best perplexity at 50.0%": "12.25",
+    }
+    assert "30.0000" in done.output.read_text()
+    (folder / "sweep.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="sweep.json' cannot be read"):
+        report([folder], tmp_path / "other.html")
 
 
 def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:

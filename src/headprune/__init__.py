@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from headprune.pipelines.inspect import inspect as inspect
     from headprune.pipelines.prune import migrate as migrate
     from headprune.pipelines.prune import prune as prune
-    from headprune.pipelines.report import report as report
     from headprune.pipelines.train_gates import train_gates as train_gates
     from headprune.pipelines.verify import verify as verify
     from headprune.plan import Plan as Plan
@@ -43,7 +42,6 @@ _LAZY = {
     "inspect": "headprune.pipelines.inspect",
     "migrate": "headprune.pipelines.prune",
     "prune": "headprune.pipelines.prune",
-    "report": "headprune.pipelines.report",
     "train_gates": "headprune.pipelines.train_gates",
     "verify": "headprune.pipelines.verify",
 }

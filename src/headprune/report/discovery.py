@@ -22,7 +22,7 @@ from headprune.plan import Plan, read_plan
 from headprune.report.heads import spread
 from headprune.runtime import MANIFEST
 
-SCORES = "scores.json"
+SCORES, SWEEP = "scores.json", "sweep.json"
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
 
@@ -71,6 +71,7 @@ class Found:
     gates: list[GatesFolder] = field(default_factory=list)
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    sweeps: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def tips(self) -> list[ResultFolder]:
@@ -100,10 +101,11 @@ def discover(place: Path) -> Found:
         raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
     for folder in _folders(place, DEPTH):
         _look_into(folder, found)
-    if not (found.results or found.gates or found.scores or found.reports):
+    if not (found.results or found.gates or found.scores or found.reports or found.sweeps):
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), and no report that 'headprune evaluate --output' wrote."
+            f"no scores ({SCORES}), no sweep ({SWEEP}), and no report that 'headprune evaluate "
+            "--output' wrote."
         )
     return found
 
@@ -126,6 +128,12 @@ def _look_into(folder: Path, found: Found) -> None:
         found.gates.append(GatesFolder(folder, read_gates(folder, metadata.model)))
     elif (folder / SCORES).is_file():
         found.scores.append(_scores(folder))
+    elif (folder / SWEEP).is_file():
+        found.sweeps[folder] = _sweep(folder / SWEEP)
+    elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"The sweep in '{folder}' is not finished; the same command again goes on with it."
+        )
     elif folder.name.endswith("-checkpoints") and (folder / "config.yaml").is_file():
         raise CheckpointError(
             f"The healing in '{folder}' is not finished; go on with heal --resume, or remove the "
@@ -146,6 +154,18 @@ def _trains_gates(folder: Path) -> bool:
 def _result(folder: Path) -> ResultFolder:
     manifest = read_manifest(folder)
     return ResultFolder(folder, manifest, read_plan(folder / "plan.json", {}))
+
+
+def _sweep(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for point in (content["base"], *content["points"]):
+            for name in ("criterion", "keep", "refit", "query_heads", "parameters", "quality"):
+                point[name]
+        content["metric"], content["higher_is_better"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"The sweep '{path}' cannot be read: {error}.") from None
+    return content
 
 
 def _scores(folder: Path) -> ScoresFolder:

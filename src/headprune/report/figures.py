@@ -276,6 +276,7 @@ def bars(
     y_label: str,
     number: str = "{:,.3g}",
     reference: str | None = None,
+    baseline: float | None = None,
 ) -> Figure:
     """Bars side by side, one group per name, one bar in it per series.
 
@@ -286,6 +287,7 @@ def bars(
         y_label: What the values are.
         number: How a value is written above its bar.
         reference: The series that the others are compared with; it is grey.
+        baseline: Where the original would stand, drawn as a line across.
     """
     figure, axes = _axes(4.4, 2.9, title, "", y_label)
     axes.grid(visible=False, axis="x")
@@ -303,6 +305,8 @@ def bars(
             linewidth=0,
         )
         axes.bar_label(drawn, [number.format(h) for h in heights], fontsize=8, color=MUTED)
+    if baseline is not None:
+        axes.axhline(baseline, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="original")
     axes.set_xticks(range(len(groups)), groups)
     axes.margins(y=0.14)
     _legend(axes)

@@ -21,7 +21,7 @@ from headprune.report.discovery import (
     gates_of,
 )
 from headprune.report.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
-from headprune.report.view import Evaluation, Facts, HeadMap, History, Run
+from headprune.report.view import Evaluation, Facts, HeadMap, History, Point, Run, Sweep
 from headprune.tensors.hard_concrete import open_probability
 from headprune.tensors.units import Unit, members
 
@@ -62,6 +62,10 @@ def assemble(found: Sequence[Found], evaluations: Mapping[Path, Evaluation]) -> 
         for gates in place.gates:
             if gates.path not in used:
                 runs.append((gates.path, _gates_run(gates)))
+        for folder, content in place.sweeps.items():
+            inside = next((s for s in place.scores if s.path.parent == folder), None)
+            used |= {inside.path} if inside is not None else set()
+            runs.append((folder, _sweep_run(folder, content, inside)))
         for scores in place.scores:
             if scores.path not in used:
                 runs.append((scores.path, _scores_run(scores)))
@@ -319,14 +323,6 @@ def _gates_run(gates: GatesFolder) -> Run:
 
 def _scores_run(scores: ScoresFolder) -> Run:
     metadata = scores.metadata
-    modules = metadata["modules"]
-    count = {len(values) for values in scores.scores.values()}
-    drawn = None
-    if len(count) == 1 and not max(count) % len(modules) and metadata["unit"] == Unit.HEAD.value:
-        sizes = [(1,) * (max(count) // len(modules))] * len(modules)
-        evidence = _score_evidence(scores, sizes)
-        everything = {row.path: set(row.heads) for row in evidence.rows}
-        drawn = head_map(evidence.rows, everything, {}, evidence)
     names = ", ".join(scores.scores)
     return Run(
         name=scores.path.name,
@@ -336,10 +332,50 @@ def _scores_run(scores: ScoresFolder) -> Run:
         manifest=None,
         steps=(),
         settings=(),
-        head_map=drawn,
+        head_map=_map_of_scores(scores),
         histories=(),
         evaluations=(),
         provenance=tuple((f"{n} version", v) for n, v in metadata.get("versions", {}).items()),
+    )
+
+
+def _map_of_scores(scores: ScoresFolder) -> HeadMap | None:
+    """All heads with their scores; None where the file does not say which head is in which unit."""
+    metadata = scores.metadata
+    counts, unit = metadata.get("units"), Unit(metadata["unit"])
+    if not counts or not sum(counts) or unit is Unit.QUERY_SLOT:
+        return None
+    size, rest = divmod(metadata.get("query_heads", 0), sum(counts))
+    if rest or (unit is Unit.HEAD and size != 1):
+        return None
+    evidence = _score_evidence(scores, [(size,) * count for count in counts])
+    everything = {row.path: set(row.heads) for row in evidence.rows}
+    return head_map(evidence.rows, everything, {}, evidence)
+
+
+def _sweep_run(folder: Path, content: Mapping[str, Any], scores: ScoresFolder | None) -> Run:
+    def point(p: Mapping[str, Any]) -> Point:
+        series = f"{p['criterion']}{', refit' if p['refit'] else ''}"
+        return Point(series, p["keep"], p["query_heads"], p["parameters"], p["quality"])
+
+    points = tuple(point(p) for p in content["points"])
+    shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
+    source = scores.metadata["model"]["name"] if scores is not None else folder.resolve().name
+    metric, higher = content["metric"], content["higher_is_better"]
+    return Run(
+        name=folder.name,
+        folder=folder,
+        source=source,
+        asked=f"Measure {len(points)} cuts of {source}: {shares} of its heads, by "
+        f"{', '.join(dict.fromkeys(p.series for p in points))}.",
+        manifest=None,
+        steps=(),
+        settings=(),
+        head_map=None if scores is None else _map_of_scores(scores),
+        histories=(),
+        evaluations=(),
+        provenance=(),
+        sweep=Sweep(metric, higher, point(content["base"]), points),
     )
 
 

@@ -166,6 +166,27 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Point:
+    """One cut of a sweep."""
+
+    series: str
+    keep: float
+    query_heads: int
+    parameters: int
+    quality: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Quality against size, of many cuts; ``base`` is the whole model."""
+
+    metric: str
+    higher_is_better: bool
+    base: Point
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """One run: what was asked, and what came out.
 
@@ -181,6 +202,7 @@ class Run:
         histories: Trainings.
         evaluations: What was measured; that of the result comes first.
         provenance: Where it comes from.
+        sweep: Many cuts, where the run measured them.
     """
 
     name: str
@@ -194,6 +216,7 @@ class Run:
     histories: tuple[History, ...]
     evaluations: tuple[Evaluation, ...]
     provenance: Facts
+    sweep: Sweep | None = None
 
     @property
     def evaluation(self) -> Evaluation | None:

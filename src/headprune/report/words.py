@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headprune.checkpoint import card
 from headprune.plan import Shape
 from headprune.report.charts import mebibytes, short_name, speeds
-from headprune.report.view import Evaluation, Facts, Quality, Run
+from headprune.report.view import Evaluation, Facts, Quality, Run, Sweep
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,31 @@ def tiles(run: Run) -> list[Tile]:
         detail = f"differs by {proof['gated_vs_reloaded']:.1e}, allowed {proof['tolerance']:.0e}"
         found.append(Tile("proof", "passed", detail, "good"))
         found.append(Tile("loads", *loads(manifest.shape)))
+    elif run.sweep is not None:
+        found = _sweep_tiles(run.sweep)
     elif run.histories:
         history = run.histories[0]
         found.append(Tile("steps", f"{history.records:,}", f"last loss {history.loss[-1]:.4g}"))
     return found
 
 
+def _sweep_tiles(sweep: Sweep) -> list[Tile]:
+    name, base = sweep.metric.replace("_", " "), sweep.base
+    ends = {max(sweep.points, key=lambda p: p.keep), min(sweep.points, key=lambda p: p.keep)}
+    best = max if sweep.higher_is_better else min
+    shown = [Tile("cuts", f"{len(sweep.points)}", f"the original has {name} {base.quality:.4g}")]
+    for keep in sorted({point.keep for point in ends}, reverse=True):
+        alike = [point for point in sweep.points if point.keep == keep]
+        winner = best(alike, key=lambda point: point.quality)
+        shown.append(Tile(f"best {name} at {keep:.1%}", f"{winner.quality:.4g}", winner.series))
+    return shown
+
+
 def loads(shape: Shape) -> tuple[str, str]:
     """How a result loads: in a word, and in a sentence."""
     if shape is Shape.NATIVE:
         return "anywhere", "a plain config; no other code"
-    return "by runtime", "trust_remote_code=True, or headprune installed"
+    return "by runtime", "with remote code, or headprune installed"
 
 
 def _size_tiles(run: Run) -> list[Tile]:

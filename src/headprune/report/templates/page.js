@@ -82,3 +82,7 @@ for (const figure of document.querySelectorAll(".map")) {
   });
   draw();
 }
+// on paper nothing can be opened: facts are, and closed again
+const facts = [...document.querySelectorAll("details:not([open]):has(.facts)")];
+addEventListener("beforeprint", () => facts.forEach((details) => { details.open = true; }));
+addEventListener("afterprint", () => facts.forEach((details) => { details.open = false; }));
