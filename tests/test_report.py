@@ -241,6 +241,21 @@ def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:
     assert all(path.stat().st_size > 1_000 for path in done.figures)
 
 
+def test_results_of_the_same_second_are_told_apart(place: Path, tmp_path: Path) -> None:
+    home = shutil.copytree(place / "mqa", tmp_path / "mqa")
+    for name in ("merged", "healed"):
+        path = home / name / "headprune.json"
+        manifest = json.loads(path.read_text())
+        for record in (manifest, *manifest["lineage"]):
+            record["created"] = "2026-01-01T00:00:00+00:00"
+        path.write_text(json.dumps(manifest))
+    assert [run.folder.name for run in report([home], tmp_path / "a.html").runs] == ["healed"]
+    manifest["lineage"] = []
+    path.write_text(json.dumps(manifest))
+    runs = report([home], tmp_path / "b.html").runs
+    assert sorted(run.folder.name for run in runs) == ["healed", "merged"]
+
+
 def test_heads_that_went_before_stay_known(place: Path, tmp_path: Path) -> None:
     first = json.loads((place / "cut" / "small" / "headprune.json").read_text())["layout"]
     path = next(path for path, heads in first.items() if len(heads["query_heads"]) > 2)
@@ -307,7 +322,7 @@ def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
         "best perplexity at 50.0%": "12.25",
     }
     assert "30.0000" in done.output.read_text()
-    (folder / "sweep.json").write_text("{}")
+    (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
     with pytest.raises(CheckpointError, match="sweep.json' cannot be read"):
         report([folder], tmp_path / "other.html")
 

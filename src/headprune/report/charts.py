@@ -226,7 +226,7 @@ def speed_chart(runs: Sequence[Run]) -> Chart | None:
         ratios[run.name] = _ratios(evaluation, base)
     names = sorted(set.intersection(*map(set, ratios.values())), key=_batch_order)
     values = {name: [of_run[n] for n in names] for name, of_run in ratios.items()}
-    figure = figures.bars(names, values, "", "times the original's", "{:.2f}", baseline=1.0)
+    figure = figures.bars(names, values, "", "times the original's", baseline=1.0)
     return Chart(
         name="speed",
         title="Speed, compared with the original",
@@ -298,7 +298,7 @@ def cache_chart(runs: Sequence[Run]) -> Chart | None:
             longest.setdefault(label, fits)
     at = CONTEXTS[1]
     values = {name: [size * at / 2**20] for name, size in per_token.items()}
-    figure = figures.bars([f"{at:,} tokens"], values, "", "KV cache, MiB", "{:,.1f}", "original")
+    figure = figures.bars([f"{at:,} tokens"], values, "", "KV cache, MiB", "original")
     rows = tuple(
         (name, f"{size:,}", *(mebibytes(size * length) for length in CONTEXTS), longest[name])
         for name, size in per_token.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,11 @@ class ResultFolder:
     manifest: Manifest
     plan: Plan
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What its record is known by in the lineage of what is made of it."""
+        return record_key(self.manifest.model_dump(mode="json"))
+
 
 @dataclass(frozen=True)
 class ScoresFolder:
@@ -60,6 +65,13 @@ class ScoresFolder:
     path: Path
     metadata: dict[str, Any]
     scores: dict[str, Tensor]
+
+
+def record_key(record: Mapping[str, Any]) -> tuple[object, ...]:
+    """Tells records apart; times alone do not, as small models take less than a second."""
+    source, proof = record.get("source") or {}, record.get("proof") or {}
+    parts = (record.get("created"), source.get("fingerprint"), str(record.get("parameters")))
+    return (*parts, proof.get("gated_vs_reloaded"), proof.get("gated_vs_cut"))
 
 
 @dataclass
@@ -76,10 +88,8 @@ class Found:
     @property
     def tips(self) -> list[ResultFolder]:
         """The results that no other result here was made of."""
-        made_from = {
-            step.get("created") for result in self.results for step in result.manifest.lineage
-        }
-        return [result for result in self.results if result.manifest.created not in made_from]
+        made_from = {record_key(step) for r in self.results for step in r.manifest.lineage}
+        return [result for result in self.results if result.key not in made_from]
 
 
 def discover(place: Path) -> Found:
@@ -99,8 +109,11 @@ def discover(place: Path) -> Found:
         return found
     if not place.is_dir():
         raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
-    for folder in _folders(place, DEPTH):
-        _look_into(folder, found)
+    try:
+        for folder in _folders(place, DEPTH):
+            _look_into(folder, found)
+    except OSError as error:
+        raise CheckpointError(f"'{place}' cannot be read through: {error}.") from None
     if not (found.results or found.gates or found.scores or found.reports or found.sweeps):
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
@@ -162,7 +175,7 @@ def _sweep(path: Path) -> dict[str, Any]:
         for point in (content["base"], *content["points"]):
             for name in ("criterion", "keep", "refit", "query_heads", "parameters", "quality"):
                 point[name]
-        content["metric"], content["higher_is_better"]
+        content["metric"], content["higher_is_better"], content["points"][0]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"The sweep '{path}' cannot be read: {error}.") from None
     return content

@@ -274,7 +274,6 @@ def bars(
     values: Mapping[str, Sequence[float]],
     title: str,
     y_label: str,
-    number: str = "{:,.3g}",
     reference: str | None = None,
     baseline: float | None = None,
 ) -> Figure:
@@ -285,7 +284,6 @@ def bars(
         values: Series name to one value per group.
         title: Title.
         y_label: What the values are.
-        number: How a value is written above its bar.
         reference: The series that the others are compared with; it is grey.
         baseline: Where the original would stand, drawn as a line across.
     """
@@ -304,7 +302,8 @@ def bars(
             edgecolor=PAPER,
             linewidth=0,
         )
-        axes.bar_label(drawn, [number.format(h) for h in heights], fontsize=8, color=MUTED)
+        numbers = [f"{h:,.0f}" if abs(h) >= 1_000 else f"{h:.3g}" for h in heights]
+        axes.bar_label(drawn, numbers, fontsize=8, color=MUTED)
     if baseline is not None:
         axes.axhline(baseline, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="original")
     axes.set_xticks(range(len(groups)), groups)

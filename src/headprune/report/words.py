@@ -207,7 +207,8 @@ def measured(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
         ("KV bytes per token", lambda size: getattr(size, "kv_cache_bytes_per_token", None)),
     ]
     for name, get in sizes:
-        rows.append([name, *_both(get(evaluation.size), get(evaluation.base_size))])
+        if get(evaluation.size):  # an encoder has no cache
+            rows.append([name, *_both(get(evaluation.size), get(evaluation.base_size))])
     ours = speeds(evaluation.size)
     theirs = speeds(evaluation.base_size) if evaluation.base_size else {}
     for name, rate in ours.items():
