@@ -293,6 +293,8 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     (run,) = report([scores], tmp_path / "scores.html").runs
     assert run.asked == "Score the heads of base by taylor."
     assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
+    assert run.head_map.only_scored
+    assert "Heads: 24 scored" in (tmp_path / "scores.html").read_text()
     save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
     with pytest.raises(CheckpointError, match="do not fit the 12 units of their model"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")

@@ -37,11 +37,7 @@ class GatesFolder:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings of the training, as its config.yaml has them."""
-        try:
-            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_yaml(self.path / "config.yaml")
 
 
 @dataclass(frozen=True)
@@ -65,6 +61,15 @@ class ScoresFolder:
     path: Path
     metadata: dict[str, Any]
     scores: dict[str, Tensor]
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a file; none where it is missing, or holds something else."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def record_key(record: Mapping[str, Any]) -> tuple[object, ...]:

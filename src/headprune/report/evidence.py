@@ -105,5 +105,4 @@ def map_of_scores(scores: ScoresFolder) -> HeadMap | None:
     if rest or (unit is Unit.HEAD and size != 1):
         return None
     evidence = _score_evidence(scores, [(size,) * count for count in counts])
-    everything = {row.path: set(row.heads) for row in evidence.rows}
-    return head_map(evidence.rows, everything, {}, evidence)
+    return head_map(evidence.rows, None, {}, evidence)

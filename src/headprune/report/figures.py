@@ -249,6 +249,8 @@ def trajectories(
         y_label: What is drawn.
         phases: Where something begins, and what; drawn as upright lines.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _axes(4.4, 2.9, title, x_label, y_label)
     for at, name in phases:
         axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
@@ -264,6 +266,7 @@ def trajectories(
         )
     for index, line in enumerate(series):
         _line(axes, line, index, markers=len(line.x) == 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(axes)
     return figure
 

@@ -170,7 +170,7 @@ def map_data(drawn: HeadMap) -> dict[str, Any]:
 
 def head_lines(drawn: HeadMap) -> str:
     """The map as text: one line per layer."""
-    signs = {"kept": card.KEPT, "removed": card.GONE, "earlier": " "}
+    signs = {"kept": card.KEPT, "removed": card.GONE, "earlier": " ", "scored": card.KEPT}
     width = max((len(layer.label) for layer in drawn.layers), default=0)
     lines = []
     for layer in drawn.layers:

@@ -16,6 +16,7 @@ from headprune.report.discovery import (
     ResultFolder,
     ScoresFolder,
     gates_of,
+    read_yaml,
     record_key,
 )
 from headprune.report.evidence import map_of_gates, map_of_result, map_of_scores
@@ -267,12 +268,13 @@ def _scores_run(scores: ScoresFolder) -> Run:
 
 def _sweep_run(folder: Path, content: Mapping[str, Any], scores: ScoresFolder | None) -> Run:
     def point(p: Mapping[str, Any]) -> Point:
-        series = f"{p['criterion']}{', refit' if p['refit'] else ''}"
+        series = f"{p['criterion']}{' with refit' if p['refit'] else ''}"
         return Point(series, p["keep"], p["query_heads"], p["parameters"], p["quality"])
 
     points = tuple(point(p) for p in content["points"])
     shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
     source = scores.metadata["model"]["name"] if scores is not None else folder.resolve().name
+    settings = read_yaml(folder / "config.yaml")
     metric, higher = content["metric"], content["higher_is_better"]
     return Run(
         name=folder.name,
@@ -282,7 +284,7 @@ def _sweep_run(folder: Path, content: Mapping[str, Any], scores: ScoresFolder | 
         f"{', '.join(dict.fromkeys(p.series for p in points))}.",
         manifest=None,
         steps=(),
-        settings=(),
+        settings=tuple((name, str(v)) for name, v in settings.items() if v is not None),
         head_map=None if scores is None else map_of_scores(scores),
         histories=(),
         evaluations=(),

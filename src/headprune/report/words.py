@@ -39,6 +39,9 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile("loads", *loads(manifest.shape)))
     elif run.sweep is not None:
         found = _sweep_tiles(run.sweep)
+    elif run.head_map is not None and run.head_map.only_scored:
+        heads = sum(len(layer.cells) for layer in run.head_map.layers)
+        found.append(Tile("query heads", f"{heads:,}", "scored"))
     elif run.histories:
         history = run.histories[0]
         found.append(Tile("steps", f"{history.records:,}", f"last loss {history.loss[-1]:.4g}"))
@@ -97,7 +100,7 @@ def size_rows(run: Run) -> list[tuple[str, int, int]]:
         for name, before_last, after_last in card.sizes(manifest):
             begun = first[name.replace(" ", "_").lower()][0] if first else before_last
             rows.append((name, begun, after_last))
-    elif run.head_map is not None:
+    elif run.head_map is not None and not run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
         rows = [("query heads", heads, sum(layer.kept for layer in run.head_map.layers))]
     return rows
