@@ -284,10 +284,10 @@ def _judge(
 
 def _counted(limit: Limit, value: int, reference: int | None) -> float:
     if limit.kind is Kind.ABSOLUTE:
-        return value
+        return float(value)
     assert reference is not None
     if limit.kind is Kind.DIFFERENCE:
-        return value - reference
+        return float(value - reference)
     if reference == 0:
         raise HeadpruneError(
             f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
