@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -327,9 +328,7 @@ def test_a_baseline_holds_what_it_takes(folders: Path) -> None:
 
 def test_speed_is_a_ratio_of_one_run(folders: Path) -> None:
     slow, model = tiny.model("llama-gqa"), tiny.model("llama-gqa")
-    slow.register_forward_pre_hook(
-        lambda module, args: torch.randn(400, 400) @ torch.ones(400, 400)
-    )
+    slow.register_forward_pre_hook(lambda module, args: time.sleep(0.01))
     names = {"prefill_tokens_per_s", "decode_tokens_per_s"}
     faster = ratios(model, slow, prompt_tokens=8, decoded=4, repeats=5)
     assert set(faster) == names and all(len(v) == 5 for v in faster.values())
