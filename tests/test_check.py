@@ -366,6 +366,12 @@ def test_other_tasks_have_limits_of_their_own(case: str, tmp_path: Path) -> None
     )
     update_baseline(settings)
     assert verdicts_of(check(settings)) == dict.fromkeys(limits, "passed")
+    content = json.loads((tmp_path / "b.json").read_text())
+    content["samples"] = {"another": [1.0] * 30}
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    change = limits[0] if case != "bert-base" else "mean_cosine >= -0.01"
+    lacking = settings.model_copy(update={"limits": (change,)})
+    refused(lacking, f"has no {change.split()[0]}, only", DataError)
     decode = settings.model_copy(update={"limits": ("decode_tokens_per_s >= 1 %",)})
     refused(decode, "generates no text")
 
@@ -420,6 +426,9 @@ def test_a_baseline_of_something_else_is_refused(folders: Path, tmp_path: Path) 
         (lambda c: {"perplexity": 3}, "has no schema_version"),
         (lambda c: c | {"surprise": 1}, "no valid baseline: surprise"),
         (lambda c: {k: v for k, v in c.items() if k != "samples"}, "no valid baseline: samples"),
+        (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": []}}, "must be equally long"),
+        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "must be finite"),
+        (lambda c: c | {"samples": {k: v[:9] for k, v in c["samples"].items()}}, "was edited"),
         (lambda c: "{", "not readable as JSON"),
     ],
 )
