@@ -560,6 +560,9 @@ def test_the_command_passes_breaks_and_tells_actions(
     code, out, err = run(capsys, *close)
     assert code == 0 and "::warning" in err and "use more data" in " ".join(out.split())
     assert run(capsys, *close, "--strict")[0] == 1
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
+    code, _, err = run(capsys, *close)
+    assert code == 2 and "GITHUB_STEP_SUMMARY cannot be written" in err
 
 
 @pytest.mark.parametrize(
