@@ -30,6 +30,7 @@ from headprune.cli.options import (
     memory_bytes,
     share_or_count,
 )
+from headprune.cli.run import run
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
@@ -658,6 +659,9 @@ def evaluate(
         typer.echo(report.model_dump_json(indent=2))
     else:
         render.evaluation(terminal.out, report)
+
+
+app.command("run")(run)
 
 
 def main() -> None:
