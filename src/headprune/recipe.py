@@ -18,7 +18,7 @@ own model. A new kind of step is a class here, and a row of ``pipelines.steps``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -357,7 +357,7 @@ def _resolved(recipe: Recipe) -> dict[str, Step]:
     return done
 
 
-def _latest(done: Mapping[str, Step], *made: Made) -> str | None:
+def _latest(done: dict[str, Step], *made: Made) -> str | None:
     return next((name for name in reversed(done) if done[name].makes in made), None)
 
 
@@ -371,7 +371,7 @@ def _check_data(recipe: Recipe, name: str, slot: str, asked: str | None) -> None
 
 
 def _check_reference(
-    recipe: Recipe, name: str, slot: str, kind: Slot, done: Mapping[str, Step]
+    recipe: Recipe, name: str, slot: str, kind: Slot, done: dict[str, Step]
 ) -> None:
     """Refuses a reference to what is not there, comes later, or makes something else."""
     asked = getattr(recipe.steps[name], slot)
@@ -410,7 +410,7 @@ def _ancestors(recipe: Recipe, name: str) -> Iterator[str]:
 
 
 def _evidence(
-    recipe: Recipe, name: str, step: PruneStep, model: str, done: Mapping[str, Step]
+    recipe: Recipe, name: str, step: PruneStep, model: str, done: dict[str, Step]
 ) -> dict[str, str]:
     """What says which heads stay: what the step names, or what was made last."""
     given = {slot: getattr(step, slot) for slot in ("gates", "plan") if getattr(step, slot)}

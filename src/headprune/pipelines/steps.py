@@ -14,7 +14,9 @@ from headprune.config import (
     HealConfig,
     TrainGatesConfig,
 )
+from headprune.pipelines import estimates
 from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.estimates import Estimate, Sizes
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.heal import heal
 from headprune.pipelines.prune import prune
@@ -95,7 +97,7 @@ class Job:
             "on_stage": self.watch.on_stage,
         }
 
-    def again(self) -> dict[str, bool]:
+    def again(self) -> dict[str, Any]:
         """Arguments of every function that can go on from a checkpoint."""
         return {"resume": self.resume, "overwrite": not self.resume}
 
@@ -201,18 +203,20 @@ class Row:
 
     Attributes:
         run: Does it, and writes the job's output folder.
+        estimate: What it would take, of the step, its recipe and the model's sizes.
         work: What lies there of an interrupted run that it can go on from, as a pattern of the
             step's name; None if it starts anew.
     """
 
     run: Callable[[Job], Result]
+    estimate: Callable[[Any, Recipe, Sizes], Estimate]
     work: str | None = None
 
 
 ROWS: dict[type[Step], Row] = {
-    TrainGatesStep: Row(_train_gates, work="{name}/config.yaml"),
-    PruneStep: Row(_prune),
-    ConvertStep: Row(_convert),
-    HealStep: Row(_heal, work="{name}-checkpoints/config.yaml"),
-    EvaluateStep: Row(_evaluate),
+    TrainGatesStep: Row(_train_gates, estimates.training_gates, work="{name}/config.yaml"),
+    PruneStep: Row(_prune, estimates.cutting),
+    ConvertStep: Row(_convert, estimates.converting),
+    HealStep: Row(_heal, estimates.healing, work="{name}-checkpoints/config.yaml"),
+    EvaluateStep: Row(_evaluate, estimates.evaluating),
 }
