@@ -13,6 +13,7 @@ import typer
 from headprune import config as cfg
 from headprune._version import __version__
 from headprune.cli import terminal
+from headprune.cli.init import init
 from headprune.cli.options import (
     Assume,
     Data,
@@ -662,6 +663,7 @@ def evaluate(
 
 
 app.command("run")(run)
+app.command("init")(init)
 
 
 def main() -> None:

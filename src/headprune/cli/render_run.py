@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def size(count: float) -> str:
+def size(count: float | int) -> str:
     """An amount of memory to be read: ``1.3 GiB``."""
     for unit, digits in (("KiB", 0), ("MiB", 0), ("GiB", 1)):
         count /= 1024

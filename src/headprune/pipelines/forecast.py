@@ -56,9 +56,9 @@ class Forecast:
         return None if None in times else math.fsum(t for t in times if t is not None)
 
     @property
-    def disk_bytes(self) -> float:
+    def disk_bytes(self) -> int:
         """Disk of all steps that would run."""
-        return math.fsum(estimate.disk_bytes for estimate in self.ahead)
+        return sum(estimate.disk_bytes for estimate in self.ahead)
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""

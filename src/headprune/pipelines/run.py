@@ -183,7 +183,8 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
             continue
         if kind is Slot.DATA:
             data = recipe.data[source]
-            inputs[slot] = {**data.model_dump(mode="json"), "sha256": digest_of_data(data)}
+            columns = data.model_dump(mode="json", exclude={"source"})
+            inputs[slot] = {**columns, "sha256": digest_of_data(data)}
         elif kind is Slot.MODEL and source == ORIGINAL:
             inputs[slot] = original
         elif source in recipe.steps:
