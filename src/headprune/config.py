@@ -243,6 +243,53 @@ class HealConfig(_Config):
     save_every: Count | None = None
 
 
+class CalibrationConfig(_Config):
+    """Which part of the data shows what the heads do.
+
+    Attributes:
+        tokens: How much of it is used, spread evenly over all of it.
+        seq_len: Tokens per sequence.
+        batch_size: Sequences per forward pass; no result depends on it.
+        dtype: Element type of the model's weights.
+        seed: Seed of masked positions and of what is random.
+    """
+
+    tokens: Annotated[int, Field(ge=2)] = 16_384
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    batch_size: Count = 4
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+
+
+class BudgetConfig(_Config):
+    """What a plan may keep. At least one of ``keep`` and the three limits is set.
+
+    Attributes:
+        keep: Query heads: a share (a float up to 1.0) or a count, hit exactly.
+        per_layer: The same share in every module, instead of the best of all modules together.
+        min_per_layer: Query heads that every module keeps at least.
+        max_params: Parameters of the whole model.
+        max_kv_bytes: Bytes of KV cache per token, in the model's dtype.
+        min_speedup: Prefill speed over that of the whole model, measured here.
+    """
+
+    keep: float | int | None = None
+    per_layer: bool = False
+    min_per_layer: Annotated[int, Field(ge=0)] = 0
+    max_params: Count | None = None
+    max_kv_bytes: Annotated[int, Field(ge=0)] | None = None
+    min_speedup: Annotated[float, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _some_goal(self) -> BudgetConfig:
+        goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
+        if all(goal is None for goal in goals):
+            raise ValueError(
+                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
+            )
+        return self
+
+
 class EvaluateConfig(_Config):
     """How a model is evaluated.
 
@@ -271,6 +318,60 @@ class EvaluateConfig(_Config):
     seed: int = 0
 
 
+class CheckConfig(_Config):
+    """How a model is held to its limits.
+
+    Attributes:
+        model: The model that is checked: a folder or a hub id.
+        data: Where the examples come from: a file, a folder or a hub id.
+        split: Split of a hub data set.
+        text_column: Column with the text; two, comma-separated, for sentence pairs.
+        label_column: Column with the label or the similarity score.
+        baseline: File with the record of an earlier run, for limits such as ``<= +2 %``.
+        against: The original model, for limits such as ``>= 98 %``.
+        limits: What must hold; see ``headprune.regression.limits``.
+        confidence: Level of the intervals that decide.
+        resamples: Bootstrap resamples behind them.
+        strict: Whether a limit that is too close to call counts as broken.
+        seq_len: As for ``EvaluateConfig``; so are the settings after it.
+        batch_size: Sequences per forward pass.
+        max_windows: Use only the first so many windows or examples; None for all.
+        dtype: Element type of the model's weights.
+        seed: Seed of masked positions and of the bootstrap.
+    """
+
+    model: str
+    data: str
+    split: str = "test"
+    text_column: str | None = None
+    label_column: str | None = None
+    baseline: str | None = None
+    against: str | None = None
+    limits: tuple[str, ...] = ()
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
+    resamples: Annotated[int, Field(ge=1000)] = 10_000
+    strict: bool = False
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    batch_size: Count = 4
+    max_windows: Count | None = None
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+
+    def data_config(self) -> DataConfig:
+        """Where the examples come from."""
+        return DataConfig(
+            source=self.data,
+            split=self.split,
+            text_column=self.text_column,
+            label_column=self.label_column,
+        )
+
+    def evaluate_config(self) -> EvaluateConfig:
+        """How model and original are evaluated."""
+        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed")
+        return EvaluateConfig(**{name: getattr(self, name) for name in shared}, speed=False)
+
+
 def build(model: type[BaseModel], values: dict[str, Any]) -> Any:
     """Validates values into a config.
 
@@ -296,16 +397,43 @@ def read_train_gates(path: Path) -> dict[str, Any]:
     Raises:
         HeadpruneError: If the file is missing, has no such section, or misspells a setting.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise HeadpruneError(f"--config {path}: not readable as YAML ({error}).") from None
-    section = content.get("train_gates") if isinstance(content, dict) else None
-    if not isinstance(section, dict):
-        raise HeadpruneError(f"--config {path}: it has no section 'train_gates' with settings.")
-    settings = {name: value for name, value in section.items() if value is not None}
+    settings = read_section(path, "train_gates")
     build(TrainGatesConfig, settings)
     return settings
+
+
+def read_check(path: Path) -> dict[str, Any]:
+    """Reads the ``check`` settings of a YAML file, without those that are not set.
+
+    Raises:
+        HeadpruneError: If the file is missing, has no such section, or misspells a setting.
+    """
+    settings = read_section(path, "check")
+    if isinstance(settings.get("limits"), str):
+        settings["limits"] = [settings["limits"]]
+    needed = {"model": "", "data": ""}  # may come as options
+    build(CheckConfig, {**needed, **settings})
+    return settings
+
+
+def read_section(path: Path, name: str) -> dict[str, Any]:
+    """Reads one section of a YAML file, without the settings that are not set.
+
+    Raises:
+        HeadpruneError: If the file is missing or has no such section; near misses are named.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise HeadpruneError(f"--config {path}: not readable as YAML ({error}).") from None
+    section = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(section, dict):
+        found = [str(key) for key in content] if isinstance(content, dict) else []
+        raise HeadpruneError(
+            f"--config {path}: it has no section '{name}' with settings."
+            f"{did_you_mean(name, found) if name not in found else ''}"
+        )
+    return {str(key): value for key, value in section.items() if value is not None}
 
 
 def write_yaml(content: dict[str, Any], path: Path) -> None:

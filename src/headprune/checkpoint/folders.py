@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -81,8 +81,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file by way of a temporary sibling.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, text as UTF-8, by way of a temporary sibling.
 
     Raises:
         CheckpointError: If writing fails.
@@ -90,12 +90,13 @@ def write_whole(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
     except OSError as error:
         raise write_error(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where the parent is a file, there is nothing to remove
+            temporary.unlink(missing_ok=True)
 
 
 def write_error(path: Path, error: Exception) -> CheckpointError:

@@ -35,6 +35,8 @@ class GatesMetadata(BaseModel):
         unit: What one gate opens and closes.
         temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
+        heads: Ids of the query heads of every module; empty in older files, as is the next.
+        group_sizes: Query heads of every KV head of every module.
         query_heads: Query heads of the model.
         kept_heads: Query heads whose gates stay open.
         steps: Optimiser steps.
@@ -52,6 +54,8 @@ class GatesMetadata(BaseModel):
     unit: Unit
     temperature: float
     modules: tuple[str, ...]
+    heads: tuple[tuple[int, ...], ...] = ()
+    group_sizes: tuple[tuple[int, ...], ...] = ()
     query_heads: int
     kept_heads: int
     steps: int

@@ -1,4 +1,4 @@
-"""headprune.json and README.md: what a result is, where it comes from, and its proof."""
+"""headprune.json: what a result is, where it comes from, and its proof."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from headprune._version import __version__
 from headprune.checkpoint.folders import sha256_of
 from headprune.errors import CheckpointError
-from headprune.plan import ModelIdentity, Plan, Shape
+from headprune.plan import ModelIdentity, Shape
 from headprune.runtime import MANIFEST
 
 
@@ -27,6 +27,7 @@ class Manifest(BaseModel):
         source: The model it was made from.
         lineage: Manifests of the source, oldest first, if headprune made that as well.
         shape: "native" if a plain config describes the result, else "runtime".
+        auto_class: The Auto class of transformers that loads it; None in older manifests.
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
@@ -34,6 +35,7 @@ class Manifest(BaseModel):
         layout: Ids of the heads that are left, per module; those of the model before any cut.
         sharing: How KV heads were merged, if they were.
         healing: How it was trained to match another model, if it was.
+        refit: How W_O made up for the heads that went, if it did.
         proof: What the proof measured.
         probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
         files: SHA-256 of every other file of the folder, but for the model card.
@@ -47,6 +49,7 @@ class Manifest(BaseModel):
     source: ModelIdentity
     lineage: tuple[dict[str, Any], ...]
     shape: Shape
+    auto_class: str | None = None
     query_heads: tuple[int, int]
     kv_heads: tuple[int, int]
     parameters: tuple[int, int]
@@ -54,6 +57,7 @@ class Manifest(BaseModel):
     trained_weights: bool = False
     sharing: dict[str, Any] | None = None
     healing: dict[str, Any] | None = None
+    refit: dict[str, Any] | None = None
     proof: dict[str, Any]
     probe: dict[str, Any]
     files: dict[str, str]
@@ -119,80 +123,3 @@ def read_lineage(folder: Path) -> tuple[dict[str, Any], ...]:
     for bulky in ("files", "probe"):
         content.pop(bulky, None)
     return (*earlier, content)
-
-
-_CARD = """---
-library_name: transformers
-tags: [headprune, attention-pruning]
----
-
-# {title}
-
-{what}
-{after:,} parameters instead of {before:,}.
-
-## Load it
-
-```python
-from transformers import {auto_class}
-
-model = {auto_class}.from_pretrained({arguments})
-```
-
-{needs}
-
-## Proof
-
-The {original}, the result in memory and the model read back from this folder gave the
-same outputs on probe inputs: the largest difference is {difference:.1e} of the largest output
-({dtype}).{control}
-
-`plan.json` lists the heads that are left; `headprune.json` holds versions, hashes and measurements.
-"""
-
-_NEEDS = {
-    Shape.NATIVE: "The config is a plain one; no other code is needed.",
-    Shape.RUNTIME: "Its layers differ in their number of heads, which the stock class cannot "
-    "express, so `modeling_headprune.py` lies beside the weights. Where headprune is installed, "
-    "`headprune.from_pretrained` loads the folder without remote code.",
-}
-
-
-def _what(plan: Plan, manifest: Manifest) -> str:
-    if manifest.healing is not None:
-        return (
-            f"`{manifest.source.name}`, trained for {manifest.healing['steps']} steps to match "
-            f"`{manifest.healing['teacher']}` by headprune {__version__}."
-        )
-    if manifest.sharing is None:
-        share = plan.kept_heads / max(plan.query_heads, 1)
-        return (
-            f"`{manifest.source.name}` with {plan.kept_heads} of its {plan.query_heads} attention "
-            f"heads ({share:.1%}), cut by headprune {__version__}."
-        )
-    before, after = manifest.kv_heads
-    return (
-        f"`{manifest.source.name}` with {after} instead of {before} KV heads, merged by headprune "
-        f"{__version__} ({manifest.sharing['merge']})."
-    )
-
-
-def write_card(folder: Path, title: str, auto_class: str, plan: Plan, manifest: Manifest) -> None:
-    """Writes the model card, README.md."""
-    proof, quoted = manifest.proof, f'"{title}"'
-    remote = manifest.shape is Shape.RUNTIME
-    control = proof["control"]
-    text = _CARD.format(
-        title=title,
-        what=_what(plan, manifest),
-        before=manifest.parameters[0],
-        after=manifest.parameters[1],
-        auto_class=auto_class,
-        arguments=f"{quoted}, trust_remote_code=True" if remote else quoted,
-        needs=_NEEDS[manifest.shape],
-        original="gated original" if manifest.sharing is None else "original with merged heads",
-        difference=proof["gated_vs_reloaded"],
-        dtype=proof["dtype"],
-        control=f" With one head wrong they would differ by {control:.1e}." if control else "",
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ import typer
 from headprune import config as cfg
 from headprune._version import __version__
 from headprune.cli import terminal
+from headprune.cli.check import check
 from headprune.cli.init import init
 from headprune.cli.options import (
     Assume,
@@ -31,7 +32,11 @@ from headprune.cli.options import (
     memory_bytes,
     share_or_count,
 )
+from headprune.cli.plan import plan
+from headprune.cli.report import report
 from headprune.cli.run import run
+from headprune.cli.score import score
+from headprune.cli.sweep import sweep
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
@@ -49,6 +54,7 @@ app = typer.Typer(
 )
 
 _GATES = cfg.TrainGatesConfig.model_construct()
+_CALIBRATION = cfg.CalibrationConfig()
 _CONVERT = cfg.ConvertConfig.model_construct()
 _HEAL = cfg.HealConfig(steps=1)  # for its other settings
 _EVALUATE = cfg.EvaluateConfig()
@@ -264,6 +270,10 @@ def prune(
         Path | None, typer.Option(help="Folder for the result; not needed with --dry-run.")
     ] = None,
     gates: Annotated[Path | None, typer.Option(help="Folder from train-gates.")] = None,
+    scores: Annotated[Path | None, typer.Option(help="Folder from score; needs --keep.")] = None,
+    criterion: Annotated[
+        str | None, typer.Option(help="With --scores: which of them, if there are several.")
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -273,8 +283,25 @@ def prune(
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option(help="Keep another share or count of heads than the gates were trained for."),
+        typer.Option(
+            help="Share or count of heads to keep: with --scores, or another than the gates were "
+            "trained for."
+        ),
     ] = None,
+    refit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="Refit W_O by least squares on this text, layer after layer, so that the heads "
+            "that stay make up for those that go.",
+        ),
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(help="With --refit: how much of the text is used.")
+    ] = _CALIBRATION.tokens,
+    seq_len: Annotated[
+        int, typer.Option(help="With --refit: tokens per sequence.")
+    ] = _CALIBRATION.seq_len,
     shape: Annotated[
         cfg.ShapeOption,
         typer.Option(
@@ -288,6 +315,9 @@ def prune(
     ] = False,
     overwrite: Overwrite = False,
     dtype: DtypeOption = cfg.Dtype.AUTO,
+    split: Split = "train",
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
@@ -295,6 +325,10 @@ def prune(
     """Cut heads out for real, prove that the result is the gated model, and write it."""
     if output is None and not dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
+    calibration = cfg.build(
+        cfg.CalibrationConfig,
+        {"tokens": calibration_tokens, "seq_len": seq_len, "dtype": dtype},
+    )
     terminal.quiet_libraries()
     from headprune.cli import render
     from headprune.pipelines import prune as pipeline
@@ -302,6 +336,8 @@ def prune(
     what: dict[str, Any] = {
         "gates": gates,
         "plan": plan,
+        "scores": scores,
+        "criterion": criterion,
         "keep": share_or_count(keep, "--keep"),
         "shape": shape,
         "dtype": dtype,
@@ -317,7 +353,15 @@ def prune(
         return
     assert output is not None
     with terminal.stages() as on_stage:
-        pruned = pipeline.prune(model, output, overwrite=overwrite, on_stage=on_stage, **what)
+        pruned = pipeline.prune(
+            model,
+            output,
+            refit=None if refit is None else data_config(refit, split, text_column, label_column),
+            calibration=calibration,
+            overwrite=overwrite,
+            on_stage=on_stage,
+            **what,
+        )
     if json_:
         typer.echo(pruned.manifest.model_dump_json(indent=2))
     else:
@@ -662,6 +706,11 @@ def evaluate(
         render.evaluation(terminal.out, report)
 
 
+app.command("score")(score)
+app.command("plan")(plan)
+app.command("sweep")(sweep)
+app.command("report")(report)
+app.command("check")(check)
 app.command("run")(run)
 app.command("init")(init)
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from headprune.pipelines.verify import Verification
     from headprune.training.trainer import StepRecord
 
-KEPT, GONE = "■", "·"
-
 
 def table(*columns: str, numbers_from: int = 1) -> Table:
     """A plain table: the first columns hold names, the others numbers."""
@@ -39,14 +37,11 @@ def table(*columns: str, numbers_from: int = 1) -> Table:
 
 def head_picture(part: AttentionPlan) -> Text:
     """One layer's heads by id, kept and gone, with a gap between KV groups: ``■■■ ··· ■■■``."""
-    kept = set(part.keep)
-    group = max(1, part.query_heads // max(1, part.kv_heads))
+    from headprune.checkpoint.card import KEPT, heads_line  # with torch: not for every table
+
     picture = Text()
-    # ids are those of the model before any cut, so they can lie above the present count
-    for head in range(max([part.query_heads, *(h + 1 for h in kept)])):
-        if group > 1 and head and head % group == 0:
-            picture.append(" ")
-        picture.append(KEPT, "green") if head in kept else picture.append(GONE, "bright_black")
+    for sign in heads_line(part):
+        picture.append(sign, "green" if sign == KEPT else "bright_black")
     return picture
 
 
@@ -124,7 +119,7 @@ def pruned(console: Console, result: Pruned) -> None:
     plan_picture(console, result.plan)
     counts = [("query heads", *manifest.query_heads), ("KV heads", *manifest.kv_heads)]
     console.print(before_after([*counts, *_parameters(manifest)]))
-    _proof(console, manifest, "gated original", "cut")
+    _proof(console, manifest)
     console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
 
 
@@ -148,7 +143,7 @@ def converted(console: Console, result: Converted) -> None:
             "is merged as asked, K is averaged or taken from one head of the group."
         )
     console.print(before_after([("KV heads", *manifest.kv_heads), *_parameters(manifest)]))
-    _proof(console, manifest, "merged original", "converted")
+    _proof(console, manifest)
     console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
 
 
@@ -159,20 +154,17 @@ def healed(console: Console, result: Healed) -> None:
     grid.add_row(f"after {result.steps} steps", f"{result.after:.4f}")
     console.print(grid)
     manifest = result.pruned.manifest
-    _proof(console, manifest, "healed model", "itself")
+    _proof(console, manifest)
     console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
 
 
-def _proof(console: Console, manifest: Manifest, original: str, result: str) -> None:
-    proof = manifest.proof
+def _proof(console: Console, manifest: Manifest) -> None:
+    from headprune.checkpoint.card import proof_rows
+
     console.print("[bold green]proved[/]: the same outputs, relative to the largest of them")
     grid = table("", "difference")
-    grid.add_row(f"{original} - {result} in memory", f"{proof['gated_vs_cut']:.1e}")
-    grid.add_row(f"{original} - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}")
-    grid.add_row("gates moved by one bit: rounding alone", f"{proof['rounding']:.1e}")
-    grid.add_row(f"allowed in {proof['dtype']}", f"{proof['tolerance']:.0e}")
-    if proof["control"] is not None:
-        grid.add_row("one head wrong would show", f"{proof['control']:.1e}")
+    for row in proof_rows(manifest):
+        grid.add_row(*row)
     console.print(grid)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +21,9 @@ from rich.progress import (
 )
 
 from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from headprune.pipelines.score import Watch
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -64,6 +68,19 @@ def step_progress(*fields: str) -> Iterator[Progress]:
         console=err,
     ) as progress:
         yield progress
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """A progress bar for a pipeline that tells its stages and steps."""
+    from headprune.pipelines.score import Watch
+
+    with step_progress() as progress:
+        task = progress.add_task("starting", total=None)
+        yield Watch(
+            stage=lambda stage: progress.reset(task, description=stage, total=None),
+            step=lambda done, total: progress.update(task, completed=done, total=total),
+        )
 
 
 def run(command: Callable[[], None]) -> None:

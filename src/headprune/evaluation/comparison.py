@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Statistic = Callable[[NDArray[np.int64]], float]
+# Maps indices of windows, shape (..., windows), to one number each, shape (...).
+Statistic = Callable[[NDArray[np.int64]], Any]
+
+_DRAWN_AT_ONCE = 1 << 18  # indices: more do not go faster, and take memory
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,22 @@ def bootstrap(
     """Percentile interval of a statistic of paired data.
 
     Args:
-        statistic: Maps indices of windows (with repeats) to a number.
+        statistic: Maps indices of windows (with repeats) to a number; many resamples at once,
+            one a row.
         n: Number of windows.
         resamples: Number of resamples.
         confidence: Level, between 0 and 1.
         seed: Seed of the resampling. Resamples in which the statistic is NaN do not count.
     """
     generator = np.random.default_rng(seed)
-    draws = [statistic(generator.integers(0, n, n)) for _ in range(resamples)]
+    rows = max(1, _DRAWN_AT_ONCE // n)
+    draws = [
+        np.asarray(statistic(generator.integers(0, n, (min(rows, resamples - start), n))))
+        for start in range(0, resamples, rows)
+    ]
     tail = (1 - confidence) / 2
-    low, high = np.nanquantile(draws, [tail, 1 - tail])
-    return Interval(statistic(np.arange(n)), float(low), float(high), confidence, n)
+    low, high = np.nanquantile(np.concatenate(draws), [tail, 1 - tail])
+    return Interval(float(statistic(np.arange(n))), float(low), float(high), confidence, n)
 
 
 def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

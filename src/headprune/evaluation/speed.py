@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
@@ -56,13 +58,7 @@ def measure(
 
     Prompt and continuation shrink to what the model with the fewest positions has room for.
     """
-    room = prompt_tokens + decoded
-    positions = min(getattr(m.config, "max_position_embeddings", room) for m in models)
-    decoded = min(decoded, positions // 2)
-    prompt_tokens = min(prompt_tokens, positions - decoded)
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = models[0].config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)
+    ids, decoded = _prompt(models, prompt_tokens, decoded)
     sizes = sorted({1, *(batches if task_of(models[0]) in GENERATES else ())})
     prefills: list[list[float]] = [[] for _ in models]
     decodes: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in models]
@@ -81,16 +77,57 @@ def measure(
     ]
     return [
         Speed(
-            prefill_tokens_per_s=prompt_tokens / median(prefills[index]),
+            prefill_tokens_per_s=ids.shape[1] / median(prefills[index]),
             decode_tokens_per_s=rates[index].get(1),
             decode_by_batch=rates[index],
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=ids.shape[1],
             decoded_tokens=decoded,
             peak_memory_bytes=_peak_memory(model.device),
             device=str(model.device),
         )
         for index, model in enumerate(models)
     ]
+
+
+def ratios(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    prompt_tokens: int = 256,
+    decoded: int = 16,
+    repeats: int = 15,
+) -> dict[str, NDArray[np.float64]]:
+    """How many times as fast as a reference model: one number per repeat, at batch size 1.
+
+    Each repeat times both models, one right after the other and first in turn, so that the
+    machine's load and clock hit both.
+
+    Returns:
+        "prefill_tokens_per_s" and, for models that generate, "decode_tokens_per_s", of shape
+        (repeats,).
+    """
+    ids, decoded = _prompt([model, reference], prompt_tokens, decoded)
+    times = np.empty((repeats + 1, 2, 2))  # repeat; model, reference; prefill, decoding
+    for repeat in range(repeats + 1):
+        for which in (0, 1) if repeat % 2 else (1, 0):
+            net = (model, reference)[which]
+            times[repeat, which] = _once(net, ids.to(net.device), decoded)
+    faster = times[1:, 1] / np.maximum(times[1:, 0], 1e-12)  # the first round warms up
+    generates = task_of(model) in GENERATES
+    names = ("prefill_tokens_per_s", *(("decode_tokens_per_s",) if generates else ()))
+    return {name: faster[:, column] for column, name in enumerate(names)}
+
+
+def _prompt(
+    models: Sequence[PreTrainedModel], prompt_tokens: int, decoded: int
+) -> tuple[Tensor, int]:
+    """A prompt, shape (1, length), and how many tokens follow; both fit into every model."""
+    room = prompt_tokens + decoded
+    positions = min(getattr(m.config, "max_position_embeddings", room) for m in models)
+    decoded = min(decoded, positions // 2)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = models[0].config.get_text_config().vocab_size
+    shape = (1, min(prompt_tokens, positions - decoded))
+    return torch.randint(0, vocabulary, shape, generator=generator), decoded
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from headprune.errors import PlanError
@@ -21,9 +22,7 @@ def read_heads(attention: Attention) -> Heads:
     for projection in attention.projections:
         weight, bias = _parameters(projection.module)
         if projection.holds == "o":
-            inwards = weight if input_dim(projection.module) == 1 else weight.T
-            found["o"] = inwards.unflatten(1, (attention.query_heads, -1)).transpose(0, 1)
-            found["o_bias"] = bias
+            found["o"], found["o_bias"] = read_output(attention)
             continue
         outwards = weight if input_dim(projection.module) == 1 else weight.T
         for role, rows in _rows(attention, projection).items():
@@ -48,10 +47,7 @@ def write_heads(attention: Attention, heads: Heads) -> None:
         weight, bias = _parameters(module)
         transposed = input_dim(module) == 0
         if projection.holds == "o":
-            inwards = heads.o.transpose(0, 1).flatten(1).to(weight)
-            weight.copy_(inwards.T if transposed else inwards)
-            if bias is not None and heads.o_bias is not None:
-                bias.copy_(heads.o_bias.to(bias))
+            write_output(attention, heads.o, heads.o_bias)
             continue
         outwards = weight.T if transposed else weight
         for role, rows in _rows(attention, projection).items():
@@ -62,6 +58,30 @@ def write_heads(attention: Attention, heads: Heads) -> None:
                 bias[rows.flatten().to(bias.device)] = (
                     getattr(heads, f"{role}_bias").flatten().to(bias)
                 )
+
+
+def read_output(
+    attention: Attention,
+) -> tuple[Float[Tensor, "heads hidden head_dim"], Float[Tensor, " hidden"] | None]:
+    """W_O head by head, in float32, and its bias if it has one; copies."""
+    module = attention.output_projection
+    weight, bias = _parameters(module)
+    inwards = weight if input_dim(module) == 1 else weight.T
+    heads = inwards.unflatten(1, (attention.query_heads, -1)).transpose(0, 1)
+    return heads.float().clone(), None if bias is None else bias.float().clone()
+
+
+@torch.no_grad()
+def write_output(
+    attention: Attention, heads: Float[Tensor, "heads hidden head_dim"], bias: Tensor | None
+) -> None:
+    """Writes W_O, and its bias if both there and given, into the module."""
+    module = attention.output_projection
+    weight, own_bias = _parameters(module)
+    inwards = heads.transpose(0, 1).flatten(1).to(weight)
+    weight.copy_(inwards.T if input_dim(module) == 0 else inwards)
+    if own_bias is not None and bias is not None:
+        own_bias.copy_(bias.to(own_bias))
 
 
 def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from headprune.data.sources import Examples, read_examples
 from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import metrics, quality
-from headprune.evaluation.comparison import Statistic, bootstrap, rank_correlation
+from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.quality import Floats, Progress, TokenLosses
 from headprune.evaluation.report import (
     METRICS,
@@ -32,6 +31,7 @@ from headprune.evaluation.report import (
     Report,
     metric,
 )
+from headprune.evaluation.samples import Samples
 from headprune.evaluation.speed import Speed, measure
 from headprune.models.cost import longest_context, model_cost
 from headprune.models.loading import (
@@ -43,6 +43,15 @@ from headprune.models.loading import (
 from headprune.models.refusals import refuse_without_text
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
+_TOKEN_METRICS = ("perplexity", "bits_per_byte", "nll_nats_per_token")
+
+# metric -> how a model's value is compared with that of its base
+_COMPARED: dict[str, Literal["ratio", "difference"]] = {
+    "perplexity": "ratio",
+    "nll_nats_per_token": "difference",
+    "accuracy": "difference",
+    "spearman": "difference",
+}
 
 
 @dataclass
@@ -51,8 +60,9 @@ class _Measured:
 
     name: str
     net: PreTrainedModel
-    values: Any
     metrics: list[Metric]
+    columns: dict[str, Floats]
+    vectors: Floats = field(default_factory=lambda: np.empty(0))
 
     def report(self, speed: Speed | None, memory: int | None) -> ModelReport:
         return ModelReport(
@@ -65,6 +75,64 @@ class _Measured:
             speed=speed,
             longest_context=None if memory is None else longest_context(self.net, memory),
         )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Models and examples that fit together; the base comes second, if there is one.
+
+    Attributes:
+        names: Folders or hub ids.
+        nets: The models.
+        tokenizer: That of the first.
+        examples: The documents.
+        rows: What the models read.
+    """
+
+    names: tuple[str, ...]
+    nets: tuple[PreTrainedModel, ...]
+    tokenizer: Any
+    examples: Examples
+    rows: Dataset
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the examples are scored pairs."""
+        return self.examples.labels is not None and len(self.examples.texts[0]) == 2
+
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics of which every window or example has its part."""
+        task = task_of(self.nets[0])
+        if task in LANGUAGE_MODELS:
+            return _TOKEN_METRICS
+        if task == "classification":
+            return ("accuracy",)
+        paired = ("mean_cosine",) if len(self.nets) == 2 else ()
+        return (*(("spearman",) if self.pairs else ()), *paired)
+
+    def data_sha256(self) -> str:
+        """Digest of the texts and labels, in order."""
+        digest = hashlib.sha256()
+        parts = (part for text in self.examples.texts for part in text)
+        for part in (*parts, *(self.examples.labels or ())):
+            digest.update(part.encode() + b"\0")
+        return digest.hexdigest()
+
+    def inputs_sha256(self) -> str:
+        """Digest of the token ids that the models read, which tokenizer and settings decide."""
+        digest = hashlib.sha256()
+        for name in sorted(self.rows.column_names):
+            for row in self.rows[name]:
+                digest.update(f"{name} {row}\0".encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A report with what every window or example gave; the base comes second, if there is one."""
+
+    report: Report
+    samples: tuple[Samples, ...]
 
 
 def evaluate(
@@ -88,6 +156,18 @@ def evaluate(
     Raises:
         HeadpruneError: If model, base and data do not fit together.
     """
+    loaded = load(model, data, config, against, trust_remote_code)
+    return run(loaded, data, config, progress).report
+
+
+def load(
+    model: str | Path,
+    data: DataConfig,
+    config: EvaluateConfig,
+    against: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """The first half of ``evaluate``, which finds what does not fit before any work is done."""
     examples = read_examples(data)
     names = [str(name) for name in (model, against) if name is not None]
     nets = [
@@ -104,27 +184,39 @@ def evaluate(
         base = load_tokenizer(names[1], trust_remote_code=trust_remote_code)
         _check_tokenizers(tokenizer, base, names)
     rows = _rows(nets[0], tokenizer, examples, config)
+    return Loaded(tuple(names), tuple(nets), tokenizer, examples, rows)
+
+
+def run(
+    loaded: Loaded,
+    data: DataConfig,
+    config: EvaluateConfig,
+    progress: Progress = lambda done, total: None,
+) -> Evaluation:
+    """The second half of ``evaluate``: runs the models; keeps what every window gave."""
+    count = len(loaded.nets)
 
     def step(index: int) -> Progress:
-        return lambda done, total: progress(index * total + done, len(nets) * total)
+        return lambda done, total: progress(index * total + done, count * total)
 
     measured = [
-        _measure(name, net, tokenizer, examples, rows, config, step(index))
-        for index, (name, net) in enumerate(zip(names, nets, strict=True))
+        _measure(name, net, loaded, config, step(index))
+        for index, (name, net) in enumerate(zip(loaded.names, loaded.nets, strict=True))
     ]
-    differences: list[Difference] = []
-    if against is not None:
-        differences = _differences(measured[0], measured[1], examples, config)
-    speeds: list[Speed] | list[None] = [None] * len(nets)
+    if count == 2 and task_of(loaded.nets[0]) == "features":
+        _add_fidelity(measured[0], measured[1])
+    samples = tuple(Samples(m.columns) for m in measured)
+    speeds: list[Speed] | list[None] = [None] * count
     if config.speed:
-        speeds = measure(nets, batches=config.decode_batches)
+        speeds = measure(loaded.nets, batches=config.decode_batches)
     reports = [m.report(speed, config.memory) for m, speed in zip(measured, speeds, strict=True)]
-    return Report(
-        provenance=_provenance(data, examples, config),
+    report = Report(
+        provenance=_provenance(data, loaded, config),
         model=reports[0],
-        against=reports[1] if against is not None else None,
-        differences=tuple(differences),
+        against=reports[1] if count == 2 else None,
+        differences=tuple(_differences(samples[0], samples[1], config)) if count == 2 else (),
     )
+    return Evaluation(report, samples)
 
 
 def _check(
@@ -186,15 +278,10 @@ def _rows(
 
 
 def _measure(
-    name: str,
-    net: PreTrainedModel,
-    tokenizer: Any,
-    examples: Examples,
-    rows: Dataset,
-    config: EvaluateConfig,
-    progress: Progress,
+    name: str, net: PreTrainedModel, loaded: Loaded, config: EvaluateConfig, progress: Progress
 ) -> _Measured:
     task, size = task_of(net), config.batch_size
+    rows, tokenizer = loaded.rows, loaded.tokenizer
     if task in LANGUAGE_MODELS:
         if task == "causal-lm":
             losses = quality.causal_losses(net, rows, tokenizer, size, progress)
@@ -202,20 +289,27 @@ def _measure(
             losses = quality.translation_losses(net, rows, tokenizer, size, progress)
         else:
             losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
-        return _Measured(name, net, losses, _token_metrics(losses))
+        columns = {
+            "nll_nats": losses.nll_nats,
+            "tokens": losses.tokens,
+            "utf8_bytes": losses.utf8_bytes,
+        }
+        return _Measured(name, net, _token_metrics(losses), columns)
     if task == "classification":
         labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
         hits = labels == np.array(rows["labels"])
         accuracy = metrics.load("label_accuracy").compute(
             predictions=labels.astype(int), references=rows["labels"]
         )["accuracy"]
-        return _Measured(name, net, hits, [metric("accuracy", accuracy, len(hits))])
+        measured = [metric("accuracy", accuracy, len(hits))]
+        return _Measured(name, net, measured, {"hits": hits.astype(np.float64)})
     vectors = quality.embeddings(net, rows, tokenizer, size, progress)
-    measured = []
-    if examples.labels is not None and len(examples.texts[0]) == 2:
-        similarities, scores = _pairs(vectors, examples)
+    measured, columns = [], {}
+    if loaded.pairs:
+        similarities, scores = _pairs(vectors, loaded.examples)
         measured = [metric("spearman", _spearman(similarities, scores), len(scores))]
-    return _Measured(name, net, vectors, measured)
+        columns = {"similarities": similarities, "scores": scores}
+    return _Measured(name, net, measured, columns, vectors)
 
 
 def _token_metrics(losses: TokenLosses) -> list[Metric]:
@@ -225,8 +319,7 @@ def _token_metrics(losses: TokenLosses) -> list[Metric]:
         utf8_bytes=losses.utf8_bytes.astype(int),
     )
     n = len(losses.nll_nats)
-    order = ("perplexity", "bits_per_byte", "nll_nats_per_token")
-    return [metric(name, computed[name], n) for name in order]
+    return [metric(name, computed[name], n) for name in _TOKEN_METRICS]
 
 
 def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
@@ -249,65 +342,41 @@ def _spearman(similarities: Floats, scores: Floats) -> float:
     return float(computed["spearman"])
 
 
-def _differences(
-    model: _Measured, base: _Measured, examples: Examples, config: EvaluateConfig
-) -> list[Difference]:
-    def interval(name: str, kind: Any, statistic: Statistic, n: int) -> Difference:
-        found = bootstrap(statistic, n, config.resamples, config.confidence, config.seed)
-        return Difference(name=name, kind=kind, interval=found, higher_is_better=METRICS[name][1])
-
-    task = task_of(model.net)
-    if task in LANGUAGE_MODELS:
-        a, b = model.values, base.values
-
-        def nll(i: Any) -> float:
-            return float((a.nll_nats[i] - b.nll_nats[i]).sum() / a.tokens[i].sum())
-
-        n = len(a.tokens)
-        return [
-            interval("perplexity", "ratio", lambda i: float(np.exp(nll(i))), n),
-            interval("nll_nats_per_token", "difference", nll, n),
-        ]
-    if task == "classification":
-        gain = model.values.astype(float) - base.values.astype(float)
-        return [interval("accuracy", "difference", lambda i: float(gain[i].mean()), len(gain))]
-    return _embedding_differences(model, base, examples, interval)
-
-
-def _embedding_differences(
-    model: _Measured,
-    base: _Measured,
-    examples: Examples,
-    interval: Callable[..., Difference],
-) -> list[Difference]:
-    n = len(model.values)
+def _add_fidelity(model: _Measured, base: _Measured) -> None:
+    n = len(model.vectors)
     if n < 3:
         raise DataError(f"Embeddings are compared on 3 texts at least; the data has {n}.")
     fidelity = metrics.load("embedding_fidelity").compute(
-        predictions=model.values, references=base.values
+        predictions=model.vectors, references=base.vectors
     )
     model.metrics += [metric(name, value, n) for name, value in fidelity.items()]
-    if examples.labels is None or len(examples.texts[0]) != 2:
-        return []
-    ours, scores = _pairs(model.values, examples)
-    theirs, _ = _pairs(base.values, examples)
-
-    def gain(i: Any) -> float:
-        return rank_correlation(ours[i], scores[i]) - rank_correlation(theirs[i], scores[i])
-
-    return [interval("spearman", "difference", gain, len(scores))]
+    model.columns["cosines"] = (model.vectors * base.vectors).sum(1)
 
 
-def _provenance(data: DataConfig, examples: Examples, config: EvaluateConfig) -> Provenance:
-    digest = hashlib.sha256()
-    for part in (*(p for text in examples.texts for p in text), *(examples.labels or ())):
-        digest.update(part.encode() + b"\0")
+def _differences(model: Samples, base: Samples, config: EvaluateConfig) -> list[Difference]:
+    found = []
+    for name in (name for name in _COMPARED if name in model.metrics()):
+        ours, theirs, kind = model.statistic(name), base.statistic(name), _COMPARED[name]
+
+        def gap(i: Any, a: Any = ours, b: Any = theirs, ratio: bool = kind == "ratio") -> Any:
+            return a(i) / b(i) if ratio else a(i) - b(i)
+
+        interval = bootstrap(
+            gap, model.count(name), config.resamples, config.confidence, config.seed
+        )
+        found.append(
+            Difference(name=name, kind=kind, interval=interval, higher_is_better=METRICS[name][1])
+        )
+    return found
+
+
+def _provenance(data: DataConfig, loaded: Loaded, config: EvaluateConfig) -> Provenance:
     packages = ("headprune", "torch", "transformers", "evaluate", "datasets")
     return Provenance(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{p: version(p) for p in packages}},
         platform=f"{platform.system()} {platform.machine()}",
         data=data.model_dump(mode="json"),
-        data_sha256=digest.hexdigest(),
+        data_sha256=loaded.data_sha256(),
         settings=config.model_dump(mode="json"),
     )

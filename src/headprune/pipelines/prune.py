@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,18 +14,22 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
 from headprune.checkpoint.gates import read_gates
-from headprune.checkpoint.manifest import Manifest, read_lineage, write_card, write_manifest
-from headprune.config import Dtype, ShapeOption
+from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
+from headprune.checkpoint.scores import read_scores
+from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
 from headprune.models.legacy import has_pruned_heads
 from headprune.models.loading import auto_class_of, from_pretrained, load_config, parse_dtype
 from headprune.models.planning import even_units, head_budget, plan_from_scores, unit_sizes
+from headprune.models.refit import refit as refit_outputs
 from headprune.models.surgery import Cut, cut_heads, resolve, result_shape
 from headprune.models.transfer import native_twin
+from headprune.pipelines.calibration import calibration as calibration_of
 from headprune.plan import ModelIdentity, Plan, Shape, read_plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.hard_concrete import open_probability
@@ -96,7 +101,11 @@ def prune(
     output: Path,
     gates: Path | None = None,
     plan: Path | Plan | None = None,
+    scores: Path | None = None,
+    criterion: str | None = None,
     keep: float | int | None = None,
+    refit: DataConfig | None = None,
+    calibration: CalibrationConfig | None = None,
     shape: ShapeOption = ShapeOption.AUTO,
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
@@ -109,9 +118,14 @@ def prune(
     Args:
         model: Folder or hub id.
         output: Folder to write; it appears whole or not at all.
-        gates: Folder that train-gates wrote. Exactly one of ``gates`` and ``plan`` is given.
+        gates: Folder that train-gates wrote. Exactly one of ``gates``, ``plan`` and ``scores`` is
+            given.
         plan: A plan, or the path of a plan file.
-        keep: With ``gates``: keep another share (float) or count (int) of heads than trained for.
+        scores: Folder that score wrote; needs ``keep``.
+        criterion: With ``scores``: which of them; None where there is one only.
+        keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
+        refit: Text on which W_O is refitted to make up for the heads that go.
+        calibration: How much of that text is used.
         shape: What the result may look like.
         overwrite: Replace an existing output.
         dtype: Element type to load, and so to write.
@@ -126,11 +140,26 @@ def prune(
     check_output(output, overwrite)
     on_stage("loading the model")
     net, source = load(model, dtype, trust_remote_code, assume_supported)
-    chosen, weights = _plan(net, source, gates, plan, keep, shape)
+    evidence = _Evidence(gates, plan, scores, criterion, keep)
+    chosen, weights = _plan(net, source, evidence, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     check_shape(shape, result_shape(cuts, net.config))
     _load_weights(net, weights)
-    return write_proven(net, source, model, chosen, cuts, output, bool(weights), on_stage)
+    refitted = None
+    if refit is not None:
+        on_stage("refitting W_O")
+        refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code)
+    return write_proven(
+        net,
+        source,
+        model,
+        chosen,
+        cuts,
+        output,
+        bool(weights) or refitted is not None,
+        on_stage,
+        refit=refitted,
+    )
 
 
 def migrate(
@@ -184,6 +213,7 @@ def write_proven(
     sharing: dict[str, Any] | None = None,
     healing: dict[str, Any] | None = None,
     history: Path | None = None,
+    refit: dict[str, Any] | None = None,
 ) -> Pruned:
     """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
 
@@ -199,6 +229,7 @@ def write_proven(
         sharing: How KV heads were merged, if they were.
         healing: How it was trained to match another model, if it was.
         history: Folder with the history.jsonl of that training.
+        refit: How W_O made up for the heads that went, if it did.
 
     Raises:
         CheckpointError: If the folder cannot be written.
@@ -241,6 +272,7 @@ def write_proven(
             source=source,
             lineage=lineage,
             shape=shape,
+            auto_class=auto_class,
             query_heads=(plan.query_heads, plan.kept_heads),
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
@@ -248,10 +280,11 @@ def write_proven(
             trained_weights=trained_weights,
             sharing=sharing,
             healing=healing,
+            refit=refit,
             proof=asdict(proven),
             probe=proof.sample(inputs, wanted).as_json(),
         )
-        write_card(folder, output.name, auto_class, plan, manifest)
+        write_card(folder, output.name, plan, manifest)
     return Pruned(output, plan, manifest)
 
 
@@ -259,6 +292,8 @@ def preview(
     model: str | Path,
     gates: Path | None = None,
     plan: Path | Plan | None = None,
+    scores: Path | None = None,
+    criterion: str | None = None,
     keep: float | int | None = None,
     shape: ShapeOption = ShapeOption.AUTO,
     dtype: Dtype = Dtype.AUTO,
@@ -267,7 +302,8 @@ def preview(
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
     net, source = load(model, dtype, trust_remote_code, assume_supported)
-    chosen, _ = _plan(net, source, gates, plan, keep, shape)
+    evidence = _Evidence(gates, plan, scores, criterion, keep)
+    chosen, _ = _plan(net, source, evidence, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     stored = result_shape(cuts, net.config)
     check_shape(shape, stored)
@@ -333,26 +369,89 @@ def load(
     return net, identity(net, model)
 
 
+@dataclass(frozen=True)
+class _Evidence:
+    """Where a plan is to come from, as it was asked for."""
+
+    gates: Path | None
+    plan: Path | Plan | None
+    scores: Path | None
+    criterion: str | None
+    keep: float | int | None
+
+
 def _plan(
-    net: PreTrainedModel,
-    source: ModelIdentity,
-    gates: Path | None,
-    plan: Path | Plan | None,
-    keep: float | int | None,
-    shape: ShapeOption,
+    net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
 ) -> tuple[Plan, dict[str, Tensor]]:
     """The plan, and the trained weights that belong to it."""
-    if (gates is None) == (plan is None):
-        raise PlanError("Give either --gates (from train-gates) or --plan (a file), and not both.")
+    gates, plan, scores, keep = evidence.gates, evidence.plan, evidence.scores, evidence.keep
+    if sum(given is not None for given in (gates, plan, scores)) != 1:
+        raise PlanError(
+            "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
+        )
     if gates is not None:
         return _plan_from_gates(net, source, gates, keep, shape)
+    if scores is not None:
+        return _plan_from_scores(net, source, evidence, shape), {}
     if keep is not None:
-        raise PlanError("--keep goes with --gates; a plan already says which heads stay.")
+        raise PlanError(
+            "--keep goes with --gates or --scores; a plan already says which heads stay."
+        )
     if isinstance(plan, Plan):
         return plan, {}
     assert plan is not None
     present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
     return read_plan(plan, present), {}
+
+
+def _plan_from_scores(
+    net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
+) -> Plan:
+    assert evidence.scores is not None
+    found = read_scores(evidence.scores, source)
+    if evidence.keep is None:
+        raise PlanError("--scores needs --keep, the share or count of heads that stay.")
+    unit, attentions = found.metadata.unit, _gated(net, found.metadata.modules)
+    whole = [a for a in attention_of(net) if a.path not in found.metadata.modules]
+    sizes = unit_sizes(attentions, unit)
+    budget = head_budget(evidence.keep, sizes)
+    scores = found.of(evidence.criterion)[1].tolist()
+    if shape is ShapeOption.NATIVE:
+        scores, budget = _even(attentions, unit, scores, budget)
+    return plan_from_scores(attentions, unit, scores, budget, source, whole=whole)
+
+
+def _even(
+    attentions: list[Attention], unit: Unit, scores: list[float], budget: int
+) -> tuple[list[float], int]:
+    """Scores and budget that lead to the same cut in every module."""
+    sizes = unit_sizes(attentions, unit)
+    even = even_units(attentions, unit, scores, budget)
+    return [float(p in set(even)) for p in range(len(sizes))], sum(sizes[p] for p in even)
+
+
+def _refitted(
+    net: PreTrainedModel,
+    model: str | Path,
+    cuts: list[Cut],
+    data: DataConfig,
+    config: CalibrationConfig | None,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Refits W_O of a model that is about to be cut, in place; says what that did."""
+    config = config or CalibrationConfig()
+    examples = calibration_of(net, model, data, config, "--refit", trust_remote_code)
+    attentions = [cut.attention for cut in cuts]
+    records = refit_outputs(net, attentions, [cut.gate() for cut in cuts], examples.whole())
+    ridges = {r.path: None if math.isinf(r.ridge) else r.ridge for r in records}
+    return {
+        "data": data.source,
+        "tokens": examples.tokens,
+        "modules": len(records),
+        "error_before": sum(r.before for r in records) / max(len(records), 1),
+        "error_after": sum(r.after for r in records) / max(len(records), 1),
+        "ridges": ridges,
+    }
 
 
 def _plan_from_gates(
@@ -371,9 +470,7 @@ def _plan_from_gates(
     scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
     if shape is ShapeOption.NATIVE:
-        even = even_units(attentions, unit, scores, budget)
-        budget = sum(sizes[position] for position in even)
-        scores = [float(position in set(even)) for position in range(len(sizes))]
+        scores, budget = _even(attentions, unit, scores, budget)
     plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
     return plan, trained.weights or {}
 

@@ -28,6 +28,7 @@ from headprune.models.loading import (
 )
 from headprune.models.planning import default_unit, head_budget, unit_sizes
 from headprune.models.refusals import refuse_without_text
+from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
 from headprune.training.batches import batches
 from headprune.training.gates import Gates
@@ -147,7 +148,7 @@ def train_gates(
             f"Stopped after step {trainer.state.global_step} of {steps}; a checkpoint is in "
             f"'{output}'. Go on with the same command and --resume."
         )
-    metadata = _finish(output, trainer, source, unit, objective, data, [a.path for a in attentions])
+    metadata = _finish(output, trainer, source, unit, objective, data, attentions)
     grouped = any(a.query_heads != a.kv_heads for a in attentions)
     return GatesRun(output, metadata, ragged=grouped and unit is Unit.HEAD)
 
@@ -237,7 +238,7 @@ def _finish(
     unit: Unit,
     objective: Objective,
     data: DataConfig,
-    modules: list[str],
+    attentions: list[Attention],
 ) -> GatesMetadata:
     gates, net = trainer.gates.cpu(), trainer.model.model
     if not gates.chosen:  # settle = 0: the choice falls after the last step
@@ -252,7 +253,9 @@ def _finish(
         model=source,
         unit=unit,
         temperature=gates.temperature,
-        modules=tuple(modules),
+        modules=tuple(a.path for a in attentions),
+        heads=tuple(tuple(a.query_ids) for a in attentions),
+        group_sizes=tuple(tuple(a.group_sizes) for a in attentions),
         query_heads=int(gates.sizes.sum()),
         kept_heads=int((gates.sizes * gates.kept).sum()),
         steps=trainer.state.global_step,

@@ -9,7 +9,13 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel
 
-from headprune.config import DataConfig, HealConfig, Objective, TrainGatesConfig
+from headprune.config import (
+    CalibrationConfig,
+    DataConfig,
+    HealConfig,
+    Objective,
+    TrainGatesConfig,
+)
 from headprune.data.sources import read_examples
 from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError
@@ -22,7 +28,7 @@ def batches(
     net: PreTrainedModel,
     tokenizer: Any,
     data: DataConfig,
-    config: TrainGatesConfig | HealConfig,
+    config: TrainGatesConfig | HealConfig | CalibrationConfig,
 ) -> tuple[Dataset, Callable[[list[dict[str, Any]]], Batch]]:
     """Rows of training text, and what makes a batch of some of them.
 
@@ -30,6 +36,8 @@ def batches(
         DataError: If the text is too short, or its windows too long for the model.
     """
     examples = read_examples(data)
+    # calibration makes do with fewer sequences than a batch
+    need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
     positions = getattr(net.config, "max_position_embeddings", config.seq_len)
     if config.seq_len > positions:
         raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
@@ -40,7 +48,7 @@ def batches(
             examples,
             tokenizer,
             config.seq_len,
-            need=config.batch_size,
+            need=need,
             specials=task_of(net) != "causal-lm",
         )
 
@@ -61,7 +69,7 @@ def batches(
         labels = net.config.label2id if objective is Objective.TASK else None
         rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
         collator = DataCollatorWithPadding(tokenizer)
-    if len(rows) < config.batch_size:
+    if len(rows) < need:
         raise DataError(
             f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
             "Give more data or a smaller --batch-size."

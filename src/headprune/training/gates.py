@@ -90,10 +90,13 @@ class Gates(nn.Module):
 
     def expected_heads(self) -> Float[Tensor, ""]:
         """Expected number of open query heads: the L0 norm."""
-        left = self.kept * self.sizes
+        return (self.open_probability() * self.sizes).sum()
+
+    def open_probability(self) -> Float[Tensor, " units"]:
+        """How likely every gate is open; 1 or 0 once the heads are chosen."""
         if self.chosen:
-            return left.sum()
-        return (hard_concrete.open_probability(self.log_alpha, self.temperature) * left).sum()
+            return self.kept.to(self.sizes)
+        return hard_concrete.open_probability(self.log_alpha, self.temperature) * self.kept
 
     def choose(self, kept: Sequence[int]) -> None:
         """Fixes which units stay; from here on only their factors are trained."""

@@ -1,0 +1,179 @@
+"""What a result says of itself, in words and rows: the model card, and a report, are made of them.
+
+Rows are plain text; whoever writes Markdown or HTML escapes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from headprune.checkpoint.manifest import Manifest
+from headprune.plan import AttentionPlan, Plan, Shape
+
+KEPT, GONE = "■", "·"
+
+_CARD = """---
+library_name: transformers
+tags: [headprune, attention-pruning]
+---
+
+# {title}
+
+{what}
+
+{sizes}
+
+## Load it
+
+```python
+{code}
+```
+
+{needs}
+
+## Proof
+
+{proof}
+
+{proof_rows}
+
+## Heads
+
+`{kept}` stays, `{gone}` is gone; a gap separates the queries of one KV head from the next.
+
+```text
+{heads}
+```
+
+`plan.json` lists the heads that are left; `headprune.json` holds versions, hashes and measurements.
+"""
+
+_NEEDS = {
+    Shape.NATIVE: "The config is a plain one; no other code is needed.",
+    Shape.RUNTIME: "Its layers differ in their number of heads, which the stock class cannot "
+    "express, so modeling_headprune.py lies beside the weights. Where headprune is installed, "
+    "headprune.from_pretrained loads the folder without remote code.",
+}
+
+
+def what(manifest: Manifest) -> str:
+    """One sentence: what was made of which model."""
+    by, name = f"headprune {manifest.versions['headprune']}", manifest.source.name
+    if manifest.healing is not None:
+        return (
+            f"{name}, trained for {manifest.healing['steps']} steps to match "
+            f"{manifest.healing['teacher']} by {by}."
+        )
+    before, after = manifest.query_heads if manifest.sharing is None else manifest.kv_heads
+    if manifest.sharing is not None:
+        merge = manifest.sharing["merge"]
+        return f"{name} with {after} instead of {before} KV heads, merged by {by} ({merge})."
+    share = after / max(before, 1)
+    return f"{name} with {after} of its {before} attention heads ({share:.1%}), cut by {by}."
+
+
+def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
+    """What was counted, before and after."""
+    return [
+        ("query heads", *manifest.query_heads),
+        ("KV heads", *manifest.kv_heads),
+        ("parameters", *manifest.parameters),
+    ]
+
+
+def size_cells(rows: Sequence[tuple[str, int, int]]) -> list[tuple[str, str, str, str]]:
+    """The same as text, with the share that is left."""
+    return [
+        (name, f"{before:,}", f"{after:,}", f"{after / before:.1%}" if before else "-")
+        for name, before, after in rows
+    ]
+
+
+def load_code(manifest: Manifest, folder: str) -> str:
+    """Python that loads the result."""
+    quoted = '"' + folder.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if manifest.auto_class is None:
+        return f"import headprune\n\nmodel = headprune.from_pretrained({quoted})"
+    remote = ", trust_remote_code=True" if manifest.shape is Shape.RUNTIME else ""
+    auto = manifest.auto_class
+    return f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained({quoted}{remote})"
+
+
+def load_needs(manifest: Manifest) -> str:
+    """What loading it takes."""
+    return _NEEDS[manifest.shape]
+
+
+def proof_sentence(manifest: Manifest) -> str:
+    """What was compared."""
+    original = _compared(manifest)[0]
+    return (
+        f"The {original}, the result in memory and the model read back from its folder gave the "
+        "same outputs on probe inputs; differences are relative to the largest output."
+    )
+
+
+def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    """The differences that were measured, what they were held to, and what a mistake would show."""
+    proof, (original, result) = manifest.proof, _compared(manifest)
+    rows = [
+        (f"{original} - {result} in memory", f"{proof['gated_vs_cut']:.1e}"),
+        (f"{original} - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}"),
+        ("gates moved by one bit: rounding alone", f"{proof['rounding']:.1e}"),
+        (f"allowed in {proof['dtype']}", f"{proof['tolerance']:.0e}"),
+    ]
+    if proof["control"] is not None:
+        rows.append(("one head wrong would show", f"{proof['control']:.1e}"))
+    return rows
+
+
+def _compared(manifest: Manifest) -> tuple[str, str]:
+    if manifest.healing is not None:
+        return "healed model", "itself"
+    return (
+        ("gated original", "cut") if manifest.sharing is None else ("merged original", "converted")
+    )
+
+
+def heads_line(part: AttentionPlan) -> str:
+    """One layer's heads by id, with a gap between KV groups: ``■■■ ··· ■■■``."""
+    kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
+    # ids are those of the model before any cut, so they can lie above the present count
+    count = max([part.query_heads, *(head + 1 for head in kept)])
+    signs = [KEPT if head in kept else GONE for head in range(count)]
+    if group == 1:
+        return "".join(signs)
+    return " ".join("".join(signs[at : at + group]) for at in range(0, count, group))
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of escaped cells; the first column is left-aligned, the others right-aligned."""
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    lines = [columns, rule, *([markdown_text(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """Text that Markdown, and the HTML within it, shows as it is."""
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", " ".join(text.split()))
+
+
+def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
+    """Writes the model card, README.md."""
+    width = max(map(len, plan.attentions), default=0)
+    text = _CARD.format(
+        title=markdown_text(title),
+        what=markdown_text(what(manifest)),
+        sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest))),
+        code=load_code(manifest, title),
+        needs=markdown_text(load_needs(manifest)),
+        proof=proof_sentence(manifest),
+        proof_rows=markdown_table(("", "difference"), proof_rows(manifest)),
+        kept=KEPT,
+        gone=GONE,
+        heads="\n".join(f"{n:<{width}}  {heads_line(p)}" for n, p in plan.attentions.items()),
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")

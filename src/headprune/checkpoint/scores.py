@@ -1,0 +1,135 @@
+"""The scores folder: what ``score`` writes, and ``plan`` and ``prune`` read.
+
+scores.safetensors   one tensor per criterion, one entry per unit, in the order of scores.json
+scores.json          which model, unit and modules; data and settings behind the numbers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headprune.checkpoint.folders import whole_folder
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.errors import CheckpointError, PlanError
+from headprune.plan import ModelIdentity
+from headprune.registry import did_you_mean
+from headprune.tensors.units import Unit
+
+TENSORS, METADATA = "scores.safetensors", "scores.json"
+
+
+class ScoresMetadata(BaseModel):
+    """What scores belong to and how they came about.
+
+    Attributes:
+        created: UTC time.
+        versions: Of headprune, torch and transformers.
+        model: The model that was scored.
+        unit: What one score stands for.
+        modules: The attention modules, in the order of the scores.
+        units: How many units each of them has.
+        query_heads: Query heads of these modules.
+        criteria: Per criterion, where it comes from.
+        data: Where the examples came from; None where no criterion needed any.
+        calibration: How much of them was used.
+        tokens: Tokens that were used.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    created: str
+    versions: dict[str, str]
+    model: ModelIdentity
+    unit: Unit
+    modules: tuple[str, ...]
+    units: tuple[int, ...]
+    query_heads: int
+    criteria: dict[str, str]
+    data: DataConfig | None
+    calibration: CalibrationConfig
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a model; per criterion a tensor of shape (units,), higher is kept first."""
+
+    metadata: ScoresMetadata
+    scores: dict[str, Tensor]
+
+    def of(self, criterion: str | None) -> tuple[str, Tensor]:
+        """The scores of a criterion, and its name; of the only one where none is named.
+
+        Raises:
+            PlanError: If there is none of that name, or several and none is named.
+        """
+        known = list(self.scores)
+        if criterion is None and len(known) == 1:
+            criterion = known[0]
+        if criterion is None:
+            raise PlanError(
+                f"The scores hold {len(known)} criteria ({', '.join(known)}); say which one with "
+                "--criterion."
+            )
+        if criterion not in self.scores:
+            raise PlanError(
+                f"The scores have no criterion '{criterion}'.{did_you_mean(criterion, known)} They "
+                f"hold {', '.join(known)}."
+            )
+        return criterion, self.scores[criterion]
+
+
+def write_scores(folder: Path, scores: Scores) -> None:
+    """Writes a scores folder, whole or not at all.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    with whole_folder(folder) as partial:
+        save_file({n: t.contiguous() for n, t in scores.scores.items()}, partial / TENSORS)
+        text = scores.metadata.model_dump_json(indent=2) + "\n"
+        (partial / METADATA).write_text(text, encoding="utf-8")
+
+
+def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
+    """Reads a scores folder.
+
+    Args:
+        folder: The folder.
+        model: The model they must belong to; None for any.
+
+    Raises:
+        CheckpointError: If the folder holds no scores, or damaged ones.
+        PlanError: If they belong to another model.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        raise CheckpointError(
+            f"'{folder}' is no scores folder (it has no {METADATA}); headprune score writes one."
+        )
+    try:
+        metadata = ScoresMetadata.model_validate_json(path.read_text(encoding="utf-8"))
+        tensors: dict[str, Any] = load_file(folder / TENSORS)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or METADATA
+        raise CheckpointError(f"'{path}' is not valid: {where}: {first['msg']}.") from None
+    except (OSError, UnicodeDecodeError, SafetensorError) as error:
+        raise CheckpointError(f"The scores in '{folder}' cannot be read: {error}.") from None
+    if set(tensors) != set(metadata.criteria):
+        raise CheckpointError(f"'{folder}' is damaged: its two files name different criteria.")
+    if model is not None and metadata.model.fingerprint != model.fingerprint:
+        raise PlanError(
+            f"The scores in '{folder}' are of '{metadata.model.name}' (fingerprint "
+            f"{metadata.model.fingerprint}), not of '{model.name}' (fingerprint "
+            f"{model.fingerprint}). Score this model, or give the one that was scored."
+        )
+    return Scores(metadata, {name: tensors[name] for name in metadata.criteria})

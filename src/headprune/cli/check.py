@@ -1,0 +1,198 @@
+"""headprune check."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headprune import config as cfg
+from headprune.cli import terminal
+from headprune.cli.options import DtypeOption, Json, LabelColumn, Split, TextColumn, Trust
+from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from headprune.pipelines.check import CheckReport
+
+_CHECK = cfg.CheckConfig(model="", data="")  # for its other settings
+
+
+def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the settings of a file the defaults of the options that come after it."""
+    if path is not None:
+        settings = {{"limits": "limit"}.get(k, k): v for k, v in cfg.read_check(path).items()}
+        context.default_map = {**(context.default_map or {}), **settings}
+    return path
+
+
+def check(
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            callback=_read_settings,
+            help="YAML whose section 'check' holds these settings; options given here win.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model: a folder or a hub id.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text that it was not trained on; as for evaluate.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Record of an earlier run, for limits such as '<= +2 %'.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The original model, for limits such as '>= 98 %'.")
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What must hold (repeatable): 'perplexity <= 25', 'perplexity <= +2 %' (since the "
+            "baseline), 'perplexity recovery >= 98 %' (of the original), 'query_heads == 201', "
+            "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
+            "'load_route == native'."
+        ),
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(help="Level of the intervals that decide.")
+    ] = _CHECK.confidence,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.")] = _CHECK.resamples,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Too close to call exits with 1, not with 0.")
+    ] = False,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Write --baseline instead of checking.")
+    ] = False,
+    allow_dirty: Annotated[
+        bool,
+        typer.Option("--allow-dirty", help="Write it although tracked files are not committed."),
+    ] = False,
+    allow_other: Annotated[
+        bool,
+        typer.Option(
+            "--allow-other", help="Replace a baseline of other data, settings or another model."
+        ),
+    ] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _CHECK.seq_len,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = (
+        _CHECK.batch_size
+    ),
+    max_windows: Annotated[
+        int | None, typer.Option(help="Use only the first so many windows or examples.")
+    ] = None,
+    dtype: DtypeOption = _CHECK.dtype,
+    seed: Annotated[int, typer.Option(help="Seed of masks and of the bootstrap.")] = 0,
+    split: Split = "test",
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Hold a model to limits, against a stored baseline and the original. For CI.
+
+    Exit codes: 0 passed (or too close to call, with a warning), 1 a limit is broken (with --strict
+    also too close to call), 2 it could not run.
+    """
+    values = {
+        "model": model,
+        "data": data,
+        "baseline": baseline,
+        "against": against,
+        "limits": limit or (),
+        "confidence": confidence,
+        "resamples": resamples,
+        "strict": strict,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "max_windows": max_windows,
+        "dtype": dtype,
+        "seed": seed,
+        "split": split,
+        "text_column": text_column,
+        "label_column": label_column,
+    }
+    try:
+        config = _config(values)
+        if update_baseline:
+            _update(config, allow_dirty, allow_other, trust_remote_code, json_)
+            return
+        report = _run(config, trust_remote_code)
+        _tell(report, junit, json_)
+    except HeadpruneError as error:
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            from headprune.regression.actions import annotation
+
+            typer.echo(annotation("error", f"could not run: {error}"), err=True)
+        raise
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _config(values: dict[str, Any]) -> cfg.CheckConfig:
+    for name in ("model", "data"):
+        if values[name] is None:
+            raise HeadpruneError(f"check needs --{name}, or '{name}' in the file of --config.")
+    config: cfg.CheckConfig = cfg.build(cfg.CheckConfig, values)
+    return config
+
+
+def _update(
+    config: cfg.CheckConfig, allow_dirty: bool, allow_other: bool, trust: bool, json_: bool
+) -> None:
+    terminal.quiet_libraries()
+    from headprune.cli import render_check
+    from headprune.pipelines.check import update_baseline
+
+    with terminal.step_progress() as progress:
+        task = progress.add_task("evaluating", total=None)
+        baseline = update_baseline(
+            config,
+            allow_dirty,
+            allow_other,
+            trust,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if json_:
+        typer.echo(baseline.model_dump_json(indent=2, exclude={"samples"}))
+    else:
+        render_check.recorded(terminal.out, baseline, str(config.baseline))
+
+
+def _run(config: cfg.CheckConfig, trust: bool) -> CheckReport:
+    terminal.quiet_libraries()
+    from headprune.pipelines.check import check as pipeline
+
+    with terminal.step_progress() as progress:
+        task = progress.add_task("evaluating", total=None)
+        return pipeline(
+            config,
+            trust,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:
+    """To whoever listens: a person, a script, JUnit readers, GitHub Actions."""
+    from headprune.checkpoint.folders import write_whole
+    from headprune.cli import render_check
+    from headprune.regression import actions
+    from headprune.regression.junit import junit_xml
+
+    if json_:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        render_check.checked(terminal.out, report)
+    if junit is not None:
+        seconds = report.evaluate_s + report.judge_s
+        write_whole(junit, junit_xml(report.model, report.limits, report.strict, seconds))
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for command in actions.workflow_commands(report.limits, report.strict):
+            typer.echo(command, err=True)  # read from there as well, and --json stays JSON
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary:
+        with Path(summary).open("a", encoding="utf-8") as stream:
+            stream.write(actions.step_summary(report.model, report.limits, report.verdict))

@@ -1,0 +1,58 @@
+"""Verdicts as a table for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from headprune.cli.render import table
+from headprune.regression.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from headprune.pipelines.check import CheckReport
+    from headprune.regression.baseline import Baseline
+
+_STYLES = {Verdict.PASSED: "green", Verdict.BROKEN: "bold red", Verdict.TOO_CLOSE: "yellow"}
+
+
+def checked(console: Console, report: CheckReport) -> None:
+    """Limit by limit: what was asked, what was found."""
+    level = next((f"{100 * one.confidence:g} % " for one in report.limits if one.confidence), "")
+    grid = table("", "limit", "found", f"{level}interval", "n", numbers_from=2)
+    for one in report.limits:
+        verdict = Text(one.verdict.value, _STYLES[one.verdict])
+        n = "" if one.n is None else str(one.n)
+        grid.add_row(verdict, escape(one.limit), one.number(), one.interval(), n)
+    console.print(grid)
+    for one in report.limits:
+        if one.verdict is Verdict.TOO_CLOSE:
+            console.print(f"[yellow]warning:[/] {escape(one.limit)}: {one.advice()}.")
+    if report.baseline is not None:
+        commit = f", commit {report.baseline_commit[:12]}" if report.baseline_commit else ""
+        console.print(f"Baseline: {escape(report.baseline)}{commit}.")
+    broken = sum(one.verdict is Verdict.BROKEN for one in report.limits)
+    close = sum(one.verdict is Verdict.TOO_CLOSE for one in report.limits)
+    outcome = "[bold green]passed[/]" if report.passed else "[bold red]failed[/]"
+    strict = " (--strict)" if report.strict else ""
+    console.print(
+        f"{escape(report.model)}: {outcome}{strict}: {len(report.limits)} limits, {broken} broken, "
+        f"{close} too close to call."
+    )
+
+
+def recorded(console: Console, baseline: Baseline, path: str) -> None:
+    """What a new baseline holds."""
+    grid = table("", "")
+    for name, value in baseline.metrics.items():
+        grid.add_row(name.replace("_", " "), f"{value:.4f}")
+    for name, count in baseline.structure.items():
+        grid.add_row(name.replace("_", " "), f"{count:,}")
+    grid.add_row("load route", baseline.load_route)
+    console.print(grid)
+    where = f"commit {baseline.commit[:12]}" if baseline.commit else "no git commit"
+    dirty = ", with changed files" if baseline.dirty else ""
+    n = max(map(len, baseline.samples.values()))
+    console.print(f"Baseline of {n} windows or examples ({where}{dirty}): {escape(path)}.")

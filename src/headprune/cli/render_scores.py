@@ -1,0 +1,140 @@
+"""Scores, plans and sweeps as tables and pictures for a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from headprune.cli.render import plan_picture, table
+from headprune.errors import HeadpruneError
+from headprune.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from headprune.checkpoint.scores import Scores
+    from headprune.pipelines.plan import Planned
+    from headprune.pipelines.sweep import Sweep
+
+SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
+
+
+def scores_json(scores: Scores) -> str:
+    """Metadata and scores, for ``--json``."""
+    content = scores.metadata.model_dump(mode="json")
+    content["scores"] = {name: values.tolist() for name, values in scores.scores.items()}
+    return json.dumps(content, indent=2)
+
+
+def scores(console: Console, scores: Scores, output: Path, model: str) -> None:
+    """What was scored, drawn, and the command that comes next."""
+    heat_maps(console, scores)
+    what = scores.metadata
+    console.print(
+        f"{sum(1 for _ in next(iter(scores.scores.values())))} units ({what.unit.value}) of "
+        f"{len(what.modules)} attention modules, {what.tokens:,} tokens. Written to "
+        f"{escape(str(output))}. Next:\n"
+    )
+    several = f" --criterion {next(iter(scores.scores))}" if len(scores.scores) > 1 else ""
+    data = f" --refit {what.data.source}" if what.data else ""
+    command = f"headprune prune {model} --scores {output}{several} --keep 0.75{data}"
+    console.print(f"  {escape(command)} --output {escape(str(output))}-pruned", soft_wrap=True)
+
+
+def heat_maps(console: Console, scores: Scores) -> None:
+    """Per criterion: one line per module, one character per unit, by rank among all units."""
+    for name, values in scores.scores.items():
+        console.print(f"[bold]{name}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]")
+        grid = table("attention module", scores.metadata.unit.value, numbers_from=2)
+        for module, ranks in _by_module(scores, _ranks(values)):
+            picture = Text(
+                "".join(SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
+            )
+            grid.add_row(module, picture)
+        console.print(grid)
+    console.print(f"[bright_black]{SHADES[0]} would go first, {SHADES[-1]} last[/]")
+
+
+def figures(scores: Scores, path: Path) -> list[Path]:
+    """Draws every criterion into a file of its own; returns the files.
+
+    Raises:
+        HeadpruneError: If the suffix is none that can be drawn.
+    """
+    from headprune.report.figures import SUFFIXES, heat_map, save
+
+    if path.suffix not in SUFFIXES:
+        raise HeadpruneError(
+            f"--figure {path}: give a file name that ends in {' or '.join(SUFFIXES)}."
+            f"{did_you_mean(path.suffix, list(SUFFIXES))}"
+        )
+    drawn = []
+    for name, values in scores.scores.items():
+        rows = _by_module(scores, _ranks(values))
+        single = len(scores.scores) == 1
+        target = path if single else path.with_name(f"{path.stem}-{name}{path.suffix}")
+        figure = heat_map(
+            [ranks for _, ranks in rows],
+            [module for module, _ in rows],
+            f"{name}: {scores.metadata.model.name}",
+            value_label="rank among all",
+            column_label=scores.metadata.unit.value,
+        )
+        save(figure, target)
+        drawn.append(target)
+    return drawn
+
+
+def planned(console: Console, result: Planned, output: Path | None) -> None:
+    """The plan, drawn, and what it spends of every budget."""
+    plan_picture(console, result.plan)
+    plan = result.plan
+    share = plan.kept_heads / max(plan.query_heads, 1)
+    rounds = f", scored in {result.rounds} rounds" if result.rounds > 1 else ""
+    console.print(
+        f"{plan.kept_heads} of {plan.query_heads} query heads stay ({share:.1%}), by "
+        f"{result.criterion}{rounds}."
+    )
+    if result.spent:
+        grid = table("budget", "limit", "plan")
+        for said, (most, spent) in result.spent.items():
+            grid.add_row(escape(said), f"{most:,.6g}", f"{spent:,.6g}")
+        console.print(grid)
+    if output is not None:
+        console.print(f"Written to {escape(str(output))}.")
+
+
+def sweep(console: Console, result: Sweep, output: Path) -> None:
+    """Quality against size, the Pareto front marked."""
+    metric = result.metric.replace("_", " ")
+    grid = table("criterion", "refit", "heads", "parameters", metric, "", numbers_from=2)
+    grid.add_row("(the model)", "", *_row(result.base, None), "")
+    for point in result.points:
+        ratio = None if result.base.quality == 0 else point.quality / result.base.quality
+        marked = "front" if point.name in result.front else ""
+        refit = "yes" if point.refit else ""
+        grid.add_row(point.criterion, refit, *_row(point, ratio), marked)
+    console.print(grid)
+    console.print(f"Table, JSON and plot are in {escape(str(output))}.")
+
+
+def _row(point: object, ratio: float | None) -> tuple[str, str, str]:
+    heads, parameters = getattr(point, "query_heads"), getattr(point, "parameters")  # noqa: B009
+    quality: float = getattr(point, "quality")  # noqa: B009
+    times = "" if ratio is None else f" ({ratio:.3f} x)"
+    return f"{heads:,}", f"{parameters:,}", f"{quality:.4f}{times}"
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Rank among all units, between 0 and 1."""
+    order = values.argsort(stable=True).argsort(stable=True)
+    return order.double() / max(len(values) - 1, 1)
+
+
+def _by_module(scores: Scores, values: torch.Tensor) -> list[tuple[str, list[float]]]:
+    parts = values.split(list(scores.metadata.units))
+    return [(m, part.tolist()) for m, part in zip(scores.metadata.modules, parts, strict=True)]

@@ -1,0 +1,128 @@
+"""headprune sweep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headprune import config as cfg
+from headprune.cli import terminal
+from headprune.cli.options import (
+    Assume,
+    Data,
+    DtypeOption,
+    Json,
+    LabelColumn,
+    Model,
+    Overwrite,
+    Split,
+    TextColumn,
+    Trust,
+    data_config,
+)
+from headprune.cli.score import BatchSize, SeqLen, Tokens
+from headprune.errors import HeadpruneError
+from headprune.tensors.units import Unit
+
+_CALIBRATION = cfg.CalibrationConfig()
+_EVALUATE = cfg.EvaluateConfig()
+
+
+def sweep(
+    model: Model,
+    data: Data,
+    output: Annotated[Path, typer.Option(help="Folder for table, JSON and plot.")],
+    keep: Annotated[
+        str, typer.Option(help="Shares of heads to keep, comma-separated.")
+    ] = "0.9,0.75,0.5",
+    criterion: Annotated[
+        list[str] | None,
+        typer.Option(help="What chooses the heads (repeatable). Default: fisher."),
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(help="Data to measure on. Default: that of --data, which flatters a refit."),
+    ] = None,
+    refit: Annotated[
+        bool, typer.Option(help="Whether W_O is refitted to make up for the heads that go.")
+    ] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="How often heads are scored per cut.")] = 1,
+    unit: Annotated[Unit | None, typer.Option(help="What is removed as one piece.")] = None,
+    calibration_tokens: Tokens = _CALIBRATION.tokens,
+    seq_len: SeqLen = _CALIBRATION.seq_len,
+    batch_size: BatchSize = _CALIBRATION.batch_size,
+    max_windows: Annotated[
+        int | None, typer.Option(help="Measure on the first so many windows or examples only.")
+    ] = None,
+    dtype: DtypeOption = _CALIBRATION.dtype,
+    seed: Annotated[int, typer.Option(help="Seed of what is random.")] = _CALIBRATION.seed,
+    overwrite: Overwrite = False,
+    split: Split = "train",
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    json_: Json = False,
+    trust_remote_code: Trust = False,
+    assume_supported: Assume = False,
+) -> None:
+    """Cut a model to several sizes and measure each: the curve of quality against size."""
+    calibration = cfg.build(
+        cfg.CalibrationConfig,
+        {
+            "tokens": calibration_tokens,
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "dtype": dtype,
+            "seed": seed,
+        },
+    )
+    evaluation = cfg.build(
+        cfg.EvaluateConfig,
+        {
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "max_windows": max_windows,
+            "speed": False,
+            "dtype": dtype,
+            "seed": seed,
+        },
+    )
+    terminal.quiet_libraries()
+    from headprune.cli import render_scores as render
+    from headprune.pipelines.sweep import sweep as pipeline
+
+    columns = (split, text_column, label_column)
+    with terminal.watched() as watch:
+        result = pipeline(
+            model,
+            data_config(data, *columns),
+            output,
+            _shares(keep),
+            criterion or ["fisher"],
+            test=None if test is None else data_config(test, *columns),
+            refit=refit,
+            rounds=rounds,
+            unit=unit,
+            config=calibration,
+            evaluation=evaluation,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+            watch=watch,
+        )
+    if json_:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    else:
+        render.sweep(terminal.out, result, output)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or any(not 0 <= share <= 1 for share in shares):
+        raise HeadpruneError(f"--keep {text}: give shares between 0 and 1, such as 0.9,0.75,0.5.")
+    return shares

@@ -1,0 +1,30 @@
+"""Criteria: how much a head matters. One file each; a new one is a row here."""
+
+from headprune.criteria.confidence import confidence
+from headprune.criteria.fisher import fisher
+from headprune.criteria.fluctuation import fluctuation
+from headprune.criteria.gates import gates
+from headprune.criteria.gradient import gradient
+from headprune.criteria.leave_one_out import leave_one_out
+from headprune.criteria.magnitude import magnitude
+from headprune.criteria.random import random
+from headprune.criteria.reconstruction import reconstruction
+from headprune.criteria.spec import Activations, Criterion, Evidence, Need, Units
+from headprune.criteria.wanda import wanda
+from headprune.errors import PlanError
+from headprune.registry import Registry
+
+__all__ = ["CRITERIA", "Activations", "Criterion", "Evidence", "Need", "Units"]
+
+CRITERIA: Registry[Criterion] = Registry("criterion", PlanError)
+CRITERIA.add("gradient", gradient)
+CRITERIA.add("fisher", fisher)
+CRITERIA.add("fluctuation", fluctuation)
+CRITERIA.add("wanda", wanda)
+CRITERIA.add("reconstruction", reconstruction)
+CRITERIA.add("leave-one-out", leave_one_out)
+CRITERIA.add("confidence", confidence)
+CRITERIA.add("magnitude", magnitude)
+CRITERIA.add("random", random)
+CRITERIA.add("gates", gates)
+CRITERIA.freeze()

@@ -1,0 +1,104 @@
+"""What a criterion is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Need = Literal["gradients", "activations", "gram", "attention", "losses", "gates"]
+"""What has to be measured: see the attribute of ``Evidence`` of the same name."""
+
+Units = Sequence[Sequence[int]]
+"""Positions of the query heads of every unit of one attention module."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Sums over real tokens of what enters the output projection, per coordinate of every head.
+
+    Attributes:
+        sums: Sum of x, shape (query heads, head_dim).
+        squares: Sum of x^2, shape (query heads, head_dim).
+        tokens: Tokens summed; padding does not count.
+    """
+
+    sums: Float[Tensor, "heads head_dim"]
+    squares: Float[Tensor, "heads head_dim"]
+    tokens: int
+
+    def __add__(self, other: Activations) -> Activations:
+        return Activations(
+            self.sums + other.sums, self.squares + other.squares, self.tokens + other.tokens
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of one attention module; None for what no criterion asked for.
+
+    Attributes:
+        path: The module's path.
+        output_weight: W_O, shape (query heads, hidden, head_dim).
+        gradients: Per example, d loss / d gate of every query head, shape (examples, query heads);
+            the loss of an example is the mean over its scored tokens.
+        activations: What enters W_O.
+        gram: Sum over tokens of x x^T of what enters W_O, shape (heads x head_dim, the same).
+        attention: Per query head, the mean over tokens of its largest attention weight, special
+            tokens not counted, shape (query heads,).
+        losses: Per unit, the mean loss per example without it, less that of the whole model.
+        gates: Per unit, what trained gates say: log_alpha, above all others where it stayed open.
+        seed: Seed of what is random.
+    """
+
+    path: str
+    output_weight: Float[Tensor, "heads hidden head_dim"]
+    gradients: Float[Tensor, "examples heads"] | None = None
+    activations: Activations | None = None
+    gram: Float[Tensor, "width width"] | None = None
+    attention: Float[Tensor, " heads"] | None = None
+    losses: Float[Tensor, " units"] | None = None
+    gates: Float[Tensor, " units"] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to score heads.
+
+    Attributes:
+        score: From the evidence of one module and its units to a score per unit; higher is kept
+            first, and scores of different modules compare.
+        needs: What has to be measured for it.
+        source: Where it comes from.
+        sees: What a head must be for this criterion to score it lowest.
+    """
+
+    score: Callable[[Evidence, Units], Tensor]
+    source: str
+    sees: str
+    needs: frozenset[Need] = frozenset()
+
+
+def per_unit(
+    per_head: Float[Tensor, "*batch heads"], units: Units
+) -> Float[Tensor, "*batch units"]:
+    """Sums of what the query heads of every unit have."""
+    if not units:
+        return per_head[..., :0]
+    return torch.stack([per_head[..., list(unit)].sum(-1) for unit in units], dim=-1)
+
+
+def columns(unit: Sequence[int], head_dim: int) -> list[int]:
+    """The columns of W_O that belong to the heads of a unit."""
+    return [head * head_dim + at for head in unit for at in range(head_dim)]
+
+
+def first_not_finite(values: Tensor) -> tuple[int, ...] | None:
+    """Where the first NaN or infinity stands."""
+    wrong: Bool[Tensor, ...] = ~torch.isfinite(values)
+    return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else None

@@ -1,0 +1,168 @@
+"""The best units under several budgets at once: an integer programme, solved exactly.
+
+    maximise    sum of the scores of the units that stay
+    so that     heads are exactly as many as asked for
+                parameters, KV bytes and time, each a sum over what stays, keep to their limits
+
+A KV head stays as long as one of its queries does, and what a module costs as such goes with its
+last head, so that single heads, KV groups and whole layers compete under one budget. HiGHS solves
+it (Huangfu and Hall 2018), by way of scipy.optimize.milp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_array
+
+from headprune.errors import PlanError
+from headprune.models.budgets import Prices
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.units import Unit, members
+
+_Row = tuple[dict[int, float], float, float]
+"""Coefficients, and the least and the most that their sum may come to."""
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A budget that must be kept to.
+
+    Attributes:
+        prices: What it sums over.
+        most: The most that it may come to.
+        said: How the user asked for it, for messages.
+    """
+
+    prices: Prices
+    most: float
+    said: str
+
+
+def allocate(
+    attentions: Sequence[Attention],
+    unit: Unit,
+    scores: Sequence[float],
+    heads: int | None = None,
+    heads_of_module: Sequence[int] | None = None,
+    min_per_module: int = 0,
+    limits: Sequence[Limit] = (),
+) -> list[int]:
+    """Positions of the units to keep.
+
+    Args:
+        attentions: The attention modules, in order.
+        unit: What is removed as one piece.
+        scores: One score per unit, in order. Without a number of heads they only rank: the least
+            of them counts as a little more than nothing, so that budgets are used up.
+        heads: Query heads to keep, exactly; None for as many as the limits allow.
+        heads_of_module: The same for every module.
+        min_per_module: Query heads that every module keeps at least.
+        limits: Budgets.
+
+    Raises:
+        PlanError: If nothing keeps to them all.
+    """
+    units = [members(unit, a.group_sizes) for a in attentions]
+    flat = [(m, u) for m, of_module in enumerate(units) for u in of_module]
+    sizes = np.array([len(u) for _, u in flat], dtype=float)
+    kv = [(m, k) for m, a in enumerate(attentions) for k in range(a.kv_heads)]
+    count, modules = len(flat), len(attentions)
+    width = count + len(kv) + modules
+    kv_at = {key: count + i for i, key in enumerate(kv)}
+    module_at = {m: count + len(kv) + m for m in range(modules)}
+    rows: list[_Row] = []
+    for at, (m, u) in enumerate(flat):
+        owners = {kv_of_query(attentions[m], query) for query in u}
+        for owner in owners:  # a unit needs its KV heads, and they the module
+            rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
+    for (m, _), at in kv_at.items():
+        rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
+    if heads is not None:
+        rows.append((dict(enumerate(sizes)), heads, heads))
+    for m in range(modules):
+        own = {at: sizes[at] for at, (module, _) in enumerate(flat) if module == m}
+        if heads_of_module is not None:
+            rows.append((own, heads_of_module[m], heads_of_module[m]))
+        elif min_per_module and own:
+            rows.append((own, min_per_module, np.inf))
+    for limit in limits:
+        spent = _spent(limit.prices, flat, sizes, kv_at, module_at)
+        scale = max(map(abs, spent.values()), default=0.0) or 1.0  # the solver's tolerance is 1e-6
+        scaled = {at: value / scale for at, value in spent.items()}
+        rows.append((scaled, -np.inf, (limit.most - limit.prices.rest) / scale))
+    matrix = lil_array((len(rows), width))
+    for number, (row, _, _) in enumerate(rows):
+        for at, value in row.items():
+            matrix[number, at] = value
+    gain = np.zeros(width)
+    gain[:count] = _gains(np.asarray(scores, dtype=float), sizes, fixed=heads is not None)
+    solved = milp(
+        -gain,
+        integrality=np.ones(width),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(
+            matrix.tocsr(), [least for _, least, _ in rows], [most for _, _, most in rows]
+        ),
+        options={"mip_rel_gap": 0.0},
+    )
+    if solved.x is None:
+        raise PlanError(_impossible(heads, heads_of_module, min_per_module, limits, modules))
+    return [at for at in range(count) if solved.x[at] > 0.5]
+
+
+def kv_of_query(attention: Attention, query: int) -> int:
+    """The KV head of a query head, by position."""
+    for kv, size in enumerate(attention.group_sizes):
+        if query < size:
+            return kv
+        query -= size
+    raise IndexError(query)
+
+
+def _spent(
+    prices: Prices,
+    flat: Sequence[tuple[int, Sequence[int]]],
+    sizes: Floats,
+    kv_at: dict[tuple[int, int], int],
+    module_at: dict[int, int],
+) -> dict[int, float]:
+    spent = {at: prices.modules[m].query_head * sizes[at] for at, (m, _) in enumerate(flat)}
+    spent |= {at: prices.modules[m].kv_head for (m, _), at in kv_at.items()}
+    return spent | {at: prices.modules[m].module for m, at in module_at.items()}
+
+
+def _gains(scores: Floats, sizes: Floats, fixed: bool) -> Floats:
+    if not len(scores):
+        return scores
+    spread = float(scores.max() - scores.min())
+    if spread == 0.0:
+        return sizes.copy()
+    gains: Floats = (scores - scores.min()) / spread
+    return gains if fixed else gains + 1e-3 * sizes
+
+
+def _impossible(
+    heads: int | None,
+    heads_of_module: Sequence[int] | None,
+    min_per_module: int,
+    limits: Sequence[Limit],
+    modules: int,
+) -> str:
+    asked = [] if heads is None else [f"{heads} query heads in all"]
+    asked += ["equal shares in every module"] if heads_of_module is not None else []
+    asked += [f"{min_per_module} in each of {modules} modules (--min-per-layer)"] * bool(
+        min_per_module
+    )
+    asked += [limit.said for limit in limits]
+    floors = [f"{each.said} (without any head: {each.prices.rest:.6g})" for each in limits]
+    return (
+        f"No plan keeps to all of this at once: {'; '.join(asked)}."
+        + (f" Least possible: {'; '.join(floors)}." if floors else "")
+        + " Loosen one of them."
+    )

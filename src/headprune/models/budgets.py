@@ -1,0 +1,153 @@
+"""What a cut saves of parameters, KV cache and time, as numbers that add up over what stays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from headprune.errors import PlanError
+from headprune.models.attention import attention_of, family_of
+from headprune.models.cost import GENERATES, model_cost
+from headprune.models.loading import task_of
+from headprune.models.surgery import cut_heads, resolve
+from headprune.plan import AttentionPlan, Plan
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.index_maps import role_slices
+from headprune.tensors.units import Unit
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one attention module costs: a sum over what stays of it.
+
+    Attributes:
+        query_head: Of every query head.
+        kv_head: Of every KV head.
+        module: Of the module, as long as it has a head.
+    """
+
+    query_head: float
+    kv_head: float
+    module: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A budgeted quantity of a whole model.
+
+    Attributes:
+        rest: What is left of it without any head.
+        modules: Price of every attention module, in order.
+    """
+
+    rest: float
+    modules: tuple[Price, ...]
+
+    def total(self, kept: Sequence[tuple[int, int]]) -> float:
+        """The quantity for so many query and KV heads per module."""
+        return self.rest + sum(
+            p.query_head * queries + p.kv_head * kv + (p.module if queries else 0.0)
+            for p, (queries, kv) in zip(self.modules, kept, strict=True)
+        )
+
+
+def parameter_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Prices:
+    """Parameters."""
+    prices = [_parameters(attention) for attention in attentions]
+    mine = sum(
+        p.query_head * a.query_heads + p.kv_head * a.kv_heads
+        for p, a in zip(prices, attentions, strict=True)
+    )
+    return Prices(model.num_parameters() - mine, tuple(prices))
+
+
+def cache_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Prices:
+    """Bytes of KV cache per token, in the model's dtype.
+
+    Raises:
+        PlanError: If the model keeps no cache, or one that no KV head has a share of.
+    """
+    family = family_of(model.config)
+    if task_of(model) not in GENERATES:
+        raise PlanError("--max-kv-bytes: this model generates nothing, so it has no KV cache.")
+    if family.cached_width is not None or family.caches_query_heads is not None:
+        raise PlanError(
+            f"--max-kv-bytes: the cache of {family.model_type} is not a sum over its KV heads. "
+            "Give --keep or --max-params."
+        )
+    size = 2 * model.dtype.itemsize
+    cached = ("self", "decoder", "text")
+    prices = [Price(0.0, size * a.head_dim if a.kind in cached else 0.0) for a in attentions]
+    mine = sum(p.kv_head * a.kv_heads for p, a in zip(prices, attentions, strict=True))
+    return Prices(model_cost(model).kv_cache_bytes_per_token - mine, tuple(prices))
+
+
+def time_prices(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    seconds: Callable[[Sequence[PreTrainedModel]], Sequence[float]],
+) -> Prices:
+    """Seconds of a prefill, measured: whole, with half of all heads, and without any.
+
+    Within a module time is taken to be a constant and a share per query head; what whole layers
+    without attention save is measured, not assumed.
+
+    Args:
+        model: The model.
+        attentions: The modules that may lose heads.
+        seconds: Times models against each other.
+    """
+    everything = {a.path: a.query_ids for a in attention_of(model)}
+    chosen = {a.path for a in attentions}
+
+    def variant(share: float) -> PreTrainedModel:
+        parts = {}
+        for attention in attention_of(model):
+            keep = list(everything[attention.path])
+            if attention.path in chosen:
+                keep = _share(attention, share)
+            parts[attention.path] = AttentionPlan(
+                query_heads=attention.query_heads,
+                kv_heads=attention.kv_heads,
+                keep=tuple(sorted(keep)),
+            )
+        net = copy.deepcopy(model)
+        cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=parts), net))
+        return net
+
+    kept = [(0, 0), *((len(_share(a, 0.5)), a.query_heads) for a in attentions)]
+    half_heads, heads = sum(k[0] for k in kept), sum(k[1] for k in kept)
+    none, half, whole = seconds([variant(0.0), variant(0.5), model])
+    per_head = max(0.0, (whole - half) / max(heads - half_heads, 1))
+    per_module = max(0.0, (whole - none - per_head * heads) / max(len(attentions), 1))
+    return Prices(none, tuple(Price(per_head, 0.0, per_module) for _ in attentions))
+
+
+def _share(attention: Attention, share: float) -> list[int]:
+    """Ids of the query heads of the first so many KV heads."""
+    groups = round(attention.kv_heads * share)
+    return list(attention.query_ids[: sum(attention.group_sizes[:groups])])
+
+
+def _parameters(attention: Attention) -> Price:
+    query = kv = 0
+    for projection in attention.projections:
+        if not projection.holds:
+            continue
+        parameters = dict(projection.module.named_parameters(recurse=False))
+        weight = parameters["weight"]
+        total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
+        slices = role_slices(projection.holds, projection.groups, total, projection.head_dim)
+        along = sum(rows.numel() for rows in slices.values())
+        per_slice = weight.numel() // max(along, 1)
+        if projection.holds != "o" and "bias" in parameters:
+            per_slice += 1
+        for role in slices:
+            if role in ("q", "o"):
+                query += per_slice * projection.head_dim
+            else:
+                kv += per_slice * projection.head_dim
+    return Price(query, kv)

@@ -1,0 +1,299 @@
+"""headprune check: a model against limits, a stored baseline and the original."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedModel
+
+from headprune.config import CheckConfig
+from headprune.errors import HeadpruneError
+from headprune.evaluation import speed
+from headprune.evaluation.comparison import Interval, Statistic, bootstrap
+from headprune.evaluation.quality import Progress
+from headprune.evaluation.report import METRICS, Metric, Provenance
+from headprune.models.cost import ModelCost, model_cost
+from headprune.pipelines.evaluate import Evaluation, Loaded, load, run
+from headprune.plan import Shape
+from headprune.regression.baseline import Baseline, Subject, read_baseline
+from headprune.regression.git import git_state
+from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Kind, Limit, parse_limit
+from headprune.regression.verdicts import (
+    Judged,
+    Verdict,
+    compared,
+    judge,
+    judge_exact,
+    overall,
+)
+
+_FIDELITY = ("mean_cosine", "similarity_correlation")  # to the original, whatever the limit
+
+
+class CheckReport(BaseModel):
+    """What ``headprune check`` found.
+
+    Attributes:
+        schema_version: Version of this schema.
+        verdict: The worst of all verdicts.
+        strict: Whether too close to call counts as broken.
+        passed: Whether nothing is broken.
+        model: Folder or hub id.
+        against: The original, if a limit refers to it.
+        baseline: The baseline file, if a limit refers to it.
+        baseline_commit: The git commit that it was made from.
+        limits: Limit by limit.
+        metrics: Quality of the model.
+        provenance: How it was measured.
+        evaluate_s: Seconds that loading, running and timing the models took.
+        judge_s: Seconds that the check itself took.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    verdict: Verdict
+    strict: bool
+    passed: bool
+    model: str
+    against: str | None
+    baseline: str | None
+    baseline_commit: str | None
+    limits: tuple[Judged, ...]
+    metrics: tuple[Metric, ...]
+    provenance: Provenance
+    evaluate_s: float
+    judge_s: float
+
+
+def check(
+    config: CheckConfig,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> CheckReport:
+    """Evaluates a model and judges its limits.
+
+    Args:
+        config: What to check.
+        trust_remote_code: Allow code that comes with the models.
+        progress: Called with windows done and windows in all.
+
+    Raises:
+        HeadpruneError: If the check cannot be made; whether it passes is in the report.
+    """
+    limits = [parse_limit(text) for text in config.limits]
+    if not limits:
+        raise HeadpruneError(
+            "There is no limit to check: give --limit 'perplexity <= +2 %', or 'limits' in the "
+            "file of --config."
+        )
+    baseline, against = _references(limits, config)
+    start = time.perf_counter()
+    loaded = _load(config, against, trust_remote_code)
+    _check_metrics(limits, loaded)
+    if baseline is not None:
+        _compare_origin(baseline, loaded, config)
+    evaluation = run(loaded, config.data_config(), config.evaluate_config(), progress)
+    ratios = speed.ratios(*loaded.nets) if any(one.metric in SPEED for one in limits) else {}
+    evaluated = time.perf_counter()
+    judged = tuple(_judge(one, loaded, evaluation, baseline, ratios, config) for one in limits)
+    verdict = overall(judged)
+    return CheckReport(
+        verdict=verdict,
+        strict=config.strict,
+        passed=verdict is Verdict.PASSED or (verdict is Verdict.TOO_CLOSE and not config.strict),
+        model=config.model,
+        against=against,
+        baseline=config.baseline if baseline is not None else None,
+        baseline_commit=baseline.commit if baseline is not None else None,
+        limits=judged,
+        metrics=evaluation.report.model.metrics,
+        provenance=evaluation.report.provenance,
+        evaluate_s=evaluated - start,
+        judge_s=time.perf_counter() - evaluated,
+    )
+
+
+def update_baseline(
+    config: CheckConfig,
+    allow_dirty: bool = False,
+    allow_other: bool = False,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Baseline:
+    """Evaluates a model and writes the baseline.
+
+    Args:
+        config: What to record.
+        allow_dirty: Write it although tracked files differ from the commit it will name.
+        allow_other: Replace a baseline of other data, settings or another model.
+        trust_remote_code: Allow code that comes with the model.
+        progress: Called with windows done and windows in all.
+
+    Raises:
+        HeadpruneError: If it must not be written.
+    """
+    if config.baseline is None:
+        raise HeadpruneError("--update-baseline needs --baseline, the file to write.")
+    limits = [parse_limit(text) for text in config.limits]
+    path = Path(config.baseline)
+    state = git_state(path)
+    if state is not None and state.changed and not allow_dirty:
+        raise HeadpruneError(
+            f"The baseline would name the commit {state.commit[:12]}, but {len(state.changed)} "
+            f"tracked files differ from it ('{state.changed[0]}' the first). Commit them, or give "
+            "--allow-dirty."
+        )
+    earlier = read_baseline(path) if path.exists() and not allow_other else None
+    # of use for embeddings only, which are measured against the original
+    original = not limits or any(one.metric in _FIDELITY for one in limits)
+    loaded = _load(config, config.against if original else None, trust_remote_code)
+    if earlier is not None:
+        _compare_origin(earlier, loaded, config)
+    evaluation = run(loaded, config.data_config(), config.evaluate_config(), progress)
+    report = evaluation.report
+    baseline = Baseline(
+        **report.provenance.model_dump(exclude={"data_sha256", "settings"}),
+        commit=state.commit if state is not None else None,
+        dirty=bool(state is not None and state.changed),
+        model=config.model,
+        subject=_subject(loaded.nets[0]),
+        dtype=report.model.dtype,
+        data_sha256=report.provenance.data_sha256,
+        inputs_sha256=loaded.inputs_sha256(),
+        settings=report.provenance.settings,
+        limits=config.limits,
+        metrics={metric.name: metric.value for metric in report.model.metrics},
+        structure=_structure(report.model.cost),
+        load_route=_load_route(loaded.nets[0]),
+        samples={k: tuple(v.tolist()) for k, v in evaluation.samples[0].columns.items()},
+    )
+    baseline.write(path)
+    return baseline
+
+
+def _load(config: CheckConfig, against: str | None, trust_remote_code: bool) -> Loaded:
+    settings = config.evaluate_config()
+    return load(config.model, config.data_config(), settings, against, trust_remote_code)
+
+
+def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | None, str | None]:
+    """The baseline and the original, each only if a limit needs it."""
+    baseline, against = None, None
+    for one in limits:
+        if one.needs_baseline and config.baseline is None:
+            raise HeadpruneError(
+                f"The limit '{one.text}' is relative to a baseline: give --baseline FILE."
+            )
+        if one.needs_original and config.against is None:
+            raise HeadpruneError(
+                f"The limit '{one.text}' is relative to the original: give --against MODEL."
+            )
+        if one.needs_original or one.metric in _FIDELITY:
+            against = config.against
+        if one.needs_baseline and baseline is None:
+            assert config.baseline is not None
+            baseline = read_baseline(Path(config.baseline))
+    return baseline, against
+
+
+def _check_metrics(limits: list[Limit], loaded: Loaded) -> None:
+    """Refuses limits on what this run will not measure, before it runs."""
+    generates = model_cost(loaded.nets[0]).kv_cache_bytes_per_token > 0
+    for one in limits:
+        if one.metric in METRICS and one.metric not in loaded.metrics():
+            found = ", ".join(loaded.metrics()) or "nothing without --against"
+            raise HeadpruneError(
+                f"The limit '{one.text}': this run does not measure {one.metric} window by window; "
+                f"for a {type(loaded.nets[0]).__name__} on this data it measures {found}."
+            )
+        if one.metric == "decode_tokens_per_s" and not generates:
+            raise HeadpruneError(
+                f"The limit '{one.text}': a {type(loaded.nets[0]).__name__} generates no text; "
+                "limit prefill_tokens_per_s."
+            )
+
+
+def _compare_origin(baseline: Baseline, loaded: Loaded, config: CheckConfig) -> None:
+    baseline.refuse_other(
+        Path(str(config.baseline)),
+        _subject(loaded.nets[0]),
+        loaded.data_sha256(),
+        loaded.inputs_sha256(),
+        config.evaluate_config().model_dump(mode="json"),
+    )
+
+
+def _subject(net: PreTrainedModel) -> Subject:
+    text = net.config.get_text_config()
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
+    width, layers, vocabulary = (getattr(text, name, None) for name in sizes)
+    return Subject(
+        model_type=net.config.model_type,
+        architecture=type(net).__name__,
+        hidden_size=width,
+        layers=layers,
+        vocab_size=vocabulary,
+    )
+
+
+def _structure(cost: ModelCost) -> dict[str, int]:
+    return {name: getattr(cost, name) for name in STRUCTURE}
+
+
+def _load_route(net: PreTrainedModel) -> str:
+    shape = Shape.RUNTIME if getattr(net.config, "headprune", None) else Shape.NATIVE
+    return str(shape.value)
+
+
+def _judge(
+    limit: Limit,
+    loaded: Loaded,
+    evaluation: Evaluation,
+    baseline: Baseline | None,
+    ratios: dict[str, Any],
+    config: CheckConfig,
+) -> Judged:
+    report = evaluation.report
+    if limit.metric == ROUTE:
+        return judge_exact(limit, _load_route(loaded.nets[0]))
+    if limit.metric in STRUCTURE:
+        then = baseline.structure if baseline is not None else {}
+        other = _structure(report.against.cost) if report.against is not None else {}
+        reference = other if limit.needs_original else then
+        value = _structure(report.model.cost)[limit.metric]
+        return judge_exact(limit, _counted(limit, value, reference.get(limit.metric)))
+    if limit.metric in SPEED:
+        faster = ratios[limit.metric]  # the median, as a machine stumbles now and then
+        interval = _interval(lambda i: np.median(faster[i], axis=-1), len(faster), config)
+        return judge(limit, interval)
+    ours = evaluation.samples[0]
+    theirs = None
+    if limit.needs_baseline:
+        assert baseline is not None
+        theirs = baseline.as_samples()
+    elif limit.needs_original:
+        theirs = evaluation.samples[1]
+    statistic = compared(limit, ours, theirs)
+    return judge(limit, _interval(statistic, ours.count(limit.metric), config))
+
+
+def _counted(limit: Limit, value: int, reference: int | None) -> float:
+    if limit.kind is Kind.ABSOLUTE:
+        return value
+    assert reference is not None
+    if limit.kind is Kind.DIFFERENCE:
+        return value - reference
+    if reference == 0:
+        raise HeadpruneError(
+            f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
+        )
+    return value / reference - (1 if limit.kind is Kind.CHANGE else 0)
+
+
+def _interval(statistic: Statistic, n: int, config: CheckConfig) -> Interval:
+    return bootstrap(statistic, n, config.resamples, config.confidence, config.seed)

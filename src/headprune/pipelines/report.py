@@ -1,0 +1,185 @@
+"""headprune report: what runs were asked for and what came out, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from headprune.checkpoint.folders import write_whole
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.evaluation.report import Difference, ModelReport, Report
+from headprune.report import page
+from headprune.report.charts import map_figure
+from headprune.report.discovery import discover
+from headprune.report.figures import save
+from headprune.report.reading import assemble
+from headprune.report.view import Evaluation, Interval, Quality, Run, Size
+
+MARKDOWN = (".md", ".markdown")
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A finished report.
+
+    Attributes:
+        runs: What it shows.
+        output: The page, or the Markdown.
+        figures: The figures written beside it.
+    """
+
+    runs: tuple[Run, ...]
+    output: Path
+    figures: tuple[Path, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        runs = [
+            {"name": r.name, "folder": str(r.folder), "source": r.source, "asked": r.asked}
+            for r in self.runs
+        ]
+        figures = [str(path) for path in self.figures]
+        return {"output": str(self.output), "runs": runs, "figures": figures}
+
+
+def report(
+    runs: Sequence[str | Path],
+    output: Path,
+    figures: Path | None = None,
+    overwrite: bool = False,
+) -> Reported:
+    """Writes a report on one run, or on several side by side.
+
+    Args:
+        runs: Folders that headprune wrote (results, gates, scores, or folders that hold several of
+            them and reports of ``evaluate``), or such reports themselves.
+        output: The page to write, or with a suffix of Markdown a summary for a pull request.
+        figures: Folder that gets every figure as PNG and SVG.
+        overwrite: Replace an existing output.
+
+    Raises:
+        HeadpruneError: If there is nothing to report on, a run is not finished, or the output
+            cannot be written.
+    """
+    if not runs:
+        raise HeadpruneError("There is no run to report on; give its folder.")
+    if output.is_dir() or output.suffix.lower() not in (".html", ".htm", *MARKDOWN):
+        raise HeadpruneError(
+            f"'{output}': a report is written as a page (.html) or as Markdown (.md); name such a "
+            "file."
+        )
+    if output.exists() and not overwrite:
+        raise CheckpointError(f"'{output}' exists already; replace it with --overwrite.")
+    places = list(dict.fromkeys(Path(run) for run in runs))
+    found = [discover(place) for place in places]
+    evaluations = {
+        file: read_evaluation(file, content)
+        for place in found
+        for file, content in place.reports.items()
+    }
+    shown = assemble(found, evaluations)
+    drawn = page.contents(shown)
+    text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
+    write_whole(output, text)
+    written = () if figures is None else _write_figures(drawn, figures)
+    return Reported(tuple(shown), output, written)
+
+
+def _write_figures(drawn: page.Contents, folder: Path) -> tuple[Path, ...]:
+    several = len(drawn.runs) > 1
+    named = {chart.name: chart.figure for chart in drawn.shared}
+    for number, (run, charts) in enumerate(zip(drawn.runs, drawn.own, strict=True), 1):
+        prefix = f"run-{number}-" if several else ""
+        heads = map_figure(run)
+        if heads is not None:
+            named[f"{prefix}head-map"] = heads
+        named |= {f"{prefix}{chart.name}": chart.figure for chart in charts}
+    return tuple(
+        save(figure, folder / f"{name}{suffix}")
+        for name, figure in named.items()
+        for suffix in (".svg", ".png")
+    )
+
+
+def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
+    """What a report of ``evaluate`` says, as the report shows it.
+
+    Raises:
+        CheckpointError: If it has another schema.
+    """
+    try:
+        read = Report.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"The report '{file}' is not of the schema that this headprune writes: {where}: "
+            f"{first['msg']}."
+        ) from None
+    base = {metric.name: metric.value for metric in read.against.metrics} if read.against else {}
+    intervals = {difference.name: difference for difference in read.differences}
+    data = read.provenance.data
+    return Evaluation(
+        model=read.model.name,
+        base=read.against.name if read.against else None,
+        file=file,
+        data=str(data.get("source", "")),
+        data_sha256=read.provenance.data_sha256,
+        qualities=tuple(
+            Quality(
+                metric.name,
+                metric.value,
+                base.get(metric.name),
+                metric.higher_is_better,
+                metric.n,
+                _interval(intervals.get(metric.name)),
+            )
+            for metric in read.model.metrics
+        ),
+        size=_size(read.model),
+        base_size=_size(read.against) if read.against else None,
+        memory=read.provenance.settings.get("memory"),
+        provenance=_provenance(read),
+    )
+
+
+def _interval(difference: Difference | None) -> Interval | None:
+    if difference is None:
+        return None
+    i = difference.interval
+    return Interval(difference.kind, i.estimate, i.low, i.high, i.confidence, i.n)
+
+
+def _size(model: ModelReport) -> Size:
+    cost, speed = model.cost, model.speed
+    return Size(
+        parameters=cost.parameters,
+        attention_parameters=cost.attention_parameters,
+        query_heads=cost.query_heads,
+        kv_heads=cost.kv_heads,
+        kv_cache_bytes_per_token=cost.kv_cache_bytes_per_token,
+        longest_context=model.longest_context,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
+        decode_by_batch=tuple(sorted(speed.decode_by_batch.items())) if speed else (),
+        peak_memory_bytes=speed.peak_memory_bytes if speed else None,
+        device=speed.device if speed else None,
+    )
+
+
+def _provenance(read: Report) -> tuple[tuple[str, str], ...]:
+    provenance, data = read.provenance, read.provenance.data
+    rows = {
+        "measured": provenance.created,
+        "model": f"{read.model.name} ({read.model.architecture}, {read.model.dtype})",
+        **({"against": read.against.name} if read.against else {}),
+        "platform": provenance.platform,
+        **{f"data {name}": value for name, value in data.items() if value is not None},
+        "data sha256": provenance.data_sha256,
+        **{f"{name} version": version for name, version in provenance.versions.items()},
+        **{f"--{n.replace('_', '-')}": v for n, v in provenance.settings.items() if v is not None},
+    }
+    return tuple((name, str(value)) for name, value in rows.items())

@@ -1,0 +1,253 @@
+"""headprune score: how much every head matters, by one or more criteria, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.checkpoint.folders import check_output
+from headprune.checkpoint.gates import read_gates
+from headprune.checkpoint.manifest import versions
+from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.criteria import CRITERIA, Evidence, Need
+from headprune.criteria.spec import Units, first_not_finite
+from headprune.errors import DataError, PlanError
+from headprune.models.attention import attention_of, of_kinds
+from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
+from headprune.models.planning import default_unit
+from headprune.models.refit import in_sequence, project
+from headprune.pipelines.calibration import Calibration, calibration
+from headprune.pipelines.prune import load
+from headprune.plan import ModelIdentity
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.units import Unit, members
+
+NEEDS_DATA: frozenset[Need] = frozenset({"gradients", "activations", "gram", "attention", "losses"})
+NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "losses"})
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where a pipeline tells how far it is.
+
+    Attributes:
+        stage: Called with a few words before every stage.
+        step: Called with steps of the stage done, and in all.
+    """
+
+    stage: Callable[[str], None] = lambda stage: None
+    step: Callable[[int, int], None] = lambda done, total: None
+
+
+def score(
+    model: str | Path,
+    output: Path,
+    criteria: Sequence[str],
+    data: DataConfig | None = None,
+    config: CalibrationConfig | None = None,
+    unit: Unit | None = None,
+    attention: Sequence[str] = (),
+    gates: Path | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    assume_supported: bool = False,
+    watch: Watch | None = None,
+) -> Scores:
+    """Scores the heads of a model and writes the scores to ``output``.
+
+    Args:
+        model: Folder or hub id.
+        output: The scores folder; it appears whole or not at all.
+        criteria: Names of criteria (``headprune.criteria``).
+        data: Where the examples come from; some criteria need none.
+        config: How much of them is used.
+        unit: What one score stands for; None for "head", and "kv-group" for GQA.
+        attention: Kinds of attention to score; empty for all.
+        gates: With the criterion "gates": the folder that train-gates wrote.
+        overwrite: Replace an existing output.
+        trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
+        watch: Told how far it is.
+
+    Raises:
+        HeadpruneError: If model, data and criteria do not fit together.
+    """
+    config, watch = config or CalibrationConfig(), watch or Watch()
+    check_output(output, overwrite)
+    needs = needs_of(criteria)
+    if needs & NEEDS_DATA and data is None:
+        raise DataError(f"{_listed(criteria)} looks at what heads do on text: give --data DATA.")
+    if ("gates" in needs) != (gates is not None):
+        raise PlanError("--criterion gates and --gates DIR (from train-gates) go together.")
+    watch.stage("loading the model")
+    net, source = load(model, config.dtype, trust_remote_code, assume_supported)
+    attentions = of_kinds(attention_of(net), attention)
+    if gates is not None:
+        attentions, unit, trained = _trained_gates(gates, source, attentions, unit)
+    unit = unit or default_unit(attentions)
+    examples = None
+    if data is not None and needs & NEEDS_DATA:
+        examples = calibration(net, model, data, config, "score", trust_remote_code)
+        if examples.task == "classification" and data.label_column is None and needs & NEEDS_LOSS:
+            raise DataError(
+                f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
+                "--label-column, or use fluctuation, wanda or reconstruction."
+            )
+    evidence = gather(net, attentions, unit, needs, examples, config.seed, watch=watch)
+    if gates is not None:
+        sizes = [len(members(unit, a.group_sizes)) for a in attentions]
+        parts = trained.split(sizes)
+        evidence = [replace(e, gates=part) for e, part in zip(evidence, parts, strict=True)]
+    found = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
+    metadata = ScoresMetadata(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=versions(),
+        model=source,
+        unit=unit,
+        modules=tuple(a.path for a in attentions),
+        units=tuple(len(members(unit, a.group_sizes)) for a in attentions),
+        query_heads=sum(a.query_heads for a in attentions),
+        criteria={name: CRITERIA[name].source for name in criteria},
+        data=data if examples is not None else None,
+        calibration=config,
+        tokens=examples.tokens if examples is not None else 0,
+    )
+    result = Scores(metadata, found)
+    write_scores(output, result)
+    return result
+
+
+def needs_of(criteria: Sequence[str]) -> frozenset[Need]:
+    """What has to be measured for some criteria.
+
+    Raises:
+        PlanError: If one is unknown, or none is given.
+    """
+    if not criteria:
+        raise PlanError(f"Name a --criterion: {', '.join(CRITERIA)}.")
+    return frozenset().union(*(CRITERIA[name].needs for name in criteria))
+
+
+def gather(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    unit: Unit,
+    needs: frozenset[Need],
+    examples: Calibration | None,
+    seed: int = 0,
+    gates: Sequence[Tensor] | None = None,
+    watch: Watch | None = None,
+) -> list[Evidence]:
+    """Measures what some criteria need, in one streaming pass and one more where they need it.
+
+    Args:
+        net: The model.
+        attentions: The modules to score.
+        unit: What one score stands for.
+        needs: What to measure.
+        examples: The data.
+        seed: Seed of what is random.
+        gates: Gates that the model runs with, per module; None for all open.
+        watch: Told how far it is.
+    """
+    watch = watch or Watch()
+    watch.stage("scoring")
+    streamed = collect(
+        net,
+        examples.task if examples else "features",
+        attentions,
+        examples.batches() if examples else (),
+        needs if examples else needs - NEEDS_DATA,
+        gates,
+        examples.special_ids if examples else (),
+        seed,
+        watch.step,
+    )
+    if examples is not None and "gram" in needs:
+        watch.stage("scoring (reconstruction)")
+        streamed = _with_grams(net, attentions, streamed, examples, gates, watch)
+    if examples is not None and "losses" in needs:
+        watch.stage("leaving heads out")
+        units = [members(unit, a.group_sizes) for a in attentions]
+        losses = losses_without(
+            net, examples.task, attentions, units, examples.batches(), gates, seed, watch.step
+        )
+        streamed = [replace(e, losses=part) for e, part in zip(streamed, losses, strict=True)]
+    return streamed
+
+
+def scores_of(
+    name: str, evidence: Sequence[Evidence], attentions: Sequence[Attention], unit: Unit
+) -> Tensor:
+    """The scores of all units by one criterion.
+
+    Raises:
+        DataError: If a score is not finite; its module is named.
+    """
+    parts = []
+    for part, attention in zip(evidence, attentions, strict=True):
+        units: Units = members(unit, attention.group_sizes)
+        scores = CRITERIA[name].score(part, units).double() if units else torch.zeros(0).double()
+        wrong = first_not_finite(scores)
+        if wrong is not None:
+            raise DataError(
+                f"The {name} score of unit {wrong[0]} of '{attention.path}' is not finite: the "
+                "model overflows in this dtype or its weights are damaged. Try --dtype float32."
+            )
+        parts.append(scores)
+    return torch.cat(parts)
+
+
+def _with_grams(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    evidence: list[Evidence],
+    examples: Calibration,
+    gates: Sequence[Tensor] | None,
+    watch: Watch,
+) -> list[Evidence]:
+    """Adds x x^T of what enters every output projection, from one pass over all examples."""
+    batch, found = examples.whole(), {}
+    by_path = {a.path: position for position, a in enumerate(attentions)}
+
+    def on_output(attention: Attention, x: Tensor) -> Tensor:
+        if gates is not None:
+            gate = gates[by_path[attention.path]].to(x)
+            x = (x.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
+        rows = real_tokens(x, token_mask(batch, attention.kind)).double()
+        found[attention.path] = rows.T @ rows
+        watch.step(len(found), len(attentions))
+        return project(attention, x)
+
+    in_sequence(net, attentions, batch, on_output)
+    return [replace(e, gram=found.get(e.path)) for e in evidence]
+
+
+def _trained_gates(
+    folder: Path, source: ModelIdentity, attentions: list[Attention], unit: Unit | None
+) -> tuple[list[Attention], Unit, Tensor]:
+    trained = read_gates(folder, source)
+    if unit not in (None, trained.metadata.unit):
+        raise PlanError(
+            f"The gates in '{folder}' are of unit {trained.metadata.unit.value}; leave out --unit."
+        )
+    known = [a for a in attentions if a.path in trained.metadata.modules]
+    if len(known) != len(trained.metadata.modules):
+        raise PlanError(
+            f"The gates in '{folder}' are of {len(trained.metadata.modules)} attention modules; "
+            "leave out --attention."
+        )
+    # units that training kept come first
+    scores = (trained.log_alpha + 1e6 * trained.kept).double()
+    return known, trained.metadata.unit, scores
+
+
+def _listed(criteria: Sequence[str]) -> str:
+    return f"--criterion {', '.join(criteria)}"

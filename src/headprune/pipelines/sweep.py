@@ -1,0 +1,279 @@
+"""headprune sweep: quality against size, for several criteria and budgets, in one run.
+
+sweep.json      every point, and which of them no other beats
+points/         one file per point; what is there already is not measured again
+scores/         the scores
+curve.svg/png   the plot
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headprune.checkpoint.folders import check_output, write_whole
+from headprune.checkpoint.scores import read_scores
+from headprune.config import (
+    BudgetConfig,
+    CalibrationConfig,
+    DataConfig,
+    EvaluateConfig,
+    ShapeOption,
+    write_yaml,
+)
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.evaluation.report import METRICS, Metric, ModelReport
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.plan import plan
+from headprune.pipelines.prune import prune
+from headprune.pipelines.score import Watch, score
+from headprune.report.figures import Series, curve, pareto, save
+from headprune.tensors.units import Unit
+
+# of what a task measures, the number that the curve is drawn of
+MAIN = ("perplexity", "accuracy", "spearman", "similarity_correlation")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cut of the model, measured.
+
+    Attributes:
+        name: Its name, of criterion, share and refit.
+        task: The task of the model.
+        criterion: What chose the heads; empty for the whole model.
+        keep: Share of heads that was asked for.
+        refit: Whether W_O made up for the heads that went.
+        query_heads: Query heads that stay.
+        kv_heads: KV heads that stay.
+        parameters: Parameters that stay.
+        quality: The main metric of the task.
+        metrics: All metrics.
+    """
+
+    name: str
+    task: str
+    criterion: str
+    keep: float
+    refit: bool
+    query_heads: int
+    kv_heads: int
+    parameters: int
+    quality: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A finished sweep.
+
+    Attributes:
+        metric: The metric that ``quality`` is.
+        higher_is_better: Its direction.
+        base: The whole model.
+        points: All cuts, in the order of criteria and shares.
+        front: Names of the cuts that no other beats in both size and quality.
+    """
+
+    metric: str
+    higher_is_better: bool
+    base: Point
+    points: tuple[Point, ...]
+    front: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For sweep.json and ``--json``."""
+        return asdict(self)
+
+
+def sweep(
+    model: str | Path,
+    data: DataConfig,
+    output: Path,
+    keep: Sequence[float],
+    criteria: Sequence[str],
+    test: DataConfig | None = None,
+    refit: bool = True,
+    rounds: int = 1,
+    unit: Unit | None = None,
+    config: CalibrationConfig | None = None,
+    evaluation: EvaluateConfig | None = None,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    assume_supported: bool = False,
+    watch: Watch | None = None,
+) -> Sweep:
+    """Scores, cuts and measures a model at several sizes.
+
+    A sweep that was stopped goes on where it was, if it is called with the same settings.
+
+    Args:
+        model: Folder or hub id.
+        data: Calibration data, for scores and refits.
+        output: Folder for the results.
+        keep: Shares of heads to keep.
+        criteria: Criteria that choose them.
+        test: Data to measure on; None for the calibration data.
+        refit: Whether W_O makes up for the heads that go.
+        rounds: How often heads are scored on the way to each share.
+        unit: What is removed as one piece.
+        config: How much of the calibration data is used.
+        evaluation: How cuts are measured.
+        overwrite: Start anew in an existing ``output``.
+        trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
+        watch: Told how far it is.
+
+    Raises:
+        HeadpruneError: If the input does not fit together, or ``output`` is another sweep's.
+    """
+    config, watch = config or CalibrationConfig(), watch or Watch()
+    evaluation = evaluation or EvaluateConfig(speed=False)
+    test = test or data
+    if not keep:
+        raise HeadpruneError("Give --keep the shares of heads to keep, such as 0.9,0.75,0.5.")
+    settings = {
+        "model": str(model),
+        "data": data.model_dump(mode="json"),
+        "test": test.model_dump(mode="json"),
+        "unit": unit and unit.value,
+        "refit": refit,
+        "rounds": rounds,
+        "calibration": config.model_dump(mode="json"),
+        "evaluation": evaluation.model_dump(mode="json"),
+    }
+    _prepare(output, settings, overwrite)
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "assume_supported": assume_supported,
+    }
+    folder = output / "scores"
+    if not folder.is_dir() or set(read_scores(folder).scores) != set(criteria):
+        score(model, folder, criteria, data, config, unit, overwrite=True, watch=watch, **options)
+    asked = [(name, share) for name in criteria for share in keep]
+
+    def cut(name: str, criterion: str, share: float, base: Point | None) -> Point:
+        with tempfile.TemporaryDirectory(dir=output) as scratch:
+            target: str | Path = model
+            if criterion:
+                target = Path(scratch) / "cut"
+                budget = BudgetConfig(keep=share)
+                planned = plan(model, folder, budget, None, criterion, rounds, **options)
+                prune(
+                    model,
+                    target,
+                    plan=planned.plan,
+                    refit=data if refit else None,
+                    calibration=config,
+                    shape=ShapeOption.RAGGED,
+                    dtype=config.dtype,
+                    **options,
+                )
+            # models without a head are measured against the whole one
+            alone = base is not None and base.task != "features"
+            report = evaluate(
+                target,
+                test,
+                evaluation,
+                against=None if alone else model,
+                trust_remote_code=trust_remote_code,
+            )
+        return _point(name, criterion, share, refit and bool(criterion), report.model)
+
+    def at(number: int, criterion: str, share: float, base: Point | None) -> Point:
+        suffix = "-refit" if refit else ""
+        name = f"{criterion}-{share:g}{suffix}" if criterion else "whole"
+        watch.stage(f"point {number} of {len(asked)}: {name}" if number else "the whole model")
+        watch.step(number, len(asked) + 1)
+        path = output / "points" / f"{name}.json"
+        if not path.is_file():
+            point = cut(name, criterion, share, base)
+            write_whole(path, json.dumps(asdict(point), indent=2) + "\n")
+        return Point(**json.loads(path.read_text(encoding="utf-8")))
+
+    whole = at(0, "", 1.0, None)
+    points = [at(n + 1, name, share, whole) for n, (name, share) in enumerate(asked)]
+    result = _conclude(whole, points)
+    write_whole(output / "sweep.json", json.dumps(result.as_json(), indent=2) + "\n")
+    _draw(result, output, Path(model).name)
+    return result
+
+
+def _prepare(output: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    path = output / "config.yaml"
+    if path.is_file() and not overwrite:
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        changed = [name for name in settings if before.get(name) != settings[name]]
+        if changed:
+            raise CheckpointError(
+                f"The sweep in '{output}' was started with other settings "
+                f"({', '.join(changed)}). Go on with the same ones, or start anew with --overwrite."
+            )
+        return
+    check_output(output, overwrite)
+    if overwrite:
+        shutil.rmtree(output, ignore_errors=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        write_yaml(settings, path)
+    except OSError as error:
+        raise CheckpointError(f"Could not write '{output}': {error}.") from None
+
+
+def _point(name: str, criterion: str, share: float, refit: bool, report: ModelReport) -> Point:
+    main = _main(report.metrics)
+    return Point(
+        name=name,
+        task=report.task,
+        criterion=criterion,
+        keep=share,
+        refit=refit,
+        query_heads=report.cost.query_heads,
+        kv_heads=report.cost.kv_heads,
+        parameters=report.cost.parameters,
+        quality=main.value,
+        metrics={each.name: each.value for each in report.metrics},
+    )
+
+
+def _main(found: Sequence[Metric]) -> Metric:
+    by_name = {each.name: each for each in found}
+    return next(by_name[name] for name in MAIN if name in by_name)
+
+
+def _conclude(base: Point, points: Sequence[Point]) -> Sweep:
+    metric = next(name for name in MAIN if name in base.metrics)
+    higher = METRICS[metric][1]
+    best = pareto([(float(p.parameters), p.quality) for p in points], higher)
+    return Sweep(metric, higher, base, tuple(points), tuple(points[i].name for i in best))
+
+
+def _draw(result: Sweep, output: Path, name: str) -> None:
+    millions = [p.parameters / 1e6 for p in result.points]
+    series = []
+    for criterion in dict.fromkeys(p.criterion for p in result.points):
+        own = [i for i, p in enumerate(result.points) if p.criterion == criterion]
+        series.append(
+            Series(
+                criterion,
+                [millions[i] for i in own],
+                [result.points[i].quality for i in own],
+            )
+        )
+    figure = curve(
+        series,
+        f"{name}: quality against size",
+        x_label="parameters, millions",
+        y_label=result.metric.replace("_", " "),
+        baseline=result.base.quality,
+        higher_is_better=result.higher_is_better,
+    )
+    for suffix in (".svg", ".png"):
+        save(figure, output / f"curve{suffix}")

@@ -1,0 +1,48 @@
+"""The result for GitHub Actions: a step summary in Markdown, and annotations."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from headprune.regression.verdicts import Judged, Verdict
+
+_MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.TOO_CLOSE: "⚠️"}
+
+
+def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:
+    """A Markdown section with one row per limit."""
+    lines = [
+        f"### headprune check: {_cell(model)}: {_MARKS[verdict]} {verdict.value}",
+        "",
+        "| | limit | found |",
+        "|---|---|---|",
+    ]
+    for one in judged:
+        found = "; ".join(filter(None, (one.found(), one.advice())))
+        lines.append(f"| {_MARKS[one.verdict]} | {_cell(one.limit)} | {_cell(found)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def workflow_commands(judged: Sequence[Judged], strict: bool) -> list[str]:
+    """Workflow commands that mark a run: an error per broken limit, a warning per close one."""
+    return [
+        annotation(
+            "error" if strict or one.verdict is Verdict.BROKEN else "warning", one.sentence()
+        )
+        for one in judged
+        if one.verdict is not Verdict.PASSED
+    ]
+
+
+def annotation(level: str, message: str) -> str:
+    """One workflow command; a line break would end it."""
+    escaped = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{level} title=headprune check::{escaped}"
+
+
+def _cell(text: str) -> str:
+    """Text that is no Markdown and no HTML."""
+    for sign in "\\`*_[]|~#":
+        text = text.replace(sign, f"\\{sign}")
+    return html.escape(" ".join(text.split()), quote=False)

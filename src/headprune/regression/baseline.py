@@ -1,0 +1,165 @@
+"""The baseline: the record of a run that later ones are compared with, window by window."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headprune.checkpoint.folders import write_whole
+from headprune.errors import CheckpointError, DataError
+from headprune.evaluation.samples import Samples
+
+SCHEMA_VERSION = 1
+
+# settings that decide what is measured; the others, such as the batch size, may change
+_DECISIVE = ("seq_len", "max_windows", "seed")
+
+
+class Subject(BaseModel):
+    """What stays the same of a model when its heads are cut, shared or trained.
+
+    Attributes:
+        model_type: Its family.
+        architecture: Its class.
+        hidden_size: Width of its hidden states.
+        layers: Its hidden layers.
+        vocab_size: Its vocabulary.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model_type: str
+    architecture: str
+    hidden_size: int | None
+    layers: int | None
+    vocab_size: int | None
+
+
+class Baseline(BaseModel):
+    """An earlier run.
+
+    Attributes:
+        created: UTC time.
+        commit: The git commit from which it was made; None outside a repository.
+        dirty: Whether tracked files were changed since.
+        versions: Of headprune, Python, torch, transformers, evaluate and datasets.
+        platform: Operating system and processor.
+        model: Folder or hub id of the model.
+        subject: Which model it was.
+        dtype: Element type it ran in.
+        data: Source of the examples, and their split and columns.
+        data_sha256: Digest of texts and labels.
+        inputs_sha256: Digest of the token ids made from them.
+        settings: The settings of the evaluation, seeds included.
+        limits: The limits that were in force.
+        metrics: Quality.
+        structure: Heads, parameters and KV bytes.
+        load_route: "native" or "runtime".
+        samples: Per window or example, what the metrics are made of.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    created: str
+    commit: str | None
+    dirty: bool
+    versions: dict[str, str]
+    platform: str
+    model: str
+    subject: Subject
+    dtype: str
+    data: dict[str, Any]
+    data_sha256: str
+    inputs_sha256: str
+    settings: dict[str, Any]
+    limits: tuple[str, ...]
+    metrics: dict[str, float]
+    structure: dict[str, int]
+    load_route: str
+    samples: dict[str, tuple[float, ...]]
+
+    def as_samples(self) -> Samples:
+        """What its metrics are made of."""
+        return Samples({name: np.array(values) for name, values in self.samples.items()})
+
+    def write(self, path: Path) -> None:
+        """Writes it as JSON with one line per column of samples, whole or not at all."""
+        head = self.model_dump_json(indent=2, exclude={"samples"})
+        columns = [f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in self.samples.items()]
+        body = ",\n".join(columns)
+        write_whole(path, f'{head[:-2]},\n  "samples": {{\n{body}\n  }}\n}}\n')
+
+    def refuse_other(
+        self,
+        path: Path,
+        subject: Subject,
+        data_sha256: str,
+        inputs_sha256: str,
+        settings: dict[str, Any],
+    ) -> None:
+        """Refuses a run that cannot be compared with this one window by window.
+
+        Raises:
+            DataError: Naming what differs.
+        """
+        why = self._other(subject, data_sha256, inputs_sha256, settings)
+        if why is not None:
+            raise DataError(
+                f"The baseline '{path}' was made {why}. Give what it was made with, or write a new "
+                "one with --update-baseline --allow-other."
+            )
+
+    def _other(
+        self, subject: Subject, data_sha256: str, inputs_sha256: str, settings: dict[str, Any]
+    ) -> str | None:
+        for name in Subject.model_fields:
+            then, now = getattr(self.subject, name), getattr(subject, name)
+            if then != now:
+                return f"for another model: its {name} was {then} and is {now}"
+        if self.data_sha256 != data_sha256:
+            return (
+                f"on other data: the texts of '{self.data.get('source')}' had the digest "
+                f"{self.data_sha256[:12]}, and these have {data_sha256[:12]}"
+            )
+        for name in _DECISIVE:
+            then, now = self.settings.get(name), settings.get(name)
+            if then != now:
+                return f"with other settings: {name} was {then} and is {now}"
+        if self.inputs_sha256 != inputs_sha256:
+            return "with another tokenizer: it made other token ids of the same texts"
+        return None
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Reads a baseline.
+
+    Raises:
+        CheckpointError: If it is missing, damaged or of a later schema.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"There is no baseline at '{path}'; headprune check --update-baseline writes it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The baseline '{path}' is not readable as JSON: {error}.") from None
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if version != SCHEMA_VERSION:
+        found = "no schema_version" if version is None else f"schema {version}"
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
+        raise CheckpointError(
+            f"'{path}' has {found}, and this headprune reads baselines of schema {SCHEMA_VERSION}. "
+            + ("Upgrade headprune." if newer else "Write it anew with --update-baseline.")
+        )
+    try:
+        return Baseline.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"'{path}' is no valid baseline: {where}: {first['msg']}.") from None

@@ -1,0 +1,163 @@
+"""What must hold, written as one line per limit.
+
+    perplexity <= 25               absolute
+    perplexity <= +2 %             change since the baseline
+    accuracy >= -0.01              difference to the baseline: a sign, no percent
+    perplexity recovery >= 98 %    of the original's quality: 100 % is as good
+    perplexity <= 105 %            of the original's value
+    kv_cache_bytes_per_token <= 50 %
+    decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run
+    query_heads == 201             exact counts
+    load_route == native           or runtime
+
+A sign makes it relative to the baseline, a percent sign without one to the original.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from headprune.errors import HeadpruneError
+from headprune.evaluation.report import METRICS
+from headprune.plan import Shape
+from headprune.registry import did_you_mean
+
+STRUCTURE = (
+    *("query_heads", "kv_heads", "parameters", "attention_parameters"),
+    "kv_cache_bytes_per_token",
+)
+SPEED = ("prefill_tokens_per_s", "decode_tokens_per_s")
+ROUTE = "load_route"
+KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE)
+
+Operator = Literal["<=", ">=", "=="]
+
+_LINE = re.compile(r"(?P<metric>\w+)(?P<recovery>\s+recovery)?\s*(?P<op>[<>=!]+)\s*(?P<bound>.+)")
+_BOUND = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>[\d._]+(?:[eE][+-]?\d+)?)\s*(?P<percent>%?)")
+
+
+class Kind(str, Enum):
+    """What the number of a limit is compared with."""
+
+    ABSOLUTE = "absolute"  # the metric itself
+    CHANGE = "change"  # metric / baseline - 1
+    DIFFERENCE = "difference"  # metric - baseline
+    SHARE = "share"  # metric / original
+    RECOVERY = "recovery"  # metric / original, or its inverse where lower is better
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit.
+
+    Attributes:
+        text: As it was written.
+        metric: Its metric.
+        kind: What is compared.
+        op: On which side of the bound the metric must be.
+        bound: The bound; a share of one where a percentage was written, a name for load_route.
+    """
+
+    text: str
+    metric: str
+    kind: Kind
+    op: Operator
+    bound: float | str
+
+    @property
+    def percent(self) -> bool:
+        """Whether its numbers are read as percentages."""
+        return self.kind in (Kind.CHANGE, Kind.SHARE, Kind.RECOVERY)
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether it is relative to the baseline."""
+        return self.kind in (Kind.CHANGE, Kind.DIFFERENCE)
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether it is relative to the original."""
+        return self.kind in (Kind.SHARE, Kind.RECOVERY)
+
+
+def parse_limit(text: str) -> Limit:
+    """Reads one limit.
+
+    Raises:
+        HeadpruneError: If the metric is unknown, or the line makes no sense for it.
+    """
+    line = _LINE.fullmatch(text.strip())
+    if line is None:
+        raise HeadpruneError(
+            f"The limit '{text}' has no direction: write the metric, <=, >= or ==, and a number, "
+            "such as 'perplexity <= 25' or 'perplexity <= +2 %'."
+        )
+    metric, op, recovery = line["metric"], line["op"], line["recovery"] is not None
+    if metric not in KNOWN:
+        raise HeadpruneError(
+            f"The limit '{text}': there is no metric '{metric}'.{did_you_mean(metric, list(KNOWN))}"
+            f" Known are {', '.join(KNOWN)}."
+        )
+    if op not in ("<=", ">=", "=="):
+        raise HeadpruneError(f"The limit '{text}': '{op}' is none of <=, >= and ==.")
+    if metric == ROUTE:
+        return _route(text, op, line["bound"].strip(), recovery)
+    bound = _BOUND.fullmatch(line["bound"].strip())
+    try:
+        number = float(f"{bound['sign']}{bound['number']}") if bound else None
+    except ValueError:
+        number = None
+    if bound is None or number is None:
+        raise HeadpruneError(
+            f"The limit '{text}': '{line['bound'].strip()}' is no number; write one such as 25, "
+            "+2 % (since the baseline) or 98 % (of the original)."
+        )
+    if bound["percent"]:
+        number /= 100
+    kind = _kind(text, metric, op, bound["sign"], bool(bound["percent"]), recovery)
+    return Limit(text.strip(), metric, kind, op, number)  # type: ignore[arg-type]  # narrowed above
+
+
+def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Kind:
+    """Which comparison is meant, if it makes sense for the metric."""
+    quality, speed = metric in METRICS, metric in SPEED
+    higher_is_better = METRICS[metric][1] if quality else speed
+    if recovery and not quality:
+        raise HeadpruneError(
+            f"The limit '{text}': a recovery is the share of the original's quality that is left, "
+            f"and {metric} has no direction in which it is better. Write '{metric} <= 75 %'."
+        )
+    if recovery and (sign or not percent):
+        raise HeadpruneError(f"The limit '{text}': a recovery is a plain percentage, as '>= 98 %'.")
+    if speed and (sign or not percent):
+        raise HeadpruneError(
+            f"The limit '{text}': a speed on its own says more of the machine than of the model. "
+            f"Write it as a share of the original's in the same run: '{metric} >= 95 %'."
+        )
+    if sign:
+        kind = Kind.CHANGE if percent else Kind.DIFFERENCE
+    elif not percent:
+        kind = Kind.ABSOLUTE
+    else:  # "perplexity <= 105 %" is of its value; everything else of quality is a recovery
+        plain = not quality or (not recovery and not higher_is_better and op == "<=")
+        kind = Kind.SHARE if plain else Kind.RECOVERY
+    wanted = ">=" if higher_is_better or kind is Kind.RECOVERY else "<="
+    if (quality or speed) and op != wanted:
+        raise HeadpruneError(
+            f"The limit '{text}': better models have a {'higher' if wanted == '>=' else 'lower'} "
+            f"{'recovery' if kind is Kind.RECOVERY else metric}, so it must be bounded by {wanted}."
+        )
+    return kind
+
+
+def _route(text: str, op: str, bound: str, recovery: bool) -> Limit:
+    routes = [shape.value for shape in Shape]
+    if op != "==" or bound not in routes or recovery:
+        raise HeadpruneError(
+            f"The limit '{text}': a load route is compared by name, {ROUTE} == {routes[0]} or "
+            f"{ROUTE} == {routes[1]}.{did_you_mean(bound, routes) if bound not in routes else ''}"
+        )
+    return Limit(text.strip(), ROUTE, Kind.ABSOLUTE, "==", bound)

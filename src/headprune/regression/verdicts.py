@@ -1,0 +1,191 @@
+"""Does a limit hold? The whole interval must say so, in either direction.
+
+passed      the interval lies on the good side
+broken      the interval lies on the bad side
+too close   it holds the bound: more data would tell
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict
+
+from headprune.evaluation.comparison import Interval, Statistic
+from headprune.evaluation.report import METRICS
+from headprune.evaluation.samples import Samples
+from headprune.regression.limits import Kind, Limit, Operator
+
+# With fewer, resamples differ too little from each other for an interval.
+FEWEST = 10
+
+_HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
+_OF = {
+    Kind.ABSOLUTE: "",
+    Kind.CHANGE: " since the baseline",
+    Kind.DIFFERENCE: " since the baseline",
+    Kind.SHARE: " of the original",
+    Kind.RECOVERY: " of the original's quality",
+}
+
+
+class Verdict(str, Enum):
+    """What became of a limit."""
+
+    PASSED = "passed"
+    BROKEN = "broken"
+    TOO_CLOSE = "too close to call"
+
+
+class Judged(BaseModel):
+    """A limit and what was found. Percentages are shares of one here.
+
+    Attributes:
+        limit: As it was written.
+        metric: Its metric.
+        kind: What was compared: the metric itself, its change since the baseline, ...
+        op: Side of the bound on which it must be.
+        bound: The bound.
+        value: What was found.
+        low: Lower end of its interval; None for what is counted, not estimated.
+        high: Upper end.
+        confidence: Level of the interval.
+        n: Windows, examples or repeats behind it.
+        n_needed: With about so many the verdict would be clear, if this is too close to call.
+        verdict: Whether the limit holds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    limit: str
+    metric: str
+    kind: Kind
+    op: Operator
+    bound: float | str
+    value: float | str
+    low: float | None = None
+    high: float | None = None
+    confidence: float | None = None
+    n: int | None = None
+    n_needed: int | None = None
+    verdict: Verdict
+
+    def found(self) -> str:
+        """What was found, in words."""
+        number = f"{self.number()}{_OF[self.kind]}"
+        if self.confidence is None:
+            return number
+        return f"{number} ({100 * self.confidence:g} % interval {self.interval()}, n={self.n})"
+
+    def number(self) -> str:
+        """What was found."""
+        return self.value if isinstance(self.value, str) else self._shown(self.value)
+
+    def interval(self) -> str:
+        """Its interval; empty for what is counted."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self._shown(self.low)} to {self._shown(self.high)}"
+
+    def advice(self) -> str:
+        """What to do about a limit that is too close to call; empty for the others."""
+        if self.verdict is not Verdict.TOO_CLOSE:
+            return ""
+        if self.n is not None and self.n < FEWEST:
+            return f"n={self.n} is too few for an interval, use {FEWEST} at least"
+        about = f": about n={self.n_needed:,} would tell" if self.n_needed else ""
+        return f"too close to call with n={self.n}, use more data{about}"
+
+    def sentence(self) -> str:
+        """The whole, on one line."""
+        advice = self.advice()
+        return (
+            f"{self.limit}: {self.verdict.value}: {self.found()}{f'; {advice}' if advice else ''}"
+        )
+
+    def _shown(self, value: float) -> str:
+        """With as many digits as it takes to tell it from the bound."""
+        assert not isinstance(self.bound, str)
+        scale, unit = (
+            (100.0, " %") if self.kind not in (Kind.ABSOLUTE, Kind.DIFFERENCE) else (1, "")
+        )
+        sign = "+" if self.kind in (Kind.CHANGE, Kind.DIFFERENCE) else ""
+        value, bound = scale * value, scale * self.bound
+        if value == int(value) and not unit:
+            return f"{value:{sign},.0f}"
+        digits = next(
+            (d for d in range(2 if unit else 4, 13) if round(value, d) != round(bound, d)), 2
+        )
+        return f"{value:{sign},.{digits}f}{unit}"
+
+
+def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
+    """The number that the bound is for, as a function of the windows that count."""
+    value = ours.statistic(limit.metric)
+    if theirs is None:
+        return value
+    other, kind = theirs.statistic(limit.metric), limit.kind
+    if kind is Kind.CHANGE:
+        return lambda i: value(i) / other(i) - 1
+    if kind is Kind.DIFFERENCE:
+        return lambda i: value(i) - other(i)
+    if kind is Kind.RECOVERY and not METRICS[limit.metric][1]:
+        return lambda i: other(i) / value(i)
+    return lambda i: value(i) / other(i)
+
+
+def judge(limit: Limit, interval: Interval) -> Judged:
+    """Judges what was estimated."""
+    assert not isinstance(limit.bound, str)
+    ends = [_HOLDS[limit.op](end, limit.bound) for end in (interval.low, interval.high)]
+    verdict, needed = Verdict.TOO_CLOSE, None
+    if interval.n >= FEWEST and all(ends):
+        verdict = Verdict.PASSED
+    elif interval.n >= FEWEST and not any(ends):
+        verdict = Verdict.BROKEN
+    elif interval.n >= FEWEST:
+        needed = _needed(interval, limit.bound)
+    return Judged(
+        limit=limit.text,
+        metric=limit.metric,
+        kind=limit.kind,
+        op=limit.op,
+        bound=limit.bound,
+        value=interval.estimate,
+        low=interval.low,
+        high=interval.high,
+        confidence=interval.confidence,
+        n=interval.n,
+        n_needed=needed,
+        verdict=verdict,
+    )
+
+
+def judge_exact(limit: Limit, value: float | str) -> Judged:
+    """Judges what was counted or read."""
+    holds = _HOLDS[limit.op](value, limit.bound)
+    return Judged(
+        limit=limit.text,
+        metric=limit.metric,
+        kind=limit.kind,
+        op=limit.op,
+        bound=limit.bound,
+        value=value,
+        verdict=Verdict.PASSED if holds else Verdict.BROKEN,
+    )
+
+
+def overall(judged: tuple[Judged, ...]) -> Verdict:
+    """The worst of all verdicts."""
+    found = {one.verdict for one in judged}
+    order = (Verdict.BROKEN, Verdict.TOO_CLOSE, Verdict.PASSED)
+    return next(verdict for verdict in order if verdict in found)
+
+
+def _needed(interval: Interval, bound: float) -> int | None:
+    """An interval shrinks with the root of n; from the estimate to the bound it must reach."""
+    distance = abs(bound - interval.estimate)
+    half = (interval.high if bound > interval.estimate else interval.low) - interval.estimate
+    return math.ceil(interval.n * (half / distance) ** 2) if distance > 0 else None

@@ -1,0 +1,213 @@
+"""What lies in the folders that a report is asked for, found by content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headprune.checkpoint import gates as gates_folder
+from headprune.checkpoint.gates import TrainedGates, read_gates, read_metadata
+from headprune.checkpoint.manifest import Manifest, read_manifest
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.plan import Plan, read_plan
+from headprune.report.heads import spread
+from headprune.runtime import MANIFEST
+
+SCORES = "scores.json"
+DEPTH = 3
+_LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
+
+
+@dataclass(frozen=True)
+class GatesFolder:
+    """Finished gates."""
+
+    path: Path
+    trained: TrainedGates
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the training, as its config.yaml has them."""
+        try:
+            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+@dataclass(frozen=True)
+class ResultFolder:
+    """A model that headprune wrote."""
+
+    path: Path
+    manifest: Manifest
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class ScoresFolder:
+    """Scores of units, by criterion."""
+
+    path: Path
+    metadata: dict[str, Any]
+    scores: dict[str, Tensor]
+
+
+@dataclass
+class Found:
+    """The parts in one place."""
+
+    place: Path
+    results: list[ResultFolder] = field(default_factory=list)
+    gates: list[GatesFolder] = field(default_factory=list)
+    scores: list[ScoresFolder] = field(default_factory=list)
+    reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def tips(self) -> list[ResultFolder]:
+        """The results that no other result here was made of."""
+        made_from = {
+            step.get("created") for result in self.results for step in result.manifest.lineage
+        }
+        return [result for result in self.results if result.manifest.created not in made_from]
+
+
+def discover(place: Path) -> Found:
+    """Finds results, gates, scores and evaluations in a folder, some levels deep.
+
+    Args:
+        place: A folder, or a report that ``headprune evaluate`` wrote.
+
+    Raises:
+        CheckpointError: If nothing is there, something is damaged, or a run is not finished.
+    """
+    found = Found(place)
+    if place.is_file():
+        content = _evaluation(place, required=True)
+        assert content is not None
+        found.reports[place] = content
+        return found
+    if not place.is_dir():
+        raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
+    for folder in _folders(place, DEPTH):
+        _look_into(folder, found)
+    if not (found.results or found.gates or found.scores or found.reports):
+        raise CheckpointError(
+            f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
+            f"no scores ({SCORES}), and no report that 'headprune evaluate --output' wrote."
+        )
+    return found
+
+
+def _folders(place: Path, depth: int) -> Iterator[Path]:
+    yield place
+    inside_part = any((place / name).is_file() for name in (MANIFEST, gates_folder.METADATA))
+    if depth == 0 or inside_part:
+        return
+    for folder in sorted(place.iterdir()):
+        if folder.is_dir() and not folder.name.startswith(".") and folder.name != "checkpoints":
+            yield from _folders(folder, depth - 1)
+
+
+def _look_into(folder: Path, found: Found) -> None:
+    if (folder / MANIFEST).is_file():
+        found.results.append(_result(folder))
+    elif (folder / gates_folder.METADATA).is_file() or _trains_gates(folder):
+        metadata = read_metadata(folder)
+        found.gates.append(GatesFolder(folder, read_gates(folder, metadata.model)))
+    elif (folder / SCORES).is_file():
+        found.scores.append(_scores(folder))
+    elif folder.name.endswith("-checkpoints") and (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"The healing in '{folder}' is not finished; go on with heal --resume, or remove the "
+            "folder."
+        )
+    for file in sorted(folder.glob("*.json")):
+        content = _evaluation(file, required=False)
+        if content is not None:
+            found.reports[file] = content
+
+
+def _trains_gates(folder: Path) -> bool:
+    """Whether a training of gates was begun here."""
+    config = folder / "config.yaml"
+    return config.is_file() and "train_gates:" in config.read_text(encoding="utf-8")
+
+
+def _result(folder: Path) -> ResultFolder:
+    manifest = read_manifest(folder)
+    return ResultFolder(folder, manifest, read_plan(folder / "plan.json", {}))
+
+
+def _scores(folder: Path) -> ScoresFolder:
+    path = folder / SCORES
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+        tensors = load_file(path.with_suffix(".safetensors"))
+        for name in ("model", "unit", "modules"):
+            metadata[name]
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"The scores in '{folder}' cannot be read: {error}.") from None
+    return ScoresFolder(folder, metadata, tensors)
+
+
+def _evaluation(file: Path, required: bool) -> dict[str, Any] | None:
+    """The content of a report of ``evaluate``; None where a file is something else."""
+    try:
+        small = file.stat().st_size < _LARGEST_JSON
+        content = json.loads(file.read_text(encoding="utf-8")) if small else None
+    except (OSError, ValueError) as error:
+        if required or file.name.startswith("report"):
+            why = str(error).splitlines()[0]
+            raise CheckpointError(f"The report '{file}' cannot be read: {why}.") from None
+        return None
+    if isinstance(content, dict) and {"provenance", "model", "differences"} <= set(content):
+        return content
+    if required:
+        raise CheckpointError(
+            f"'{file}' is no report of 'headprune evaluate --output', and no folder of a run."
+        )
+    return None
+
+
+def gates_of(result: ResultFolder, candidates: Sequence[GatesFolder]) -> GatesFolder | None:
+    """The gates that a result was cut by: those whose factors its plan holds."""
+    return next((gates for gates in candidates if _cut_by(result, gates)), None)
+
+
+def _cut_by(result: ResultFolder, gates: GatesFolder) -> bool:
+    metadata, plan = gates.trained.metadata, result.plan
+    model = result.manifest.source.fingerprint
+    if metadata.model.fingerprint != model or metadata.unit is not plan.unit:
+        return False
+    try:
+        factors = dict(zip(metadata.modules, _per_head(gates, plan), strict=True))
+    except HeadpruneError:
+        return False
+    for path, part in plan.attentions.items():
+        of_module = factors.get(path)
+        if of_module is None:
+            continue
+        if part.scale is None:
+            return False
+        for head, scale in zip(part.keep, part.scale, strict=True):
+            factor = of_module.get(head)
+            # heads that --keep brings back are open as in the original
+            if factor is None or abs(scale - (factor or 1.0)) > 1e-6:
+                return False
+    return True
+
+
+def _per_head(gates: GatesFolder, plan: Plan) -> list[dict[int, float]]:
+    rows = spread(gates.trained.metadata, plan)
+    values = gates.trained.value.tolist()
+    return [{head: values[unit] for head, unit in row.units.items()} for row in rows]

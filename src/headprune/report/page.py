@@ -1,0 +1,178 @@
+"""The page and the Markdown form, from templates."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from headprune._version import __version__
+from headprune.checkpoint import card
+from headprune.report import charts, words
+from headprune.report.charts import Chart
+from headprune.report.inline import inline_svg
+from headprune.report.view import HeadMap, Run
+
+CELL, GAP = 18, 3  # of the head map, in its own units
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is drawn: charts that show all runs, and those of each.
+
+    Attributes:
+        runs: The runs.
+        shared: Charts with all of them.
+        own: Charts of every run, in order.
+    """
+
+    runs: Sequence[Run]
+    shared: Sequence[Chart]
+    own: Sequence[Sequence[Chart]]
+
+
+def contents(runs: Sequence[Run]) -> Contents:
+    """Draws the charts."""
+    shared = [*charts.quality_charts(runs), charts.cache_chart(runs), charts.speed_chart(runs)]
+    drawn = [chart for chart in shared if chart is not None]
+    return Contents(runs, drawn, [charts.training_charts(run) for run in runs])
+
+
+def html(drawn: Contents) -> str:
+    """The page: one file, nothing from elsewhere."""
+    number = iter(range(1_000_000))
+    return (
+        _environment(autoescape=True)
+        .get_template("page.html.jinja")
+        .render(
+            runs=drawn.runs,
+            shared=drawn.shared,
+            own=drawn.own,
+            words=words,
+            card=card,
+            title=_title(drawn.runs),
+            version=__version__,
+            css=Markup(_template("page.css")),
+            script=Markup(_template("page.js")),
+            svg=lambda chart: Markup(inline_svg(chart.figure, f"f{next(number)}", chart.alt)),
+            map=map_geometry,
+            data=lambda head_map: Markup(_script_json(map_data(head_map))),
+        )
+    )
+
+
+def markdown(drawn: Contents) -> str:
+    """The same in short, for a pull request."""
+    return (
+        _environment(autoescape=False)
+        .get_template("summary.md.jinja")
+        .render(
+            runs=drawn.runs,
+            shared=drawn.shared,
+            own=drawn.own,
+            words=words,
+            card=card,
+            table=card.markdown_table,
+            text=card.markdown_text,
+            title=_title(drawn.runs),
+            version=__version__,
+            lines=head_lines,
+        )
+    )
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def _environment(autoescape: bool) -> Environment:
+    return Environment(
+        loader=FunctionLoader(_template),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _template(name: str) -> str:
+    return (files("headprune.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _script_json(content: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(content, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def map_geometry(drawn: HeadMap) -> dict[str, Any]:
+    """Where the cells of a head map lie, in its own units."""
+    step = CELL + GAP
+    label = 8 + 7 * max((len(layer.label) for layer in drawn.layers), default=0)
+    label = min(max(label, 24), 150)
+    cells, right = [], 0
+    low, high = _scale(drawn)
+    for y, layer in enumerate(drawn.layers):
+        for x, cell in enumerate(layer.cells):
+            gaps = x // layer.group * 5 if layer.group > 1 else 0
+            left = label + x * step + gaps
+            cells.append((left, 18 + y * step, cell.state[0], _strength(cell.evidence, low, high)))
+            right = max(right, left + CELL)
+    return {
+        "cells": cells,
+        "labels": [(layer.label, 18 + y * step + 13) for y, layer in enumerate(drawn.layers)],
+        "label_width": label,
+        "width": right + 4,
+        "height": 18 + len(drawn.layers) * step + 2,
+        "columns": max((len(layer.cells) for layer in drawn.layers), default=0),
+        "kept": sum(layer.kept for layer in drawn.layers),
+        "heads": sum(len(layer.cells) for layer in drawn.layers),
+    }
+
+
+def _scale(drawn: HeadMap) -> tuple[float, float]:
+    """The evidence that is drawn palest, and darkest: that of a probability is 0 and 1."""
+    known = [c.evidence for layer in drawn.layers for c in layer.cells if c.evidence is not None]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+
+
+def _strength(value: float | None, low: float, high: float) -> float:
+    if value is None:
+        return 0.0
+    return round((value - low) / (high - low), 3) if high > low else 0.5
+
+
+def map_data(drawn: HeadMap) -> dict[str, Any]:
+    """What the page tells of a head that is pointed at, and how the gates moved."""
+    names = list(dict.fromkeys(n for x in drawn.layers for c in x.cells for n, _ in c.facts))
+    cells = [
+        [y, cell.head, cell.state[0], [dict(cell.facts).get(name) for name in names]]
+        for y, layer in enumerate(drawn.layers)
+        for cell in layer.cells
+    ]
+    frames = [
+        [step, base64.b64encode(bytes(255 if p is None else p for p in percent)).decode()]
+        for step, percent in drawn.frames
+    ]
+    paths = [layer.path for layer in drawn.layers]
+    return {"paths": paths, "names": names, "cells": cells, "frames": frames}
+
+
+def head_lines(drawn: HeadMap) -> str:
+    """The map as text: one line per layer."""
+    signs = {"kept": card.KEPT, "removed": card.GONE, "earlier": " "}
+    width = max((len(layer.label) for layer in drawn.layers), default=0)
+    lines = []
+    for layer in drawn.layers:
+        drawn_heads = "".join(signs[cell.state] for cell in layer.cells)
+        group = layer.group if layer.group > 1 else len(drawn_heads) or 1
+        parts = [drawn_heads[at : at + group] for at in range(0, len(drawn_heads), group)]
+        lines.append(f"{layer.label:<{width}}  {' '.join(parts)}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,201 @@
+"""What a report shows: plain objects; ``reading`` and a pipeline make them of files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headprune.checkpoint.manifest import Manifest
+
+State = Literal["kept", "removed", "earlier"]
+Facts = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One head of the map.
+
+    Attributes:
+        head: Its id.
+        state: Whether it stays, was removed by this run, or was gone before.
+        evidence: What speaks for it; None where nothing was measured.
+        facts: What else is known of it.
+    """
+
+    head: int
+    state: State
+    evidence: float | None
+    facts: Facts = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention module of the map.
+
+    Attributes:
+        path: Module path; the key of plans.
+        label: What of it differs from the others.
+        cells: Its heads.
+        group: Query heads per KV head, where they are equal; 1 otherwise.
+    """
+
+    path: str
+    label: str
+    cells: tuple[Cell, ...]
+    group: int = 1
+
+    @property
+    def kept(self) -> int:
+        """Heads that stay."""
+        return sum(cell.state == "kept" for cell in self.cells)
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """Layer by head: evidence, and what stays.
+
+    Attributes:
+        layers: The attention modules, in order.
+        evidence: What the evidence is; None without.
+        frames: How the gates moved: step, and how likely every head of the map was open, in
+            percent, in order; None for heads without a gate.
+    """
+
+    layers: tuple[Layer, ...]
+    evidence: str | None = None
+    frames: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class History:
+    """A training, thinned to as many points as a drawing can show.
+
+    Attributes:
+        kind: Whether gates were trained, or a result healed.
+        steps: Steps that are shown.
+        loss: Mean loss of the steps up to each of them.
+        expected: Expected number of open heads; empty where none was recorded.
+        target: The number asked for; empty likewise.
+        phases: Where something began, and what.
+        records: Steps in the file.
+    """
+
+    kind: Literal["gates", "heal"]
+    steps: tuple[int, ...]
+    loss: tuple[float, ...]
+    expected: tuple[float, ...]
+    target: tuple[float, ...]
+    phases: tuple[tuple[float, str], ...]
+    records: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval; ``kind`` is "ratio" or "difference" to the base."""
+
+    kind: str
+    estimate: float
+    low: float
+    high: float
+    confidence: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One metric, of the model and of its base."""
+
+    name: str
+    value: float
+    base: float | None
+    higher_is_better: bool
+    n: int
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes and speed of one model, as ``evaluate`` measured them; None where it did not."""
+
+    parameters: int
+    attention_parameters: int
+    query_heads: int
+    kv_heads: int
+    kv_cache_bytes_per_token: int
+    longest_context: int | None
+    prefill_tokens_per_s: float | None
+    decode_by_batch: tuple[tuple[int, float], ...]
+    peak_memory_bytes: int | None
+    device: str | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What ``headprune evaluate`` measured.
+
+    Attributes:
+        model: The model, as it was named.
+        base: What it was compared with, if anything.
+        file: Where the report lies.
+        data: Source of the examples.
+        data_sha256: Their digest: only what was measured on the same examples is drawn together.
+        qualities: The metrics.
+        size: Sizes and speed of the model.
+        base_size: The same of its base.
+        memory: Bytes that ``longest_context`` fits into.
+        provenance: Time, platform, versions, settings.
+    """
+
+    model: str
+    base: str | None
+    file: Path
+    data: str
+    data_sha256: str
+    qualities: tuple[Quality, ...]
+    size: Size
+    base_size: Size | None
+    memory: int | None
+    provenance: Facts
+
+    @property
+    def main(self) -> Quality | None:
+        """The metric that leads: the first that the base has as well."""
+        of_both = [quality for quality in self.qualities if quality.base is not None]
+        return next(iter([*of_both, *self.qualities]), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what was asked, and what came out.
+
+    Attributes:
+        name: What the report calls it: the name of its folder, made unique.
+        folder: Where it lies.
+        source: The model it began with.
+        asked: What was asked for.
+        manifest: The record of the result, if there is one.
+        steps: The records of the results before it, oldest first, as far as they are known.
+        settings: How gates were trained.
+        head_map: The heads, if it is known which.
+        histories: Trainings.
+        evaluations: What was measured; that of the result comes first.
+        provenance: Where it comes from.
+    """
+
+    name: str
+    folder: Path
+    source: str
+    asked: str
+    manifest: Manifest | None
+    steps: tuple[dict[str, Any], ...]
+    settings: Facts
+    head_map: HeadMap | None
+    histories: tuple[History, ...]
+    evaluations: tuple[Evaluation, ...]
+    provenance: Facts
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """That of the result."""
+        return self.evaluations[0] if self.evaluations else None

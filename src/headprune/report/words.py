@@ -1,0 +1,244 @@
+"""What a run says in words and rows; nothing here knows HTML or Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headprune.checkpoint import card
+from headprune.plan import Shape
+from headprune.report.charts import mebibytes, short_name, speeds
+from headprune.report.view import Evaluation, Facts, Quality, Run
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number of the first screen.
+
+    Attributes:
+        name: What it is.
+        value: The number.
+        detail: What it is to be read against.
+        state: "good" for a proof that passed, otherwise "".
+    """
+
+    name: str
+    value: str
+    detail: str
+    state: str = ""
+
+
+def tiles(run: Run) -> list[Tile]:
+    """What came out, at a glance."""
+    found = [*_size_tiles(run), *_quality_tiles(run), *_speed_tiles(run)]
+    manifest = run.manifest
+    if manifest is not None:
+        proof = manifest.proof
+        detail = f"differs by {proof['gated_vs_reloaded']:.1e}, allowed {proof['tolerance']:.0e}"
+        found.append(Tile("proof", "passed", detail, "good"))
+        found.append(Tile("loads", *loads(manifest.shape)))
+    elif run.histories:
+        history = run.histories[0]
+        found.append(Tile("steps", f"{history.records:,}", f"last loss {history.loss[-1]:.4g}"))
+    return found
+
+
+def loads(shape: Shape) -> tuple[str, str]:
+    """How a result loads: in a word, and in a sentence."""
+    if shape is Shape.NATIVE:
+        return "anywhere", "a plain config; no other code"
+    return "by runtime", "trust_remote_code=True, or headprune installed"
+
+
+def _size_tiles(run: Run) -> list[Tile]:
+    rows = size_rows(run)
+    shown = []
+    for name, before, after in rows:
+        left = f"{after / before:.1%} left" if before else ""
+        if name == "KV bytes per token":
+            shown.append(Tile("KV cache per token", f"{after:,} B", f"{left} of {before:,} B"))
+        elif name == "parameters":
+            shown.append(Tile(name, short(after), f"{left} of {short(before)}"))
+        else:
+            shown.append(Tile(name, f"{after:,}", f"{left} of {before:,}"))
+    return shown
+
+
+def size_rows(run: Run) -> list[tuple[str, int, int]]:
+    """Counts before and after: of the original where it was evaluated, or of the chain's start."""
+    evaluation, manifest = run.evaluation, run.manifest
+    rows: list[tuple[str, int, int]] = []
+    if evaluation is not None and evaluation.base_size is not None:
+        before, after = evaluation.base_size, evaluation.size
+        rows = [
+            ("query heads", before.query_heads, after.query_heads),
+            ("KV heads", before.kv_heads, after.kv_heads),
+            ("parameters", before.parameters, after.parameters),
+        ]
+        if before.kv_cache_bytes_per_token:
+            cache = before.kv_cache_bytes_per_token, after.kv_cache_bytes_per_token
+            rows.append(("KV bytes per token", *cache))
+    elif manifest is not None:
+        first = run.steps[0] if run.steps else None
+        for name, before_last, after_last in card.sizes(manifest):
+            begun = first[name.replace(" ", "_").lower()][0] if first else before_last
+            rows.append((name, begun, after_last))
+    elif run.head_map is not None:
+        heads = sum(len(layer.cells) for layer in run.head_map.layers)
+        rows = [("query heads", heads, sum(layer.kept for layer in run.head_map.layers))]
+    return rows
+
+
+def _quality_tiles(run: Run) -> list[Tile]:
+    main = run.evaluation.main if run.evaluation else None
+    if main is None:
+        return []
+    return [Tile(main.name.replace("_", " "), f"{main.value:.4g}", compared(main))]
+
+
+def compared(quality: Quality) -> str:
+    """A metric against that of the base, with its interval."""
+    interval, base = quality.interval, quality.base
+    if interval is not None:
+        sign = "× the original" if interval.kind == "ratio" else "from the original"
+        plus = "" if interval.kind == "ratio" else "+"
+        return (
+            f"{interval.estimate:{plus}.3f} {sign} ({interval.confidence:.0%}: "
+            f"{interval.low:{plus}.3f} to {interval.high:{plus}.3f})"
+        )
+    return f"n = {quality.n:,}" if base is None else f"the original has {base:.4g}"
+
+
+def _speed_tiles(run: Run) -> list[Tile]:
+    evaluation = run.evaluation
+    if evaluation is None:
+        return []
+    ours = speeds(evaluation.size)
+    theirs = speeds(evaluation.base_size) if evaluation.base_size else {}
+    names = [n for n in ours if n != "prefill"] or list(ours)
+    if not names:
+        return []
+    name = names[-1]
+    what = f"decoding, {name}" if name != "prefill" else "prefill"
+    if theirs.get(name):
+        return [Tile(what, f"{ours[name] / theirs[name]:.2f} ×", "the original's tokens/s")]
+    return [Tile(what, f"{ours[name]:,.1f}", "tokens/s")]
+
+
+def short(count: int) -> str:
+    """A large count in a few characters."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,}"
+
+
+def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Runs side by side: one column each, one row per number that any of them has."""
+    columns: list[dict[str, str]] = []
+    for run in runs:
+        column = {"started from": run.source}
+        for name, before, after in size_rows(run):
+            column[name] = f"{after:,} of {before:,} ({after / before:.1%})" if before else "-"
+        evaluation = run.evaluation
+        if evaluation is not None:
+            column["measured on"] = short_name(evaluation.data)
+            for quality in evaluation.qualities:
+                name = quality.name.replace("_", " ")
+                column[name] = f"{quality.value:.4f}"
+                if quality.interval is not None:
+                    column[f"{name}, against the original"] = compared(quality)
+            for name, value in speed_cells(evaluation).items():
+                column[name] = value
+        if run.manifest is not None:
+            column["proof"] = f"passed, {run.manifest.proof['gated_vs_reloaded']:.1e}"
+            column["loads"] = loads(run.manifest.shape)[0]
+        columns.append(column)
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return ["", *(run.name for run in runs)], [
+        [name, *(column.get(name, "-") for column in columns)] for name in names
+    ]
+
+
+def speed_cells(evaluation: Evaluation) -> dict[str, str]:
+    """Tokens per second, with ratios to the base where it was timed."""
+    theirs = speeds(evaluation.base_size) if evaluation.base_size else {}
+    cells = {}
+    for name, rate in speeds(evaluation.size).items():
+        what = "prefill tokens/s" if name == "prefill" else f"decoded tokens/s, {name}"
+        ratio = f" ({rate / theirs[name]:.2f} ×)" if theirs.get(name) else ""
+        cells[what] = f"{rate:,.1f}{ratio}"
+    if evaluation.size.peak_memory_bytes:
+        cells["peak memory"] = mebibytes(evaluation.size.peak_memory_bytes)
+    return cells
+
+
+def measured(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+    """All numbers of one evaluation, beside its base."""
+    rows = [
+        [
+            q.name.replace("_", " "),
+            f"{q.value:.4f}",
+            "-" if q.base is None else f"{q.base:.4f}",
+            "-" if q.interval is None else compared(q),
+        ]
+        for q in evaluation.qualities
+    ]
+    sizes: list[tuple[str, Callable[[object], object]]] = [
+        ("parameters", lambda size: getattr(size, "parameters", None)),
+        ("attention parameters", lambda size: getattr(size, "attention_parameters", None)),
+        ("query heads", lambda size: getattr(size, "query_heads", None)),
+        ("KV heads", lambda size: getattr(size, "kv_heads", None)),
+        ("KV bytes per token", lambda size: getattr(size, "kv_cache_bytes_per_token", None)),
+    ]
+    for name, get in sizes:
+        rows.append([name, *_both(get(evaluation.size), get(evaluation.base_size))])
+    ours = speeds(evaluation.size)
+    theirs = speeds(evaluation.base_size) if evaluation.base_size else {}
+    for name, rate in ours.items():
+        what = "prefill tokens/s" if name == "prefill" else f"decoded tokens/s, {name}"
+        rows.append([what, *_both(rate, theirs.get(name))])
+    return ["", "model", "original", "model against original"], rows
+
+
+def _both(ours: object, theirs: object) -> list[str]:
+    def text(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:,.1f}"
+        return f"{value:,}" if isinstance(value, int) else "-"
+
+    both = isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs
+    ratio = f"{ours / theirs:.3f} ×" if both else "-"  # type: ignore[operator]
+    return [text(ours), text(theirs), ratio]
+
+
+def route_rows(run: Run) -> Facts:
+    """Which ways of loading lead to the result."""
+    if run.manifest is None:
+        return ()
+    native = run.manifest.shape is Shape.NATIVE
+    return (
+        ("AutoModel*.from_pretrained", "yes" if native else "refuses: sizes differ"),
+        ("the same, with trust_remote_code=True", "not needed" if native else "yes"),
+        ("headprune.from_pretrained", "yes"),
+    )
+
+
+def chain_rows(run: Run) -> list[tuple[str, str, str]]:
+    """How the result came about, one row per command: time, what, proof."""
+    records = [*run.steps]
+    if run.manifest is not None:
+        records.append(run.manifest.model_dump(mode="json"))
+    return [(r["created"], _made(r), f"{r['proof']['gated_vs_reloaded']:.1e}") for r in records]
+
+
+def _made(record: dict[str, object]) -> str:
+    get = record.get
+    healing, sharing = get("healing"), get("sharing")
+    if isinstance(healing, dict):
+        before, after = healing.get("before"), healing.get("after")
+        moved = f" (divergence {before:.4g} to {after:.4g})" if before is not None else ""
+        return f"healed for {healing['steps']} steps{moved}"
+    name = "KV heads" if isinstance(sharing, dict) else "query heads"
+    before, after = record[name.replace(" ", "_").lower()]  # type: ignore[misc]
+    return f"{name} {before} to {after}"

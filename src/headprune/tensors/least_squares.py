@@ -1,0 +1,153 @@
+"""Least squares on an output projection, from second moments of what enters it.
+
+With x the inputs of W_O (one column block per head) and y the outputs it should give,
+
+    W' = W + argmin_D  E|y - (W + D) x|^2 + ridge |D|^2
+
+so that a ridge pulls towards the weights that are there, and never raises the error. Nothing but
+E[x x^T] and E[y x^T] is needed (for single weights: Frantar and Alistarh 2023, arXiv 2301.00774,
+eq. 3; here for whole blocks of columns, and with a bias where there is one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_FLOOR = 1e-9  # of the mean diagonal: what keeps a singular moment solvable
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over tokens; those of shards of the data add up.
+
+    Attributes:
+        inputs: Sum of x x^T, shape (width, width).
+        cross: Sum of y x^T, shape (out, width).
+        input_sum: Sum of x, shape (width,).
+        output_sum: Sum of y, shape (out,).
+        output_power: Sum of |y|^2.
+        tokens: How many were summed.
+    """
+
+    inputs: Float[Tensor, "width width"]
+    cross: Float[Tensor, "out width"]
+    input_sum: Float[Tensor, " width"]
+    output_sum: Float[Tensor, " out"]
+    output_power: float
+    tokens: int
+
+    @classmethod
+    def of(cls, x: Float[Tensor, "tokens width"], y: Float[Tensor, "tokens out"]) -> Moments:
+        """Moments of some tokens, in float64."""
+        x, y = x.double(), y.double()
+        power = float(y.square().sum())
+        return cls(x.T @ x, y.T @ x, x.sum(0), y.sum(0), power, len(x))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.inputs + other.inputs,
+            self.cross + other.cross,
+            self.input_sum + other.input_sum,
+            self.output_sum + other.output_sum,
+            self.output_power + other.output_power,
+            self.tokens + other.tokens,
+        )
+
+    def centred(self) -> Moments:
+        """Moments of x and y less their means, which is what is left once a bias is free."""
+        count = max(self.tokens, 1)
+        return Moments(
+            self.inputs - torch.outer(self.input_sum, self.input_sum) / count,
+            self.cross - torch.outer(self.output_sum, self.input_sum) / count,
+            torch.zeros_like(self.input_sum),
+            torch.zeros_like(self.output_sum),
+            self.output_power - float(self.output_sum.square().sum()) / count,
+            self.tokens,
+        )
+
+    def error(self, weight: Float[Tensor, "out width"]) -> float:
+        """Sum over tokens of |y - W x|^2."""
+        fit = (weight @ self.inputs * weight).sum() - 2 * (weight * self.cross).sum()
+        return max(0.0, float(fit) + self.output_power)
+
+
+def ridge_path(
+    moments: Moments, start: Float[Tensor, "out width"], ridges: Sequence[float]
+) -> list[Float[Tensor, "out width"]]:
+    """The weights for every ridge, which is a share of the mean of E[x x^T]'s diagonal.
+
+    Args:
+        moments: What enters and what should come out, in float64.
+        start: The weights that the ridge pulls towards.
+        ridges: Shares, > 0; infinity gives ``start`` itself.
+
+    Raises:
+        ValueError: If the moments are not finite.
+    """
+    if not torch.isfinite(moments.inputs).all() or not torch.isfinite(moments.cross).all():
+        raise ValueError("the second moments are not finite")
+    scale = float(moments.inputs.diagonal().mean()) if len(moments.inputs) else 0.0
+    if scale == 0.0:
+        return [start for _ in ridges]
+    values, vectors = torch.linalg.eigh(moments.inputs)
+    values = values.clamp(min=0.0)
+    rest = (moments.cross - start @ moments.inputs) @ vectors
+    return [start + (rest / (values + max(r, _FLOOR) * scale)) @ vectors.T for r in ridges]
+
+
+def removal_costs(
+    gram: Float[Tensor, "width width"],
+    weight: Float[Tensor, "out width"],
+    blocks: Sequence[Sequence[int]],
+    ridge: float = 1e-4,
+) -> list[float]:
+    """What it costs to lose blocks of columns when the others are refitted, one after the other.
+
+    The cheapest block goes first, W_O is refitted, then the next cheapest, until none is left. The
+    cost of removing block b with the others free is (Hassibi and Stork 1993, eq. 5, for a block)
+
+        tr(W_b [(G^-1)_bb]^-1 W_b^T)
+
+    Of two blocks that say the same, the one that goes first costs nothing and the other one all
+    that the two were worth, so that no ranking drops both.
+
+    Args:
+        gram: Sum of x x^T, in float64.
+        weight: W_O.
+        blocks: Columns of every block.
+        ridge: Share of the mean diagonal that is added to ``gram``.
+
+    Returns:
+        Per block, the highest cost of any removal up to its own.
+    """
+    if not gram.isfinite().all():
+        raise ValueError("the second moments are not finite")
+    gram, weight = gram.double(), weight.double().clone()
+    scale = ridge * gram.diagonal().mean() + torch.finfo(torch.float64).tiny
+    left, costs, highest = list(range(len(blocks))), [0.0] * len(blocks), 0.0
+    while left:
+        columns = [torch.tensor(blocks[b], device=gram.device) for b in left]
+        every = torch.cat(columns)
+        eye = torch.eye(len(every), dtype=gram.dtype, device=gram.device)
+        inverse = torch.linalg.inv(gram[every[:, None], every] + scale * eye)
+        best, start = None, 0
+        for b, own in zip(left, columns, strict=True):
+            place = slice(start, start + len(own))
+            part = torch.linalg.solve(inverse[place, place], weight[:, own].T)
+            cost = float((weight[:, own] * part.T).sum())
+            if best is None or cost < best[0]:
+                best = (cost, b, own, part.T @ inverse[place])
+            start += len(own)
+        assert best is not None
+        cost, b, own, change = best
+        highest = max(highest, cost)
+        costs[b] = highest
+        weight[:, every] -= change
+        weight[:, own] = 0.0
+        left.remove(b)
+    return costs

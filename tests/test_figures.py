@@ -1,0 +1,72 @@
+"""Figures: what is drawn is what was given, and the files are what their suffix says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.figure import Figure
+
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.report.figures import Series, bars, curve, heat_map, pareto, save, trajectories
+
+ROWS = [[0.1, 0.9, None], [0.5], []]
+
+
+def texts(path: Path) -> list[str]:
+    root = ElementTree.parse(path).getroot()
+    return ["".join(e.itertext()) for e in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def every_figure() -> dict[str, Figure]:
+    line = Series("gates $a$ <b>", [1, 2], [3.0, 4.0], [2.5, 3.5], [3.5, 4.5])
+    return {
+        "map": heat_map(ROWS, ["first", "second", "third"], "Evidence", kept=[{1}, {0}, set()]),
+        "curve": curve([line], "Curve", "size", "perplexity", 2.5, higher_is_better=False),
+        "moving": trajectories([line], "Moving", y_label="loss", phases=[(1.5, "chosen")]),
+        "bars": bars(["1", "8"], {"model": [1, 2], "original": [3, 4]}, "Bars", "tokens/s"),
+        "empty map": heat_map([], [], "Nothing"),
+        "equal map": heat_map([[1.0, 1.0]], ["one"], "Equal"),
+        "empty curve": curve([], "Nothing", "size", "quality"),
+    }
+
+
+def test_files_are_what_their_suffix_says(tmp_path: Path) -> None:
+    for name, figure in every_figure().items():
+        assert save(figure, tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        root = ElementTree.parse(save(figure, tmp_path / f"{name}.svg")).getroot()
+        assert root.tag.endswith("svg")
+    with pytest.raises(HeadpruneError, match="figures are written as .svg or .png, not '.gif'"):
+        save(figure, tmp_path / "figure.gif")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Could not write .*figure.png"):
+        save(figure, tmp_path / "file" / "figure.png")
+
+
+def test_the_same_figure_gives_the_same_file(tmp_path: Path) -> None:
+    first, second = (save(every_figure()["curve"], tmp_path / f"{n}.svg") for n in "ab")
+    other = save(curve([], "Curve", "size", "perplexity", 2.6), tmp_path / "c.svg")
+    assert first.read_bytes() == second.read_bytes() != other.read_bytes()
+
+
+def test_text_is_drawn_as_it_is(tmp_path: Path) -> None:
+    figure = curve([Series("$x^2$", [1], [1]), Series("<script>", [1], [2])], "100 $", "x", "y")
+    drawn = texts(save(figure, tmp_path / "text.svg"))
+    assert {"$x^2$", "<script>", "100 $"} <= set(drawn)
+
+
+def test_kept_heads_are_outlined() -> None:
+    def outlines(kept: list[set[int]] | None) -> int:
+        axes = heat_map(ROWS, ["a", "b", "c"], "Map", kept=kept).axes[0]
+        return sum(not patch.get_fill() for patch in axes.patches)
+
+    assert outlines([{0, 2}, {0}, set()]) == 3
+    assert outlines(None) == 0
+
+
+def test_pareto_front() -> None:
+    points = [(1.0, 30.0), (2.0, 20.0), (2.0, 25.0), (3.0, 20.0), (4.0, 10.0), (4.0, 10.0)]
+    assert pareto(points, higher_is_better=False) == [0, 1, 4, 5]
+    assert pareto(points, higher_is_better=True) == [0]
+    assert pareto([], higher_is_better=True) == []
