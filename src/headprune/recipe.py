@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from headprune.config import (
+    BudgetConfig,
+    CalibrationConfig,
     ConvertConfig,
     DataConfig,
     Dtype,
@@ -37,6 +39,7 @@ from headprune.config import (
 )
 from headprune.errors import RecipeError
 from headprune.registry import Registry, did_you_mean
+from headprune.tensors.units import Unit
 
 ORIGINAL = "original"
 
@@ -48,6 +51,7 @@ class Made(str, Enum):
 
     MODEL = "model"
     GATES = "gates"
+    SCORES = "scores"
     PLAN = "plan"
     REPORT = "report"
 
@@ -57,29 +61,45 @@ class Slot(str, Enum):
 
     MODEL = "model"  # a step that makes a model, or the original
     GATES = "gates"  # a step that trains gates, or a folder of them
+    SCORES = "scores"  # a step that scores heads, or a folder of scores
     PLAN = "plan"  # a step that makes a plan, or a file
+    FILE = "file"  # a file
     DATA = "data"  # one of the recipe's sources
 
 
 OfModel = Annotated[str | None, Slot.MODEL]
+OfGates = Annotated[str | None, Slot.GATES]
+OfScores = Annotated[str | None, Slot.SCORES]
+OfPlan = Annotated[str | None, Slot.PLAN]
 OfData = Annotated[str, Slot.DATA]
+EVIDENCE = (Made.GATES, Made.SCORES, Made.PLAN)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# one, or several
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
 class Step(BaseModel):
     """One step; its other fields are the settings of the command.
 
     Attributes:
+        makes: What its output is to later steps.
+        file: The file of its output that they read; None for the folder.
+        takes_all: Whether it takes the outputs of all steps before it.
         step: Which kind of step it is.
-        model: The model it works on: an earlier step, or "original". By default the model that
-            was made last.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     makes: ClassVar[Made]
+    file: ClassVar[str | None] = None
+    takes_all: ClassVar[bool] = False
 
     step: str
-    model: OfModel = None
 
     @classmethod
     def slots(cls) -> dict[str, Slot]:
@@ -96,33 +116,86 @@ class Step(BaseModel):
         return kind(**{name: getattr(self, name) for name in kind.model_fields})
 
 
-class TrainGatesStep(Step, TrainGatesConfig):
+class ModelStep(Step):
+    """A step that works on a model.
+
+    Attributes:
+        model: An earlier step, or "original"; by default the model that was made last.
+    """
+
+    model: OfModel = None
+
+
+class ScoreStep(ModelStep, CalibrationConfig):
+    """``headprune score``.
+
+    Attributes:
+        criterion: One criterion, or several in one pass.
+        data: The recipe's source of examples; None for criteria that need none.
+        unit: What one score stands for.
+        attention: Kinds of attention to score.
+        gates: With the criterion "gates": a step that trains them, or a folder.
+    """
+
+    makes = Made.SCORES
+    criterion: Names
+    data: Annotated[str | None, Slot.DATA] = "train"
+    unit: Unit | None = None
+    attention: tuple[str, ...] = ()
+    gates: OfGates = None
+
+
+class PlanStep(ModelStep, BudgetConfig):
+    """``headprune plan``.
+
+    Attributes:
+        scores: A step that scores heads, or a folder of scores; by default the last one.
+        criterion: Which of the scores, where there are several.
+        rounds: How often heads are scored.
+    """
+
+    makes = Made.PLAN
+    file = "plan.json"
+    scores: OfScores = None
+    criterion: str | None = None
+    rounds: Annotated[int, Field(ge=1)] = 1
+
+
+class TrainGatesStep(ModelStep, TrainGatesConfig):
     """``headprune train-gates``."""
 
     makes = Made.GATES
     data: OfData = "train"
 
 
-class PruneStep(Step):
-    """``headprune prune``, with the gates or the plan that was made last.
+class PruneStep(ModelStep):
+    """``headprune prune``, with the gates, scores or plan that were made last.
 
     Attributes:
         gates: A step that trains gates, or a folder of them.
+        scores: A step that scores heads, or a folder of scores; needs ``keep``.
+        criterion: With scores: which of them.
         plan: A step that makes a plan, or a plan file.
-        keep: Keep another share or count of heads than the gates were trained for.
+        keep: A share or count of heads to keep; with gates, another than they were trained for.
+        refit: The recipe's source of text on which W_O makes up for the heads that go.
+        calibration: How much of that text is used.
         shape: What the result may look like.
         dtype: Element type to load, and so to write.
     """
 
     makes = Made.MODEL
-    gates: Annotated[str | None, Slot.GATES] = None
-    plan: Annotated[str | None, Slot.PLAN] = None
+    gates: OfGates = None
+    scores: OfScores = None
+    criterion: str | None = None
+    plan: OfPlan = None
     keep: float | int | None = None
+    refit: Annotated[str | None, Slot.DATA] = None
+    calibration: CalibrationConfig = CalibrationConfig()
     shape: ShapeOption = ShapeOption.AUTO
     dtype: Dtype = Dtype.AUTO
 
 
-class ConvertStep(Step, ConvertConfig):
+class ConvertStep(ModelStep, ConvertConfig):
     """``headprune convert-gqa``.
 
     Attributes:
@@ -135,7 +208,7 @@ class ConvertStep(Step, ConvertConfig):
     shape: ShapeOption = ShapeOption.AUTO
 
 
-class HealStep(Step, HealConfig):
+class HealStep(ModelStep, HealConfig):
     """``headprune heal``.
 
     Attributes:
@@ -148,7 +221,7 @@ class HealStep(Step, HealConfig):
     teacher: OfModel = ORIGINAL
 
 
-class EvaluateStep(Step, EvaluateConfig):
+class EvaluateStep(ModelStep, EvaluateConfig):
     """``headprune evaluate``.
 
     Attributes:
@@ -157,16 +230,59 @@ class EvaluateStep(Step, EvaluateConfig):
     """
 
     makes = Made.REPORT
+    file = "report.json"
     data: OfData = "test"
     against: OfModel = ORIGINAL
 
 
+class CheckStep(ModelStep):
+    """``headprune check``; a broken limit lets the run end with exit code 1.
+
+    Attributes:
+        limits: What must hold, a line each.
+        data: The recipe's source of examples.
+        against: The model that ``>= 98 %`` refers to: an earlier step, or "original".
+        baseline: File that ``<= +2 %`` refers to.
+        confidence: Level of the intervals that decide.
+        resamples: Bootstrap resamples behind them.
+        strict: Whether a limit that is too close to call counts as broken.
+        seq_len: As for evaluate; so are the settings after it.
+    """
+
+    makes = Made.REPORT
+    file = "check.json"
+    limits: Names
+    data: OfData = "test"
+    against: OfModel = ORIGINAL
+    baseline: Annotated[str | None, Slot.FILE] = None
+    confidence: float = 0.99
+    resamples: int = 10_000
+    strict: bool = False
+    seq_len: int = 512
+    batch_size: int = 4
+    max_windows: int | None = None
+    dtype: Dtype = Dtype.AUTO
+    seed: int = 0
+
+
+class ReportStep(Step):
+    """``headprune report`` on all steps before it, as a page and as Markdown."""
+
+    makes = Made.REPORT
+    file = "report.html"
+    takes_all = True
+
+
 STEPS: Registry[type[Step]] = Registry("kind of step", RecipeError)
+STEPS.add("score", ScoreStep)
 STEPS.add("train-gates", TrainGatesStep)
+STEPS.add("plan", PlanStep)
 STEPS.add("prune", PruneStep)
 STEPS.add("convert-gqa", ConvertStep)
 STEPS.add("heal", HealStep)
 STEPS.add("evaluate", EvaluateStep)
+STEPS.add("check", CheckStep)
+STEPS.add("report", ReportStep)
 STEPS.freeze()
 
 
@@ -324,7 +440,7 @@ def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> An
         path = ".".join(map(str, [*filter(None, [where]), *first["loc"]]))
         if first["type"] == "extra_forbidden":
             section, _, key = path.rpartition(".")
-            known = list(DataConfig.model_fields if len(first["loc"]) > 1 else model.model_fields)
+            known = list(_at(model, first["loc"]).model_fields)
             place = f"'{section}' has" if section else "It has"
             raise RecipeError(f"{place} no setting '{key}'.{did_you_mean(key, known)}") from None
         if first["type"] == "missing":
@@ -332,6 +448,14 @@ def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> An
         message = first["msg"].removeprefix("Value error, ")
         found = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
         raise RecipeError(f"{path or 'It'}: {message}{found}.") from None
+
+
+def _at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that a misspelt setting is in."""
+    if len(loc) == 1:
+        return model
+    inner = model.model_fields[str(loc[0])].annotation
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else DataConfig
 
 
 def _resolved(recipe: Recipe) -> dict[str, Step]:
@@ -343,16 +467,20 @@ def _resolved(recipe: Recipe) -> dict[str, Step]:
                 _check_data(recipe, name, slot, getattr(step, slot))
             else:
                 _check_reference(recipe, name, slot, kind, done)
-        chosen: dict[str, Any] = {"model": step.model or _latest(done, Made.MODEL) or ORIGINAL}
-        if isinstance(step, PruneStep):
+        chosen: dict[str, Any] = {}
+        if isinstance(step, ModelStep):
+            chosen["model"] = step.model or _latest(done, Made.MODEL) or ORIGINAL
+        if isinstance(step, PruneStep | PlanStep):
             chosen |= _evidence(recipe, name, step, chosen["model"], done)
         if isinstance(step, HealStep) and (step.teacher or ORIGINAL) == chosen["model"]:
             raise RecipeError(
                 f"Step '{name}' would train '{chosen['model']}' to match itself: put a step that "
                 "changes the model before it, such as prune or convert-gqa."
             )
-        if isinstance(step, EvaluateStep) and step.against == chosen["model"]:
+        if isinstance(step, EvaluateStep | CheckStep) and step.against == chosen["model"]:
             chosen["against"] = None
+        if step.takes_all and not done:
+            raise RecipeError(f"Step '{name}' is about the steps before it, and there are none.")
         done[name] = step.model_copy(update=chosen)
     return done
 
@@ -376,6 +504,10 @@ def _check_reference(
     """Refuses a reference to what is not there, comes later, or makes something else."""
     asked = getattr(recipe.steps[name], slot)
     if asked is None or (kind is Slot.MODEL and asked == ORIGINAL):
+        return
+    if kind is Slot.FILE:
+        if not Path(asked).is_file():
+            raise RecipeError(f"Step '{name}' takes its {slot} from '{asked}', which is no file.")
         return
     if asked == name or (asked in recipe.steps and name in _ancestors(recipe, asked)):
         also = "itself" if asked == name else f"'{asked}', which takes that of '{name}'"
@@ -410,27 +542,36 @@ def _ancestors(recipe: Recipe, name: str) -> Iterator[str]:
 
 
 def _evidence(
-    recipe: Recipe, name: str, step: PruneStep, model: str, done: dict[str, Step]
+    recipe: Recipe, name: str, step: PruneStep | PlanStep, model: str, done: dict[str, Step]
 ) -> dict[str, str]:
     """What says which heads stay: what the step names, or what was made last."""
-    given = {slot: getattr(step, slot) for slot in ("gates", "plan") if getattr(step, slot)}
+    evidence = [made.value for made in EVIDENCE]
+    slots = [slot for slot, kind in step.slots().items() if kind.value in evidence]
+    given = {slot: getattr(step, slot) for slot in slots if getattr(step, slot)}
+    wanted = " or ".join(slots)
     if len(given) > 1:
-        raise RecipeError(f"Step '{name}' has both gates and a plan; one of them says what stays.")
+        raise RecipeError(
+            f"Step '{name}' has both {' and '.join(given)}; one of them says what stays."
+        )
     if not given:
-        latest = _latest(done, Made.GATES, Made.PLAN)
+        makes = [made for made in EVIDENCE if made.value in slots]
+        latest = _latest(done, *makes)
         if latest is None:
-            later = [n for n, s in recipe.steps.items() if s.makes in (Made.GATES, Made.PLAN)]
-            what = f"'{later[0]}' comes after it: move it up" if later else "add train-gates"
+            later = [n for n, s in recipe.steps.items() if s.makes in makes and n not in done]
+            what = (
+                f"'{later[0]}' comes after it: move it up" if later else "add score or train-gates"
+            )
             raise RecipeError(
-                f"Step '{name}' needs gates or a plan to say which heads stay, and no step before "
-                f"it makes them; {what}, or name a file (plan: heads.json)."
+                f"Step '{name}' needs {wanted} to say which heads stay, and no step before it "
+                f"makes them; {what}, or name a place ({slots[-1]}: PATH)."
             )
         given = {done[latest].makes.value: latest}
     ((_, source),) = given.items()
-    if source in done and done[source].model != model:
+    maker = done.get(source)
+    if isinstance(maker, ModelStep) and maker.model != model:
         raise RecipeError(
             f"Step '{name}' would cut '{model}' by what '{source}' found out about "
-            f"'{done[source].model}', which is another model: put '{name}' right after '{source}', "
-            f"or a step of that kind before '{name}'."
+            f"'{maker.model}', which is another model: put '{name}' right after '{source}', or a "
+            f"step of that kind before '{name}'."
         )
     return given

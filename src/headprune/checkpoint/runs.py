@@ -27,7 +27,10 @@ from headprune.errors import CheckpointError
 RECORD, RECIPE, LOCK, PARTIAL = "run.json", "recipe.yaml", "requirements.lock", ".partial"
 
 # records of how an output came about, with times in them: another run of the same step makes others
-_RECORDS = ("headprune.json", "README.md", "history.jsonl", "heal.jsonl", "config.yaml")
+_RECORDS = (
+    *("headprune.json", "scores.json", "README.md", "config.yaml"),
+    *("history.jsonl", "heal.jsonl"),
+)
 
 
 class StepRecord(BaseModel):

@@ -14,11 +14,15 @@ from headprune.models.attention import attention_of
 from headprune.models.cost import attention_parameters
 from headprune.models.loading import load_config, native_of, parse_dtype
 from headprune.recipe import (
+    CheckStep,
     ConvertStep,
     EvaluateStep,
     HealStep,
+    PlanStep,
     PruneStep,
     Recipe,
+    ReportStep,
+    ScoreStep,
     TrainGatesStep,
 )
 
@@ -195,6 +199,31 @@ def converting(step: ConvertStep, recipe: Recipe, sizes: Sizes) -> Estimate:
         seconds += 3 * sizes.forward(step.calibration_tokens)
     held = step.calibration_tokens * sizes.hidden * 4 * 8
     return Estimate(seconds, 2 * stored + held, stored)
+
+
+def scoring(step: ScoreStep, recipe: Recipe, sizes: Sizes) -> Estimate:
+    """score: forward and backward over the calibration text."""
+    batch = step.batch_size * step.seq_len
+    held = sizes.activations(batch, sizes.itemsize_of(step.dtype), trained=True)
+    seconds = OVERHEAD_SECONDS + 2 * sizes.forward(step.tokens if step.data else 0)
+    return Estimate(seconds, sizes.stored(step.dtype) + held, 100_000)
+
+
+def planning(step: PlanStep, recipe: Recipe, sizes: Sizes) -> Estimate:
+    """plan: the model is loaded, and timed where a speed-up is asked for."""
+    seconds = step.rounds * OVERHEAD_SECONDS + SPEED_SECONDS * (step.min_speedup is not None)
+    return Estimate(seconds, sizes.stored(), 100_000)
+
+
+def checking(step: CheckStep, recipe: Recipe, sizes: Sizes) -> Estimate:
+    """check: an evaluation without timing."""
+    shared = {n: getattr(step, n) for n in CheckStep.model_fields if n in EvaluateStep.model_fields}
+    return evaluating(EvaluateStep(**{**shared, "speed": False}), recipe, sizes)
+
+
+def reporting(step: ReportStep, recipe: Recipe, sizes: Sizes) -> Estimate:
+    """report: drawings."""
+    return Estimate(2 * OVERHEAD_SECONDS, 2**28, 2_000_000)
 
 
 def evaluating(step: EvaluateStep, recipe: Recipe, sizes: Sizes) -> Estimate:

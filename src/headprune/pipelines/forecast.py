@@ -80,6 +80,8 @@ def forecast(recipe: Recipe) -> Forecast:
         why = outlook.why
         if waits is not None:
             why = f"takes the {waits} of '{getattr(step, waits)}'"
+        elif UNKNOWN in outlook.inputs.get("steps", {}).values():
+            why = "takes all of the others"
         if not outlook.cached:  # so that what stands on it counts as unknown
             left = {n: s for n, s in record.steps.items() if n != name}
             record = record.model_copy(update={"steps": left})

@@ -130,8 +130,14 @@ def open_run(recipe: Recipe) -> RunRecord:
     """The record of what the recipe made before; an empty one if it never ran.
 
     Raises:
+        HeadpruneError: If a step asks for what there is not, such as an unknown criterion.
         CheckpointError: If the output folder is another recipe's, or none of ours.
     """
+    for name, step in recipe.steps.items():
+        try:
+            ROWS[type(step)].refuse(step)
+        except HeadpruneError as error:
+            raise type(error)(f"Step '{name}': {error}") from None
     output = recipe.output
     if output.is_file():
         raise CheckpointError(f"The output '{output}' is a file; give a folder name.")
@@ -188,8 +194,7 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
         elif kind is Slot.MODEL and source == ORIGINAL:
             inputs[slot] = original
         elif source in recipe.steps:
-            made = record.steps.get(source)
-            inputs[slot] = made.digest if made is not None and made.done else UNKNOWN
+            inputs[slot] = _made(record, source)
         else:
             inputs[slot] = digest_of_place(Path(source))
     if before is None:
@@ -205,6 +210,12 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
             what = "was added" if file not in before.files else what
             return Outlook(False, f"its output: {file} {what}", inputs)
     return Outlook(True, "", inputs)
+
+
+def _made(record: RunRecord, name: str) -> str:
+    """Digest of a step's output."""
+    made = record.steps.get(name)
+    return made.digest if made is not None and made.done else UNKNOWN
 
 
 def _settings(step: Step) -> dict[str, Any]:
@@ -307,8 +318,10 @@ def _inputs(recipe: Recipe, step: Step) -> dict[str, str]:
         if kind is Slot.MODEL and source == ORIGINAL:
             places[slot] = recipe.model
         else:
-            made = source in recipe.steps
-            places[slot] = str(recipe.output / source) if made else source
+            made = recipe.steps.get(source)
+            places[slot] = (
+                source if made is None else str(recipe.output / source / (made.file or ""))
+            )
     return places
 
 
