@@ -16,6 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from headprune.checkpoint.runs import digest_of_data
+from headprune.config import DataConfig
 from headprune.errors import HeadpruneError
 from headprune.pipelines.forecast import forecast
 from headprune.pipelines.run import run as run_recipe
@@ -26,7 +28,8 @@ from tests.test_cli import headprune, run
 
 SMALL = {"batch_size": 2, "seq_len": 16}
 EVERYTHING = ["train-gates", "prune", "convert-gqa", "heal", "evaluate"]
-CONFIGS = sorted(Path("configs").glob("*.yaml"))
+CI_CHECK = Path("configs/ci-check.yaml")  # the one that is no recipe
+CONFIGS = sorted(set(Path("configs").glob("*.yaml")) - {CI_CHECK})
 
 
 def write_job(folder: Path, model: Path, text: Path) -> Path:
@@ -100,10 +103,11 @@ def test_only_what_changed_runs_again(done_job: Path, tmp_path: Path) -> None:
     more = ["steps.heal.steps=3", "steps.evaluate.seq_len=32"]
     assert did(done_job, *more) == ["heal", "evaluate"]
     # other gates of the same settings but one come out the same, so that what stands on them stays
-    assert did(done_job, *more, "steps.train-gates.save_every=1") == ["train-gates"]
+    did(done_job, *more, "steps.train-gates.save_every=1")
+    assert did(done_job, *more, "steps.train-gates.save_every=2") == ["train-gates"]
     text = tmp_path / "text.txt"
     text.write_text(text.read_text().replace("w1 ", "w2 "))
-    again = did(done_job, *more, "steps.train-gates.save_every=1")
+    again = did(done_job, *more, "steps.train-gates.save_every=2")
     assert (again[0], again[-2:]) == ("train-gates", ["heal", "evaluate"])
 
 
@@ -236,6 +240,7 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
         (["steps.heal.teacher=heel"], "there is no such step. Did you mean 'heal'?"),
         (["steps.heal.teacher=train-gates"], "from 'train-gates', which makes a gates"),
         (["steps.heal.model=original"], "would train 'original' to match itself"),
+        (["steps.prune.calibration.tokns=3"], "no setting 'tokns'. Did you mean 'tokens'?"),
         (["steps.prune.plan=heads.json"], "there is no such step or file"),
         (["model="], "model: Input should be a valid string"),
     ],
@@ -255,8 +260,13 @@ GATES = {"target_heads": 0.5}
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ({}, "It has no steps. There are: train-gates"),
-        ({"prune": {}}, "needs gates or a plan"),
+        ({}, "It has no steps. There are: score, train-gates"),
+        ({"prune": {}}, "needs gates or scores or plan"),
+        ({"plan": {"keep": 0.5}, "score": {"criterion": "random"}}, "'score' comes after it"),
+        ({"score": {"criterion": "random"}, "prune": {}}, "say how many heads to 'keep'"),
+        ({"prune": {"plan": "job.yaml", "keep": 3}}, "its plan says already what stays"),
+        ({"report": {}}, "is about the steps before it, and there are none"),
+        ({"score": {"criterion": []}}, "steps.score.criterion: Value should have at least 1"),
         ({"prune": {}, "train-gates": GATES}, "'train-gates' comes after it: move it up"),
         ({"heal": {"steps": 1}}, "put a step that changes the model before it"),
         ({"prun": {}}, "There is no step 'prun'. Did you mean 'prune'?"),
@@ -271,10 +281,16 @@ GATES = {"target_heads": 0.5}
     ],
 )
 def test_impossible_orders(
-    steps: dict[str, Any], message: str, job: Path, tmp_path: Path, capsys: Any
+    steps: dict[str, Any],
+    message: str,
+    job: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     content = {**yaml.safe_load(job.read_text()), "steps": steps}
     job.write_text(yaml.safe_dump(content, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "run", job)
     assert (code, message in err, "Traceback" in err) == (2, True, False), err
     assert not (tmp_path / "out").exists()
@@ -324,6 +340,17 @@ def test_two_runs_at_once(job: Path, tmp_path: Path) -> None:
         did(job)
 
 
+@pytest.mark.parametrize("name", ["README.md", "config.yaml"])
+def test_data_named_like_a_record_is_data(name: str, tmp_path: Path) -> None:
+    digests = set()
+    for content in ("one", "two"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text(content)
+        for place in (tmp_path / "data", tmp_path / "data" / name):
+            digests.add(digest_of_data(DataConfig(source=str(place))))
+    assert len(digests) == 2  # a folder with one file is that file
+
+
 def test_a_step_that_fails_says_which_and_keeps_the_others(
     done_job: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -331,6 +358,55 @@ def test_a_step_that_fails_says_which_and_keeps_the_others(
     code, _, err = run(capsys, "run", done_job, *more)
     assert (code, "Step 'heal': --seq-len 999: the model has 128" in err) == (2, True), err
     assert did(done_job) == ["heal"]  # as it was, so that the evaluation still stands
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ({"score": {"criterion": "fischer"}}, "Step 'score': No criterion named 'fischer'."),
+        ({"convert-gqa": {"kv_heads": 1, "merge": "meen"}}, "Did you mean 'mean'?"),
+        ({"check": {"limits": "perplexity 3"}}, "Step 'check': The limit 'perplexity 3' has no"),
+        ({"check": {"limits": "perplexity <= 3", "confidence": 2}}, "Step 'check': --confidence"),
+        ({"check": {"limits": "perplexity <= +1 %", "baseline": "b.json"}}, "is no file"),
+    ],
+)
+def test_what_there_is_not_is_refused_before_anything_runs(
+    steps: dict[str, Any], message: str, job: Path, tmp_path: Path, capsys: Any
+) -> None:
+    content = {**yaml.safe_load(job.read_text()), "steps": steps}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    code, _, err = run(capsys, "run", job, "--dry-run")
+    assert (code, message in err) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_scores_to_a_plan_and_a_broken_limit(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration = {"tokens": 512, "seq_len": 16}
+    steps = {
+        "score": {"criterion": ["fluctuation", "magnitude"], **calibration},
+        "plan": {"keep": 0.75, "criterion": "fluctuation"},
+        "prune": {"refit": "train", "calibration": calibration},
+        "check": {"limits": ["perplexity <= 2", "query_heads == 18"], "seq_len": 16},
+        "report": None,
+    }
+    content = {**yaml.safe_load(job.read_text()), "steps": steps}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    for cached in (False, True):  # broken once is broken the next time
+        code, text, err = run(capsys, "run", job, "--json")
+        assert code == 1, err
+        found = json.loads(text)
+        assert (found["passed"], found["steps"]["check"]["passed"]) == (False, False)
+        assert all(step["cached"] == cached for step in found["steps"].values())
+        assert found["steps"]["check"]["summary"] == "broken: 1 of 2 limits hold"
+    out = tmp_path / "out"
+    assert "<html" in (out / "report" / "report.html").read_text()
+    assert (out / "check" / "junit.xml").read_text().count("<failure") == 1
+    held = ["steps.check.limits=[perplexity <= 2000]"]
+    assert did(job, *held) == ["check", "report"]
+    code, text, err = run(capsys, "run", job, "--set", held[0])
+    assert (code, "1 of 1 limits hold" in text) == (0, True), err
 
 
 def test_cuts_that_branch_off_the_same_gates(job: Path) -> None:
@@ -374,10 +450,11 @@ def stand_in(name: str, folder: Path) -> list[str]:
         fields = settings.model_dump()
         tiny_values = {"seq_len": 16, "batch_size": 2, "speed": False, "max_windows": None}
         tiny_values |= {"steps": 2, "calibration_tokens": 512, "dtype": "float32", "bf16": False}
-        tiny_values |= {"epochs": 0.2}
+        tiny_values |= {"epochs": 0.2, "tokens": 512, "calibration": {"tokens": 512, "seq_len": 16}}
+        tiny_values |= {"keep": 18, "limits": ["query_heads <= 24"]}
         tiny_values |= {"kv_heads": 2} if case == "llama-mha" else {}
         for key in fields.keys() & tiny_values.keys():
-            if key == "steps" and fields[key] is None:
+            if key in ("steps", "keep") and fields[key] is None:
                 continue
             overrides.append(f"steps.{step}.{key}={json.dumps(tiny_values[key])}")
     return overrides
@@ -421,7 +498,7 @@ def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     assert done.returncode == 0, done.stderr
     recipe = read_recipe(path)
     assert recipe.model == 'my model: "a"'  # quoted as YAML needs it
-    assert list(recipe.steps) == ["train-gates", "prune", "evaluate"]
+    assert list(recipe.steps) == ["train-gates", "prune", "evaluate", "check", "report"]
     assert recipe.data["test"].split == "test"
     path = tmp_path / "defaults.yaml"
     code, _, err = run(capsys, "init", path, "--yes")
@@ -433,3 +510,13 @@ def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     ):
         code, _, err = run(capsys, "init", path, "--yes", *wrong)
         assert (code, message in err) == (2, True), err
+
+
+def test_the_shipped_check_runs(
+    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--model", llama_folder, "--against", llama_folder, "--data", text_file]
+    places += ["--baseline", tmp_path / "baseline.json", "--seq-len", "16"]
+    for more in (["--update-baseline"], []):
+        code, _, err = run(capsys, "check", "--config", CI_CHECK, *places, *more)
+        assert code == 0, err

@@ -386,7 +386,9 @@ def _set(content: dict[str, Any], override: str) -> None:
     place = content
     for depth, section in enumerate(sections):
         inside = place.get(section)
-        if not isinstance(inside, dict) and not (inside is None and sections == ["data"]):
+        # a first source, or a section of a step's settings, may be new
+        new = inside is None and (sections == ["data"] or (sections[0] == "steps" and depth > 1))
+        if not isinstance(inside, dict) and not new:
             above = ".".join(sections[:depth]) or "The recipe"
             known = [name for name, value in place.items() if isinstance(value, dict)]
             raise RecipeError(
@@ -566,7 +568,11 @@ def _evidence(
                 f"makes them; {what}, or name a place ({slots[-1]}: PATH)."
             )
         given = {done[latest].makes.value: latest}
-    ((_, source),) = given.items()
+    ((slot, source),) = given.items()
+    if isinstance(step, PruneStep) and slot == "scores" and step.keep is None:
+        raise RecipeError(f"Step '{name}' cuts by scores: say how many heads to 'keep'.")
+    if isinstance(step, PruneStep) and slot == "plan" and step.keep is not None:
+        raise RecipeError(f"Step '{name}' has a 'keep', but its plan says already what stays.")
     maker = done.get(source)
     if isinstance(maker, ModelStep) and maker.model != model:
         raise RecipeError(

@@ -133,14 +133,15 @@ def hashes(place: Path) -> dict[str, str]:
 
 
 def digest_of_place(place: Path) -> str:
-    """Digest of the files of a folder or of one file, but for records with times in them."""
-    return _digest({n: h for n, h in hashes(place).items() if Path(n).name not in _RECORDS})
+    """Digest of one file, or of a folder's files but for records with times in them."""
+    records = _RECORDS if place.is_dir() else ()
+    return _digest({n: h for n, h in hashes(place).items() if Path(n).name not in records})
 
 
 def digest_of_data(data: DataConfig) -> str:
     """Digest of local files; a data set of the hub is known by its name and split alone."""
     place = Path(data.source)
-    return digest_of_place(place) if place.exists() else f"hub:{data.source}:{data.split}"
+    return _digest(hashes(place)) if place.exists() else f"hub:{data.source}:{data.split}"
 
 
 def _digest(files: dict[str, str]) -> str:

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from headprune.pipelines.run import Run
 
 
-def step_line(console: Console, name: str, summary: str, seconds: float | None) -> None:
+def step_line(
+    console: Console, name: str, summary: str, passed: bool, seconds: float | None
+) -> None:
     """One step that is done, as soon as it is."""
+    mark = "[green]✓[/]" if passed else "[bold red]✗[/]"
     took = "" if seconds is None else f" ({duration(seconds)})"
-    console.print(f"[green]✓[/] [bold]{escape(name)}[/]: {escape(summary)}{took}")
+    console.print(f"{mark} [bold]{escape(name)}[/]: {escape(summary)}{took}")
 
 
 def finished(console: Console, run: Run) -> None:

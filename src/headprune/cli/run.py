@@ -58,7 +58,7 @@ def run(
             name = step
             progress.reset(task, description=f"{step}: starting", total=None, numbers="")
             if cached:
-                render_run.step_line(progress.console, step, "done before", None)
+                render_run.step_line(progress.console, step, "done before", True, None)
 
         def on_progress(done: int, total: int, numbers: str = "") -> None:
             progress.update(task, completed=done, total=total, numbers=numbers)
@@ -69,9 +69,7 @@ def run(
                 on_step=on_step,
                 on_stage=lambda stage: progress.update(task, description=f"{name}: {stage}"),
                 on_progress=on_progress,
-                on_done=lambda step, summary, seconds: render_run.step_line(
-                    progress.console, step, summary, seconds
-                ),
+                on_done=lambda *done: render_run.step_line(progress.console, *done),
             ),
         )
         progress.remove_task(task)

@@ -28,7 +28,8 @@ from headprune.recipe import (
 
 REACHED = 0.4  # of the FLOP/s of a large matrix product, by training steps of small batches
 BYTES_PER_TOKEN = 4  # of English text
-OVERHEAD_SECONDS = 5.0  # loading, probing, writing
+OVERHEAD_SECONDS = 10.0  # starting, probing
+BYTES_PER_SECOND = 2e8  # of weights that are read, written and hashed
 SPEED_SECONDS = 20.0  # timing prefill and decoding of one model
 
 
@@ -189,12 +190,13 @@ def _training(
 def cutting(step: PruneStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     """prune: loaded, cut and read back."""
     stored = sizes.stored(step.dtype)
-    return Estimate(2 * OVERHEAD_SECONDS, 2 * stored, stored)
+    return Estimate(OVERHEAD_SECONDS + 4 * stored / BYTES_PER_SECOND, 2 * stored, stored)
 
 
 def converting(step: ConvertStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     """convert-gqa."""
-    stored, seconds = sizes.stored(step.dtype), 2 * OVERHEAD_SECONDS
+    stored = sizes.stored(step.dtype)
+    seconds = OVERHEAD_SECONDS + 4 * stored / BYTES_PER_SECOND
     if step.calibrate is not None:
         seconds += 3 * sizes.forward(step.calibration_tokens)
     held = step.calibration_tokens * sizes.hidden * 4 * 8

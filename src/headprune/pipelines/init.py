@@ -158,6 +158,18 @@ _EVALUATE = """\
     max_windows: {windows}
     dtype: {dtype}
 """
+_CHECK = """\
+  # what must hold; the run ends with exit code 1 if it does not
+  check:
+    limits:
+      - perplexity <= 200 % # of the original's; see headprune check --help
+    max_windows: {windows}
+    dtype: {dtype}
+"""
+_REPORT = """\
+  # all of it on one page
+  report:
+"""
 
 _STEPS = {
     Goal.KV_CACHE: """\
@@ -176,7 +188,9 @@ _STEPS = {
     bf16: {bf16}
     gradient_checkpointing: {recompute} # saves memory, at a third more time
 """
-    + _EVALUATE,
+    + _EVALUATE
+    + _CHECK
+    + _REPORT,
     Goal.HEADS: """\
   # a gate on every head, or on every KV head with its queries where they are shared
   train-gates:
@@ -191,7 +205,9 @@ _STEPS = {
     shape: auto # native: the same counts in every layer, so that any engine loads it
     dtype: {dtype}
 """
-    + _EVALUATE,
+    + _EVALUATE
+    + _CHECK
+    + _REPORT,
     Goal.STUDY: """\
   # which heads matter: their gates, trained once
   train-gates:
@@ -217,5 +233,6 @@ _STEPS = {
     speed: false
 """
         for share in (75, 50, 25)
-    ),
+    )
+    + _REPORT,
 }

@@ -183,6 +183,10 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
         "loading": {n: getattr(recipe, n) for n in ("trust_remote_code", "assume_supported")},
         "versions": versions(),
     }
+    if step.takes_all:
+        names = list(recipe.steps)
+        earlier = names[: names.index(name)]
+        inputs["steps"] = {source: _made(record, source) for source in earlier}
     for slot, kind in step.slots().items():
         source = getattr(step, slot)
         if source is None:
@@ -304,7 +308,7 @@ def _do(
     done = {"seconds": seconds, "files": files, **vars(result)}
     record = record.with_step(name, unfinished.model_copy(update=done))
     record.write(recipe.output)
-    watch.on_done(name, result.summary, seconds)
+    watch.on_done(name, result.summary, result.passed, seconds)
     return record
 
 

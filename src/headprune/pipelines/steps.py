@@ -62,13 +62,13 @@ class Watch:
         on_step: Called with a step's name, and whether its output is there already.
         on_stage: Called with a few words before every stage of a step.
         on_progress: Called with how much of a stage is done, of how much, and numbers to show.
-        on_done: Called with a step's name, its result in a line, and seconds.
+        on_done: Called with a step's name, its result in a line, whether it passed, and seconds.
     """
 
     on_step: Callable[[str, bool], None] = lambda name, cached: None
     on_stage: Callable[[str], None] = lambda stage: None
     on_progress: Callable[..., None] = _no_progress
-    on_done: Callable[[str, str, float], None] = lambda name, summary, seconds: None
+    on_done: Callable[[str, str, bool, float], None] = lambda name, summary, passed, seconds: None
 
 
 @dataclass(frozen=True)
