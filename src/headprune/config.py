@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
@@ -15,6 +15,27 @@ from headprune.tensors.units import Unit
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def memory_bytes(text: object) -> object:
+    """An amount of memory with its unit, in bytes; other values as they are.
+
+    Raises:
+        ValueError: If it has no unit.
+    """
+    if not isinstance(text, str):
+        return text
+    units = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9, "MB": 10**6}
+    unit = next((u for u in units if text.upper().endswith(u)), None)
+    try:
+        if unit is None:
+            raise ValueError
+        return int(float(text[: -len(unit)]) * units[unit])
+    except ValueError:
+        raise ValueError("give a number with its unit, such as 24GiB (or MiB, GB, MB)") from None
+
+
+Memory = Annotated[Count, BeforeValidator(memory_bytes)]
 
 
 class Objective(str, Enum):
@@ -280,7 +301,7 @@ class EvaluateConfig(_Config):
         resamples: Bootstrap resamples behind it.
         speed: Whether to time prefill and decoding.
         decode_batches: Batch sizes at which decoding is timed.
-        memory: Bytes of memory; the report then says how long a context fits.
+        memory: Bytes of memory, also as "24GiB"; the report then says how long a context fits.
         dtype: Element type of the model's weights.
         seed: Seed of masked positions and of the bootstrap.
     """
@@ -292,7 +313,7 @@ class EvaluateConfig(_Config):
     resamples: Count = 2000
     speed: bool = True
     decode_batches: tuple[Count, ...] = (1, 8)
-    memory: Count | None = None
+    memory: Memory | None = None
     dtype: Dtype = Dtype.AUTO
     seed: int = 0
 
@@ -351,7 +372,7 @@ class CheckConfig(_Config):
         return EvaluateConfig(**{name: getattr(self, name) for name in shared}, speed=False)
 
 
-def build(model: type[_Config], values: dict[str, Any]) -> Any:
+def build(model: type[BaseModel], values: dict[str, Any]) -> Any:
     """Validates values into a config.
 
     Raises:

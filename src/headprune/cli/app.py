@@ -14,6 +14,7 @@ from headprune import config as cfg
 from headprune._version import __version__
 from headprune.cli import terminal
 from headprune.cli.check import check
+from headprune.cli.init import init
 from headprune.cli.options import (
     Assume,
     Data,
@@ -33,6 +34,7 @@ from headprune.cli.options import (
 )
 from headprune.cli.plan import plan
 from headprune.cli.report import report
+from headprune.cli.run import run
 from headprune.cli.score import score
 from headprune.cli.sweep import sweep
 from headprune.errors import HeadpruneError
@@ -709,6 +711,8 @@ app.command("plan")(plan)
 app.command("sweep")(sweep)
 app.command("report")(report)
 app.command("check")(check)
+app.command("run")(run)
+app.command("init")(init)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -68,16 +68,10 @@ def memory_bytes(text: str | None) -> int | None:
     """An amount of memory with its unit, in bytes."""
     if text is None:
         return None
-    units = {"GIB": 2**30, "MIB": 2**20, "GB": 10**9, "MB": 10**6}
-    unit = next((u for u in units if text.upper().endswith(u)), None)
     try:
-        if unit is None:
-            raise ValueError
-        return int(float(text[: -len(unit)]) * units[unit])
-    except ValueError:
-        raise HeadpruneError(
-            f"--memory {text}: give a number with its unit, such as 24GiB (or MiB, GB, MB)."
-        ) from None
+        return cast(int, cfg.memory_bytes(text))
+    except ValueError as error:
+        raise HeadpruneError(f"--memory {text}: {error}.") from None
 
 
 def kv_head_counts(text: str | None) -> int | tuple[int, ...] | None:

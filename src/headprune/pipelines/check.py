@@ -290,7 +290,7 @@ def _judge(
     return judge(limit, _interval(statistic, ours.count(limit.metric), config))
 
 
-def _counted(limit: Limit, value: int, reference: int | None) -> float:
+def _counted(limit: Limit, value: int, reference: int | None) -> float | int:
     if limit.kind is Kind.ABSOLUTE:
         return float(value)
     assert reference is not None

@@ -1,0 +1,343 @@
+"""headprune run: the steps of a recipe, each done once for the same inputs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from headprune.checkpoint.folders import write_error, write_whole
+from headprune.checkpoint.manifest import versions
+from headprune.checkpoint.runs import (
+    LOCK,
+    PARTIAL,
+    RECIPE,
+    RECORD,
+    RunRecord,
+    StepRecord,
+    digest_of_data,
+    digest_of_place,
+    hashes,
+    key_of,
+    read_run,
+    write_lock,
+)
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.models.loading import load_config
+from headprune.pipelines.steps import ROWS, Job, Watch
+from headprune.recipe import ORIGINAL, Recipe, Slot, Step
+from headprune.training.slim import Interrupted
+
+UNKNOWN = "not there yet"  # digest of the output of a step that is still to run
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Whether a step has to run.
+
+    Attributes:
+        cached: Its output is there, whole, and made of the same inputs.
+        why: Why it has to run.
+        inputs: What its key is made of.
+    """
+
+    cached: bool
+    why: str
+    inputs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        output: The recipe's output folder.
+        record: What became of its steps.
+        cached: The steps whose output was there already.
+    """
+
+    output: Path
+    record: RunRecord
+    cached: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no step found a limit broken."""
+        return all(step.passed for step in self.record.steps.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        steps = {
+            name: {
+                **step.model_dump(mode="json", exclude={"inputs", "files"}),
+                "output": str(self.output / name),
+                "cached": name in self.cached,
+            }
+            for name, step in self.record.steps.items()
+        }
+        return {"schema_version": 1, "name": self.record.name, "passed": self.passed} | {
+            "steps": steps
+        }
+
+
+def run(recipe: Recipe, watch: Watch | None = None) -> Run:
+    """Runs the steps of a recipe whose output is not there yet.
+
+    A step's output is a folder of its name in ``recipe.output``; it appears whole or not at all.
+    What was interrupted goes on when the same recipe runs again.
+
+    Args:
+        recipe: The recipe.
+        watch: Who is told how it goes on.
+
+    Raises:
+        HeadpruneError: If a step's input does not fit together, naming the step; or if the output
+            folder belongs to another recipe.
+        ProofError: If a step's result does not compute what it should.
+        Interrupted: After Ctrl-C in a training.
+    """
+    watch = watch or Watch()
+    record = open_run(recipe)
+    with _alone(recipe.output):
+        # a step that the recipe has no more is no part of the run
+        steps = {name: record.steps[name] for name in recipe.steps if name in record.steps}
+        record = record.model_copy(update={"steps": steps, "versions": versions()})
+        _begin(recipe, record)
+        cached = []
+        original = digest_of_model(recipe)
+        for name in recipe.steps:
+            outlook = look(recipe, name, record, original)
+            watch.on_step(name, outlook.cached)
+            if outlook.cached:
+                cached.append(name)
+                continue
+            record = _do(recipe, name, record, outlook.inputs, watch)
+        order = {name: record.steps[name] for name in recipe.steps}
+        record = record.model_copy(update={"steps": order})
+        record.write(recipe.output)
+        shutil.rmtree(recipe.output / PARTIAL, ignore_errors=True)
+    return Run(recipe.output, record, tuple(cached))
+
+
+def open_run(recipe: Recipe) -> RunRecord:
+    """The record of what the recipe made before; an empty one if it never ran.
+
+    Raises:
+        HeadpruneError: If a step asks for what there is not, such as an unknown criterion.
+        CheckpointError: If the output folder is another recipe's, or none of ours.
+    """
+    for name, step in recipe.steps.items():
+        try:
+            ROWS[type(step)].refuse(step)
+        except HeadpruneError as error:
+            raise type(error)(f"Step '{name}': {error}") from None
+    output = recipe.output
+    if output.is_file():
+        raise CheckpointError(f"The output '{output}' is a file; give a folder name.")
+    record = read_run(output)
+    if record is None:
+        ours = {PARTIAL, RECIPE, LOCK, _lock(output).name}
+        others = output.is_dir() and {file.name for file in output.iterdir()} - ours
+        if others:
+            raise CheckpointError(
+                f"The output folder '{output}' holds other files ('{sorted(others)[0]}'), and no "
+                f"{RECORD} of this recipe. Choose another one: --set output=FOLDER."
+            )
+        return RunRecord(name=recipe.name, versions=versions())
+    if record.name != recipe.name:
+        raise CheckpointError(
+            f"The output folder '{output}' belongs to the recipe '{record.name}', and this one is "
+            f"'{recipe.name}'. Choose another one: --set output=FOLDER."
+        )
+    return record
+
+
+def digest_of_model(recipe: Recipe) -> str:
+    """Who the original is: the files of a folder, or the commit of a hub model."""
+    if Path(recipe.model).is_dir():
+        return digest_of_place(Path(recipe.model))
+    config = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    return f"hub:{recipe.model}@{getattr(config, '_commit_hash', None)}"
+
+
+def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook:
+    """Says whether a step's output is there, whole, and made of the same inputs.
+
+    Args:
+        recipe: The recipe.
+        name: The step.
+        record: What became of the steps before it.
+        original: Digest of the recipe's model.
+    """
+    step, before = recipe.steps[name], record.steps.get(name)
+    inputs: dict[str, Any] = {
+        "step": step.step,
+        "settings": _settings(step),
+        "loading": {n: getattr(recipe, n) for n in ("trust_remote_code", "assume_supported")},
+        "versions": versions(),
+    }
+    if step.takes_all:
+        names = list(recipe.steps)
+        earlier = names[: names.index(name)]
+        inputs["steps"] = {source: _made(record, source) for source in earlier}
+    for slot, kind in step.slots().items():
+        source = getattr(step, slot)
+        if source is None:
+            continue
+        if kind is Slot.DATA:
+            data = recipe.data[source]
+            columns = data.model_dump(mode="json", exclude={"source"})
+            inputs[slot] = {**columns, "sha256": digest_of_data(data)}
+        elif kind is Slot.MODEL and source == ORIGINAL:
+            inputs[slot] = original
+        elif source in recipe.steps:
+            inputs[slot] = _made(record, source)
+        else:
+            inputs[slot] = digest_of_place(Path(source))
+    if before is None:
+        return Outlook(False, "never ran", inputs)
+    if before.key != key_of(inputs):
+        return Outlook(False, _difference(before.inputs, inputs), inputs)
+    if not before.done:
+        return Outlook(False, "was interrupted", inputs)
+    now = hashes(recipe.output / name)
+    for file in sorted({*now, *before.files}):
+        if now.get(file) != before.files.get(file):
+            what = "is missing" if file not in now else "was changed"
+            what = "was added" if file not in before.files else what
+            return Outlook(False, f"its output: {file} {what}", inputs)
+    return Outlook(True, "", inputs)
+
+
+def _made(record: RunRecord, name: str) -> str:
+    """Digest of a step's output."""
+    made = record.steps.get(name)
+    return made.digest if made is not None and made.done else UNKNOWN
+
+
+def _settings(step: Step) -> dict[str, Any]:
+    """The settings that are no inputs."""
+    return step.model_dump(mode="json", exclude={"step", *step.slots()})
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What changed first, in words."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    for name in {**new, **old}:
+        was, is_ = old.get(name), new.get(name)
+        if was != is_:
+            hidden = any(isinstance(v, str) and len(v) == 64 for v in (was, is_))
+            if hidden or UNKNOWN in (was, is_):
+                return f"{name.removesuffix('.sha256')} changed"
+            return f"{name}: {was} -> {is_}"
+    return "its inputs changed"
+
+
+def _flat(content: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _lock(output: Path) -> Path:
+    return output / ".lock"
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Keeps a second run out of the folder for as long as this one lasts, or lives."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with FileLock(_lock(output), timeout=0):
+            yield
+    except Timeout:
+        raise CheckpointError(
+            f"Another run is at work in '{output}'. Wait for it, or choose another folder: "
+            "--set output=FOLDER."
+        ) from None
+    except OSError as error:
+        raise write_error(output, error) from error
+
+
+def _begin(recipe: Recipe, record: RunRecord) -> None:
+    record.write(recipe.output)
+    write_whole(recipe.output / RECIPE, recipe.as_yaml())
+    write_lock(recipe.output)
+
+
+def _do(
+    recipe: Recipe, name: str, record: RunRecord, inputs: dict[str, Any], watch: Watch
+) -> RunRecord:
+    """Runs a step, moves its output into place, and records it."""
+    step = recipe.steps[name]
+    row, partial = ROWS[type(step)], recipe.output / PARTIAL
+    before, key = record.steps.get(name), key_of(inputs)
+    interrupted = before is not None and not before.done and before.key == key
+    resume = (
+        interrupted and row.work is not None and (partial / row.work.format(name=name)).exists()
+    )
+    if not resume:
+        shutil.rmtree(partial, ignore_errors=True)
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    unfinished = StepRecord(step=step.step, key=key, inputs=inputs, started=started)
+    record = record.with_step(name, unfinished)
+    record.write(recipe.output)
+    job = Job(recipe, step, _inputs(recipe, step), partial / name, resume, watch)
+    start = time.monotonic()
+    try:
+        result = row.run(job)
+    except Interrupted:
+        raise Interrupted(
+            f"Stopped in step '{name}'; what is done is kept. Run the same command again, and it "
+            "goes on from there."
+        ) from None
+    except HeadpruneError as error:
+        raise type(error)(f"Step '{name}': {error}") from error
+    seconds = time.monotonic() - start
+    files = hashes(job.output)
+    _put(job.output, recipe.output / name)
+    done = {"seconds": seconds, "files": files, **vars(result)}
+    record = record.with_step(name, unfinished.model_copy(update=done))
+    record.write(recipe.output)
+    watch.on_done(name, result.summary, result.passed, seconds)
+    return record
+
+
+def _inputs(recipe: Recipe, step: Step) -> dict[str, str]:
+    """Where what a step takes lies."""
+    places = {}
+    for slot, kind in step.slots().items():
+        source = getattr(step, slot)
+        if source is None or kind is Slot.DATA:
+            continue
+        if kind is Slot.MODEL and source == ORIGINAL:
+            places[slot] = recipe.model
+        else:
+            made = recipe.steps.get(source)
+            places[slot] = (
+                source if made is None else str(recipe.output / source / (made.file or ""))
+            )
+    return places
+
+
+def _put(made: Path, place: Path) -> None:
+    """Moves a finished output to where it belongs, in the place of an earlier one."""
+    try:
+        if place.exists():
+            retired = made.with_name(f"{made.name}.old")
+            place.rename(retired)
+            made.rename(place)
+            shutil.rmtree(retired)
+        else:
+            made.rename(place)
+    except OSError as error:
+        raise write_error(place, error) from error

@@ -1,0 +1,522 @@
+"""Recipes: the whole job, cached, resumed, refused; and every recipe that is shipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from headprune.checkpoint.runs import digest_of_data
+from headprune.config import DataConfig
+from headprune.errors import HeadpruneError
+from headprune.pipelines.forecast import forecast
+from headprune.pipelines.run import run as run_recipe
+from headprune.pipelines.steps import ROWS
+from headprune.recipe import STEPS, read_recipe
+from tests import tiny
+from tests.test_cli import headprune, run
+
+SMALL = {"batch_size": 2, "seq_len": 16}
+EVERYTHING = ["train-gates", "prune", "convert-gqa", "heal", "evaluate"]
+CI_CHECK = Path("configs/ci-check.yaml")  # the one that is no recipe
+CONFIGS = sorted(set(Path("configs").glob("*.yaml")) - {CI_CHECK})
+
+
+def write_job(folder: Path, model: Path, text: Path) -> Path:
+    """A recipe of five steps."""
+    content = {
+        "model": str(model),
+        "output": str(folder / "out"),
+        "data": {"train": str(text), "test": str(text)},
+        "steps": {
+            "train-gates": {"target_heads": 0.5, "steps": 4, **SMALL},
+            "prune": {"shape": "native"},
+            "convert-gqa": {"kv_heads": 1, "merge": "mean"},
+            "heal": {"steps": 12, "save_every": 2, **SMALL},
+            "evaluate": {"speed": False, **SMALL},
+        },
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+@pytest.fixture
+def job(llama_folder: Path, text_file: Path, tmp_path: Path) -> Path:
+    """The recipe for a tiny Llama."""
+    return write_job(tmp_path, llama_folder, text_file)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of that recipe, made once."""
+    folder = tmp_path_factory.mktemp("finished")
+    tiny.save(tiny.model("llama-gqa"), folder / "llama")
+    (folder / "text.txt").write_text(tiny.text(2_000))
+    path = write_job(folder, folder / "llama", folder / "text.txt")
+    assert did(path) == EVERYTHING
+    return folder / "out"
+
+
+@pytest.fixture
+def done_job(job: Path, finished: Path, tmp_path: Path) -> Path:
+    """The recipe when it has run; the same model and text lie elsewhere now, which is no change."""
+    shutil.copytree(finished, tmp_path / "out")
+    return job
+
+
+def did(path: Path, *overrides: str) -> list[str]:
+    """Runs a recipe; the steps that were not there already."""
+    done = run_recipe(read_recipe(path, overrides))
+    return [name for name in done.record.steps if name not in done.cached]
+
+
+def test_every_kind_of_step_has_its_row() -> None:
+    assert set(ROWS) == {STEPS[name] for name in STEPS}
+    assert all(STEPS[name].__name__.endswith("Step") for name in STEPS)
+
+
+def test_only_what_changed_runs_again(done_job: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    manifest = json.loads((out / "heal" / "headprune.json").read_text())
+    assert [step["query_heads"] for step in manifest["lineage"]] == [[24, 16], [16, 16]]
+    report = json.loads((out / "evaluate" / "report.json").read_text())
+    assert report["against"]["cost"]["query_heads"] == 24
+    assert not (out / ".partial").exists()
+    lock = (out / "requirements.lock").read_text().splitlines()
+    assert any(line.startswith("torch==") for line in lock)
+    assert any(line.startswith("headprune==") for line in lock)
+
+    assert did(done_job) == []
+    assert did(out / "recipe.yaml") == []  # all settings, and the same recipe
+    assert did(done_job, "steps.evaluate.seq_len=32") == ["evaluate"]
+    more = ["steps.heal.steps=3", "steps.evaluate.seq_len=32"]
+    assert did(done_job, *more) == ["heal", "evaluate"]
+    # other gates of the same settings but one come out the same, so that what stands on them stays
+    did(done_job, *more, "steps.train-gates.save_every=1")
+    assert did(done_job, *more, "steps.train-gates.save_every=2") == ["train-gates"]
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text().replace("w1 ", "w2 "))
+    again = did(done_job, *more, "steps.train-gates.save_every=2")
+    assert (again[0], again[-2:]) == ("train-gates", ["heal", "evaluate"])
+
+
+def test_a_changed_or_missing_output_is_noticed(done_job: Path, tmp_path: Path) -> None:
+    model = tmp_path / "out" / "prune" / "model.safetensors"
+    good, times = model.read_bytes(), model.stat()
+    model.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    os.utime(model, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a failing disk leaves it
+    outlook = forecast(read_recipe(done_job)).steps[1]
+    assert (outlook.cached, outlook.why) == (False, "its output: model.safetensors was changed")
+    assert did(done_job) == ["prune"]  # made again, the same, so that the rest still stands
+    assert model.read_bytes() == good
+    (tmp_path / "out" / "evaluate" / "report.json").unlink()
+    assert did(done_job) == ["evaluate"]
+    (tmp_path / "out" / "evaluate" / "mine.txt").write_text("x")
+    assert "mine.txt was added" in forecast(read_recipe(done_job)).steps[-1].why
+
+
+def killed_in(path: Path, step: str, after: int) -> None:
+    """Runs a recipe in another process, which is killed after so many updates of a training."""
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from headprune.pipelines.run import run\n"
+        "from headprune.pipelines.steps import Watch\n"
+        "from headprune.recipe import read_recipe\n"
+        "names = []\n"
+        "def progress(done, total, numbers=''):\n"
+        f"    if names[-1] == {step!r} and done == {after}:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "watch = Watch(on_step=lambda name, cached: names.append(name), on_progress=progress)\n"
+        "run(read_recipe(Path(sys.argv[1])), watch)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_a_run_that_is_killed_twice_ends_the_same(
+    job: Path, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    killed_in(job, "train-gates", after=3)
+    assert (out / ".partial" / "train-gates" / "checkpoints").is_dir()
+    assert not (out / "train-gates").exists()
+    killed_in(job, "heal", after=7)
+    record = json.loads((out / "run.json").read_text())["steps"]
+    assert list(record) == ["train-gates", "prune", "convert-gqa", "heal"]
+    assert record["heal"]["seconds"] is None
+    assert not (out / "heal").exists()
+    assert forecast(read_recipe(job)).steps[3].why == "was interrupted"
+
+    assert did(job) == ["heal", "evaluate"]
+    for name, count in (("train-gates/history.jsonl", 4), ("heal/heal.jsonl", 12)):
+        steps = [json.loads(line)["step"] for line in (out / name).read_text().splitlines()]
+        assert steps == list(range(1, count + 1))
+    ours, unbroken = (load_file(f / "heal" / "model.safetensors") for f in (out, finished))
+    assert ours.keys() == unbroken.keys()
+    assert all(torch.equal(ours[name], unbroken[name]) for name in ours)
+    # and they would differ, had it not gone on from where it was
+    other = load_file(out / "convert-gqa" / "model.safetensors")
+    assert not all(torch.equal(ours[name], other[name]) for name in ours)
+
+
+def test_an_interrupted_step_with_other_settings_starts_anew(
+    done_job: Path, tmp_path: Path
+) -> None:
+    """What a kill left is of no use to a step with other inputs, and does not stand in its way."""
+    out = tmp_path / "out"
+    record = json.loads((out / "run.json").read_text())
+    record["steps"]["heal"] |= {"seconds": None, "files": {}}
+    (out / "run.json").write_text(json.dumps(record))
+    left = out / ".partial" / "heal-checkpoints"
+    left.mkdir(parents=True)
+    (left / "config.yaml").write_text("model: another")
+    assert did(done_job, "steps.heal.steps=3") == ["heal", "evaluate"]
+    assert not (out / ".partial").exists()
+
+
+def test_dry_run_counts_and_writes_nothing(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, err = run(capsys, "run", job, "--dry-run", "--json")
+    assert code == 0, err
+    assert not (tmp_path / "out").exists()
+    ahead = json.loads(text)
+    assert [s["cached"] for s in ahead["steps"]] == [False] * 5
+    assert ahead["steps"][1]["why"] == "takes the gates of 'train-gates'"
+    built = tiny.model("llama-gqa")
+    assert f"{built.num_parameters():,} parameters" in ahead["rule"]
+    prune = ahead["steps"][1]["estimate"]
+    assert prune["disk_bytes"] == 4 * built.num_parameters()
+    assert all(s["estimate"]["seconds"] > 0 for s in ahead["steps"])
+
+    def seconds(*overrides: str) -> float:
+        (gates, *_) = forecast(read_recipe(job, overrides)).steps
+        assert gates.estimate.seconds is not None
+        return gates.estimate.seconds
+
+    assert seconds("steps.train-gates.steps=400000") > 10 * seconds()
+    code, text, err = run(capsys, "run", job, "--dry-run")
+    assert (code, "Nothing was run" in text) == (0, True), err
+
+
+def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
+    assert all(step.cached for step in forecast(read_recipe(done_job)).steps)
+    changed = forecast(read_recipe(done_job, ["steps.heal.steps=3"])).steps
+    assert [step.cached for step in changed] == [True, True, True, False, False]
+    assert changed[3].why == "settings.steps: 12 -> 3"
+    code, text, err = run(capsys, "run", done_job, "--json")
+    assert code == 0, err
+    assert [step["cached"] for step in json.loads(text)["steps"].values()] == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps.heel.steps=3"], "steps has no 'heel'. Did you mean 'heal'?"),
+        (["steps.heal.stepps=3"], "'steps.heal' has no setting 'stepps'. Did you mean 'steps'?"),
+        (["outputt=x"], "It has no setting 'outputt'. Did you mean 'output'?"),
+        (["data.train.sauce=x"], "'data.train' has no setting 'sauce'. Did you mean 'source'?"),
+        (["steps.heal.steps=lots"], "steps.heal.steps: Input should be a valid integer"),
+        (["steps.heal.steps"], "give key=value"),
+        (["steps.more=3"], "steps are added in the file"),
+        (["steps.train-gates.l0_penalty=1"], "give exactly one of target_heads and l0_penalty"),
+        (["steps.evaluate.memory=lots"], "such as 24GiB"),
+        (["steps.evaluate.data=tset"], "has train, test. Did you mean 'test'?"),
+        (["steps.heal.model=evaluate"], "'evaluate', which comes after it: move 'evaluate' up"),
+        (["steps.heal.model=heal"], "takes the output of itself: that is circular"),
+        (["steps.prune.model=heal", "steps.heal.model=prune"], "that is circular"),
+        (["steps.heal.teacher=heel"], "there is no such step. Did you mean 'heal'?"),
+        (["steps.heal.teacher=train-gates"], "from 'train-gates', which makes a gates"),
+        (["steps.heal.model=original"], "would train 'original' to match itself"),
+        (["steps.prune.calibration.tokns=3"], "no setting 'tokns'. Did you mean 'tokens'?"),
+        (["steps.prune.plan=heads.json"], "there is no such step or file"),
+        (["model="], "model: Input should be a valid string"),
+    ],
+)
+def test_bad_settings(
+    overrides: list[str], message: str, job: Path, tmp_path: Path, capsys: Any
+) -> None:
+    options = [part for override in overrides for part in ("--set", override)]
+    code, _, err = run(capsys, "run", job, *options)
+    assert (code, message in err, "Traceback" in err) == (2, True, False), err
+    assert not (tmp_path / "out").exists()
+
+
+GATES = {"target_heads": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ({}, "It has no steps. There are: score, train-gates"),
+        ({"prune": {}}, "needs gates or scores or plan"),
+        ({"plan": {"keep": 0.5}, "score": {"criterion": "random"}}, "'score' comes after it"),
+        ({"score": {"criterion": "random"}, "prune": {}}, "say how many heads to 'keep'"),
+        ({"prune": {"plan": "job.yaml", "keep": 3}}, "its plan says already what stays"),
+        ({"report": {}}, "is about the steps before it, and there are none"),
+        ({"score": {"criterion": []}}, "steps.score.criterion: Value should have at least 1"),
+        ({"prune": {}, "train-gates": GATES}, "'train-gates' comes after it: move it up"),
+        ({"heal": {"steps": 1}}, "put a step that changes the model before it"),
+        ({"prun": {}}, "There is no step 'prun'. Did you mean 'prune'?"),
+        ({"cut": {"step": "prun"}}, "No kind of step named 'prun'. Did you mean 'prune'?"),
+        ({"original": {"step": "prune"}}, "cannot be named 'original'"),
+        ({"../x": {"step": "prune"}}, "cannot be named '../x'"),
+        ({"prune": 3}, "settings are key: value, not 3"),
+        (
+            {"train-gates": GATES, "convert-gqa": {"kv_heads": 1}, "prune": {}},
+            "would cut 'convert-gqa' by what 'train-gates' found out about 'original'",
+        ),
+    ],
+)
+def test_impossible_orders(
+    steps: dict[str, Any],
+    message: str,
+    job: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = {**yaml.safe_load(job.read_text()), "steps": steps}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "run", job)
+    assert (code, message in err, "Traceback" in err) == (2, True, False), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_no_recipes(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "r.yaml"
+    for content, message in (
+        ("a: [", "not readable as YAML"),
+        ("[1, 2]", "has no section 'steps'"),
+        ("model: x", "has no section 'steps'"),
+        ("model: x\nsteps:\n  prune:\n  prune:\n", "line 4 has 'prune' for the second time"),
+        ("model: x\nsteps:\n  prune: {plan: r}\n", "'output' is missing"),
+    ):
+        path.write_text(content)
+        code, _, err = run(capsys, "run", path)
+        assert (code, message in err) == (2, True), err
+    code, _, err = run(capsys, "run", tmp_path / "none.yaml")
+    assert (code, "'headprune init' writes one" in err) == (2, True), err
+
+
+def test_folders_of_others_are_left_alone(
+    job: Path, finished: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("precious")
+    code, _, err = run(capsys, "run", job)
+    assert (code, "holds other files ('thesis.tex')" in err) == (2, True), err
+    (out / "thesis.tex").unlink()
+    other = tmp_path / "other.yaml"
+    shutil.copy(job, other)
+    shutil.copytree(finished, out, dirs_exist_ok=True)
+    code, _, err = run(capsys, "run", other)
+    assert (code, "belongs to the recipe 'job', and this one is 'other'" in err) == (2, True), err
+    (out / "run.json").write_text("{")
+    code, _, err = run(capsys, "run", job)
+    assert (code, "is damaged" in err) == (2, True), err
+
+
+def test_two_runs_at_once(job: Path, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with FileLock(out / ".lock"), pytest.raises(HeadpruneError, match="Another run is at work"):
+        did(job)
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.yaml"])
+def test_data_named_like_a_record_is_data(name: str, tmp_path: Path) -> None:
+    digests = set()
+    for content in ("one", "two"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text(content)
+        for place in (tmp_path / "data", tmp_path / "data" / name):
+            digests.add(digest_of_data(DataConfig(source=str(place))))
+    assert len(digests) == 2  # a folder with one file is that file
+
+
+def test_a_step_that_fails_says_which_and_keeps_the_others(
+    done_job: Path, tmp_path: Path, capsys: Any
+) -> None:
+    more = ("--set", "steps.heal.seq_len=999")
+    code, _, err = run(capsys, "run", done_job, *more)
+    assert (code, "Step 'heal': --seq-len 999: the model has 128" in err) == (2, True), err
+    assert did(done_job) == ["heal"]  # as it was, so that the evaluation still stands
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ({"score": {"criterion": "fischer"}}, "Step 'score': No criterion named 'fischer'."),
+        ({"convert-gqa": {"kv_heads": 1, "merge": "meen"}}, "Did you mean 'mean'?"),
+        ({"check": {"limits": "perplexity 3"}}, "Step 'check': The limit 'perplexity 3' has no"),
+        ({"check": {"limits": "perplexity <= 3", "confidence": 2}}, "Step 'check': --confidence"),
+        ({"check": {"limits": "perplexity <= +1 %", "baseline": "b.json"}}, "is no file"),
+    ],
+)
+def test_what_there_is_not_is_refused_before_anything_runs(
+    steps: dict[str, Any], message: str, job: Path, tmp_path: Path, capsys: Any
+) -> None:
+    content = {**yaml.safe_load(job.read_text()), "steps": steps}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    code, _, err = run(capsys, "run", job, "--dry-run")
+    assert (code, message in err) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_scores_to_a_plan_and_a_broken_limit(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration = {"tokens": 512, "seq_len": 16}
+    steps = {
+        "score": {"criterion": ["fluctuation", "magnitude"], **calibration},
+        "plan": {"keep": 0.75, "criterion": "fluctuation"},
+        "prune": {"refit": "train", "calibration": calibration},
+        "check": {"limits": ["perplexity <= 2", "query_heads == 18"], "seq_len": 16},
+        "report": None,
+    }
+    content = {**yaml.safe_load(job.read_text()), "steps": steps}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    for cached in (False, True):  # broken once is broken the next time
+        code, text, err = run(capsys, "run", job, "--json")
+        assert code == 1, err
+        found = json.loads(text)
+        assert (found["passed"], found["steps"]["check"]["passed"]) == (False, False)
+        assert all(step["cached"] == cached for step in found["steps"].values())
+        assert found["steps"]["check"]["summary"] == "broken: 1 of 2 limits hold"
+    out = tmp_path / "out"
+    assert "<html" in (out / "report" / "report.html").read_text()
+    assert (out / "check" / "junit.xml").read_text().count("<failure") == 1
+    held = ["steps.check.limits=[perplexity <= 2000]"]
+    assert did(job, *held) == ["check", "report"]
+    code, text, err = run(capsys, "run", job, "--set", held[0])
+    assert (code, "1 of 1 limits hold" in text) == (0, True), err
+
+
+def test_cuts_that_branch_off_the_same_gates(job: Path) -> None:
+    steps = {
+        "train-gates": {"target_heads": 0.5, "steps": 2, **SMALL},
+        "some": {"step": "prune", "keep": 0.75},
+        "most": {"step": "prune", "keep": 0.25, "model": "original"},
+        "compare": {"step": "evaluate", "against": "some", "speed": False, **SMALL},
+    }
+    content = {**yaml.safe_load(job.read_text()), "steps": steps}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    done = run_recipe(read_recipe(job))
+    report = json.loads((done.output / "compare" / "report.json").read_text())
+    heads = [report[side]["cost"]["query_heads"] for side in ("against", "model")]
+    assert heads == [18, 6]
+
+
+# what stands in for the models of the shipped recipes, and the data that they name
+STAND_INS = {
+    "bert-classification": "bert-classifier",
+    "gpt2-small": "gpt2",
+    "marian-voita": "marian",
+    "sentence-encoder": "bert-base",
+}
+
+
+def stand_in(name: str, folder: Path) -> list[str]:
+    """Tiny settings for a shipped recipe."""
+    recipe = read_recipe(Path("configs") / f"{name}.yaml")
+    case = STAND_INS.get(name, "llama-mha" if "llama2" in name else "llama-gqa")
+    tiny.save(tiny.model(case), folder / "model")
+    overrides = [f"model={folder / 'model'}", f"output={folder / 'out'}"]
+    for key, data in recipe.data.items():
+        columns = [*(data.text_column or "").split(","), data.label_column or ""]
+        rows = ["\t".join(columns)] if data.text_column else []
+        texts = (f"{tiny.text(9, i)}\t{tiny.text(8, i)}\t{i % 2}" for i in range(12))
+        path = folder / f"{key}{'.tsv' if rows else '.txt'}"
+        path.write_text("\n".join([*rows, *texts]) if rows else tiny.text(2_000))
+        overrides.append(f"data.{key}.source={path}")
+    for step, settings in recipe.steps.items():
+        fields = settings.model_dump()
+        tiny_values = {"seq_len": 16, "batch_size": 2, "speed": False, "max_windows": None}
+        tiny_values |= {"steps": 2, "calibration_tokens": 512, "dtype": "float32", "bf16": False}
+        tiny_values |= {"epochs": 0.2, "tokens": 512, "calibration": {"tokens": 512, "seq_len": 16}}
+        tiny_values |= {"keep": 18, "limits": ["query_heads <= 24"]}
+        tiny_values |= {"kv_heads": 2} if case == "llama-mha" else {}
+        for key in fields.keys() & tiny_values.keys():
+            if key in ("steps", "keep") and fields[key] is None:
+                continue
+            overrides.append(f"steps.{step}.{key}={json.dumps(tiny_values[key])}")
+    return overrides
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_recipe_is_valid_and_runs(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read_recipe(path).steps
+    options = [part for o in stand_in(path.stem, tmp_path) for part in ("--set", o)]
+    code, text, err = run(capsys, "run", path, *options, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(text)["total"]["seconds"] > 0
+    code, text, err = run(capsys, "run", path, *options, "--json")
+    assert code == 0, err
+    assert all(step["seconds"] is not None for step in json.loads(text)["steps"].values())
+
+
+@pytest.mark.parametrize("goal", ["kv-cache", "heads", "study"])
+def test_init_writes_a_recipe_that_runs(
+    goal: str, llama_folder: Path, text_file: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "mine.yaml"
+    data = ["--data", text_file, "--test-data", text_file]
+    answers = ["--model", llama_folder, "--goal", goal, *data, "--hardware", "cpu"]
+    out = tmp_path / "mine"
+    code, text, err = run(capsys, "init", path, "--yes", *answers, "--output", out)
+    assert (code, "--dry-run" in text) == (0, True), err
+    assert path.read_text().count(" # ") >= 3
+    code, text, err = run(capsys, "run", path, "--dry-run")
+    assert (code, "Nothing was run" in text) == (0, True), err
+    code, _, err = run(capsys, "init", path, "--yes", *answers)
+    assert (code, "replace it with --overwrite" in err) == (2, True), err
+
+
+def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "asked.yaml"
+    answers = 'my model: "a"\nheads\n\ncpu\n'
+    done = subprocess.run(headprune("init", path), input=answers, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    recipe = read_recipe(path)
+    assert recipe.model == 'my model: "a"'  # quoted as YAML needs it
+    assert list(recipe.steps) == ["train-gates", "prune", "evaluate", "check", "report"]
+    assert recipe.data["test"].split == "test"
+    path = tmp_path / "defaults.yaml"
+    code, _, err = run(capsys, "init", path, "--yes")
+    assert (code, next(iter(read_recipe(path).steps))) == (0, "convert-gqa"), err
+    local = ["--data", path, "--overwrite"]
+    for wrong, message in (
+        (["--goal", "smaler"], "--goal: Input should be 'kv-cache', 'heads' or 'study'"),
+        (local, "say what to measure on"),
+    ):
+        code, _, err = run(capsys, "init", path, "--yes", *wrong)
+        assert (code, message in err) == (2, True), err
+
+
+def test_the_shipped_check_runs(
+    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--model", llama_folder, "--against", llama_folder, "--data", text_file]
+    places += ["--baseline", tmp_path / "baseline.json", "--seq-len", "16"]
+    for more in (["--update-baseline"], []):
+        code, _, err = run(capsys, "check", "--config", CI_CHECK, *places, *more)
+        assert code == 0, err
