@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from headprune._version import __version__
 
 if TYPE_CHECKING:
+    from headprune.config import CheckConfig as CheckConfig
     from headprune.config import ConvertConfig as ConvertConfig
     from headprune.config import DataConfig as DataConfig
     from headprune.config import EvaluateConfig as EvaluateConfig
     from headprune.config import HealConfig as HealConfig
     from headprune.config import TrainGatesConfig as TrainGatesConfig
     from headprune.models.loading import from_pretrained as from_pretrained
+    from headprune.pipelines.check import check as check
     from headprune.pipelines.convert_gqa import convert_gqa as convert_gqa
     from headprune.pipelines.evaluate import evaluate as evaluate
     from headprune.pipelines.heal import heal as heal
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _LAZY = {
+    "CheckConfig": "headprune.config",
     "ConvertConfig": "headprune.config",
     "DataConfig": "headprune.config",
     "EvaluateConfig": "headprune.config",
     "HealConfig": "headprune.config",
     "Plan": "headprune.plan",
     "TrainGatesConfig": "headprune.config",
+    "check": "headprune.pipelines.check",
     "convert_gqa": "headprune.pipelines.convert_gqa",
     "evaluate": "headprune.pipelines.evaluate",
     "from_pretrained": "headprune.models.loading",
