@@ -375,7 +375,7 @@ def test_the_commands(
     assert [p["query_heads"] for p in content["points"]] == [18, 12]
     assert content["front"]
     assert (tmp_path / "sweep" / "curve.svg").stat().st_size > 1000
-    point = tmp_path / "sweep" / "points" / "fisher-0.5-refit.json"
+    point = tmp_path / "sweep" / "points" / "compensated-0.5-refit.json"
     point.write_text(point.read_text().replace('"query_heads": 12', '"query_heads": 11'))
     run(capsys, monkeypatch, *sweep, "--max-windows", 4)  # what is there is not measured again
     content = json.loads((tmp_path / "sweep" / "sweep.json").read_text())

@@ -54,6 +54,8 @@ def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) ->
             shrunk += SMALL[2:]
         if "convert-gqa" in shrunk:
             shrunk += ["--seq-len", "16"]
+        if shrunk[1] in ("score", "sweep") or (shrunk[1] == "prune" and "--refit" in shrunk):
+            shrunk += ["--seq-len", "16", "--calibration-tokens", "256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
         if shrunk[1] == "run":

@@ -43,8 +43,9 @@ def score(
     criterion: Annotated[
         list[str] | None,
         typer.Option(
-            help="gradient, fisher, fluctuation, wanda, reconstruction, leave-one-out, confidence, "
-            "magnitude, random or gates (repeatable: what needs the same pass shares it)."
+            help="compensated (the default), gradient, fisher, fluctuation, wanda, reconstruction, "
+            "leave-one-out, confidence, magnitude, random or gates (repeatable: what needs the "
+            "same pass shares it)."
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the scores.")] = None,
@@ -111,7 +112,7 @@ def score(
         result = pipeline(
             model,
             output,
-            criterion or (),
+            criterion or ["compensated"],
             source,
             config,
             unit=unit,

@@ -40,7 +40,7 @@ def sweep(
     ] = "0.9,0.75,0.5",
     criterion: Annotated[
         list[str] | None,
-        typer.Option(help="What chooses the heads (repeatable). Default: fisher."),
+        typer.Option(help="What chooses the heads (repeatable). Default: compensated."),
     ] = None,
     test: Annotated[
         str | None,
@@ -100,7 +100,7 @@ def sweep(
             data_config(data, *columns),
             output,
             _shares(keep),
-            criterion or ["fisher"],
+            criterion or ["compensated"],
             test=None if test is None else data_config(test, *columns),
             refit=refit,
             rounds=rounds,
