@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-real test-lowest load-matrix lint format clean
+.PHONY: demo test self-check test-real test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ demo: $(STAMP)
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+## self-check: headprune check on a tiny model, trained and cut on the spot
+self-check: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/self_check/self_check.py
 
 ## test-lowest: the suite at the lowest transformers that pyproject allows
 LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml).0

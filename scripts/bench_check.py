@@ -8,20 +8,20 @@
 The losses per window that these files hold are a population. Every seed draws windows from it, with
 repeats, and judges them as the command does. Three kinds of models:
 
-same      the same weights under other numerics: unchanged by any standard
-equal     other weights, whose losses differ window by window as those of the cut model do, shifted
-          by a constant so that the perplexity of the population is exactly the baseline's
-at limit  shifted to lie exactly on the limit, where the false alarms are most frequent
-+3 %      shifted to a perplexity exactly 3 % higher
+same    the same weights under other numerics: unchanged by any standard
+equal   other weights: the losses of the cut model, shifted by a constant so that the perplexity of
+        the population is exactly the baseline's. With a limit of +0 % it lies on the limit, where
+        false alarms are most frequent.
+worse   the same, shifted to a perplexity exactly 3 % higher
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headprune.config import CheckConfig
-from headprune.evaluation.comparison import bootstrap
+from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.evaluation.samples import Samples
 from headprune.regression.baseline import read_baseline
 from headprune.regression.limits import parse_limit
@@ -39,16 +39,6 @@ from headprune.regression.verdicts import Verdict, compared, judge
 
 DEFAULTS = CheckConfig(model="", data="")
 console = Console()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One row: a model, a limit, a sample size."""
-
-    model: str
-    true_change: float
-    limit: float
-    n: int
 
 
 def shifted(base: Samples, other: Samples, change: float) -> Samples:
@@ -59,19 +49,14 @@ def shifted(base: Samples, other: Samples, change: float) -> Samples:
     return Samples({**other.columns, "nll_nats": nll + constant * tokens})
 
 
-def verdicts(base: Samples, other: Samples, setting: Setting, seeds: int) -> Counter[Verdict]:
-    """Verdicts over seeds, each of which draws other windows and other resamples."""
-    limit = parse_limit(f"perplexity <= {100 * setting.limit:+} %")
-    found: Counter[Verdict] = Counter()
+def intervals(base: Samples, other: Samples, n: int, seeds: int) -> list[Interval]:
+    """The interval of every seed, each of which draws other windows and other resamples."""
+    change, total, found = parse_limit("perplexity <= +0 %"), base.count("perplexity"), []
     for seed in range(seeds):
-        rows = np.random.default_rng([seed, setting.n]).integers(
-            0, base.count("perplexity"), setting.n
-        )
+        rows = np.random.default_rng([seed, n]).integers(0, total, n)
         ours, theirs = (Samples({k: v[rows] for k, v in s.columns.items()}) for s in (other, base))
-        interval = bootstrap(
-            compared(limit, ours, theirs), setting.n, DEFAULTS.resamples, DEFAULTS.confidence, seed
-        )
-        found[judge(limit, interval).verdict] += 1
+        statistic = compared(change, ours, theirs)
+        found.append(bootstrap(statistic, n, DEFAULTS.resamples, DEFAULTS.confidence, seed))
     return found
 
 
@@ -79,39 +64,32 @@ def main(
     base: Annotated[Path, typer.Option(help="Baseline of the model.")],
     same: Annotated[Path, typer.Option(help="Baseline of it under other numerics.")],
     other: Annotated[list[Path], typer.Option(help="Baseline of a cut model (repeatable).")],
-    sizes: Annotated[str, typer.Option(help="Sample sizes.")] = "32,64,128",
-    limits: Annotated[str, typer.Option(help="Limits, in per cent.")] = "0.5,1,2",
+    sizes: Annotated[str, typer.Option(help="Sample sizes.")] = "64,128,256",
+    limits: Annotated[str, typer.Option(help="Limits, in per cent.")] = "0,1,2",
     seeds: Annotated[int, typer.Option(help="Seeds per row.")] = 1000,
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
 ) -> None:
     """Simulate."""
     start, population = time.monotonic(), read_baseline(base).as_samples()
     unchanged = read_baseline(same).as_samples()
-    cut = {path.stem: read_baseline(path).as_samples() for path in other}
+    cases = [("same", unchanged)]
+    for path in other:
+        cut = read_baseline(path).as_samples()
+        for what, change in (("equal", 0.0), ("worse", 0.03)):
+            cases.append((f"{what}, {path.stem}", shifted(population, cut, change)))
     rows = []
-    for n in map(int, sizes.split(",")):
-        for limit in (float(text) / 100 for text in limits.split(",")):
-            cases = [("same", 0.0, unchanged)]
-            for name, samples in cut.items():
-                for what, change in (("equal", 0.0), ("at limit", limit), ("+3 %", 0.03)):
-                    cases.append((f"{what}, {name}", change, shifted(population, samples, change)))
-            for name, change, samples in cases:
-                setting = Setting(name, change, limit, n)
-                found = verdicts(population, samples, setting, seeds)
-                rows.append(
-                    {
-                        "model": name,
-                        "limit_percent": 100 * limit,
-                        "n": n,
-                        "seeds": seeds,
-                        **{v.value.replace(" ", "_"): found[v] for v in Verdict},
-                    }
-                )
+    for n, (name, samples) in itertools.product(map(int, sizes.split(",")), cases):
+        found = intervals(population, samples, n, seeds)
+        for percent in limits.split(","):
+            limit = parse_limit(f"perplexity <= +{percent} %")
+            counts = Counter(judge(limit, interval).verdict.value for interval in found)
+            row: dict[str, str | int] = {"model": name, "n": n, "limit": limit.text}
+            rows.append(row | {verdict.value: counts[verdict.value] for verdict in Verdict})
     table = Table(title=f"verdicts at confidence {DEFAULTS.confidence:g}, {seeds} seeds each")
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == "model" else "right")
+        table.add_column(name, justify="left" if name in ("model", "limit") else "right")
     for row in rows:
-        table.add_row(*(f"{v:g}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*map(str, row.values()))
     console.print(table)
     console.print(f"{time.monotonic() - start:.0f} s")
     if output is not None:

@@ -11,7 +11,7 @@ from jaxtyping import install_import_hook
 
 # all but the command line, whose arguments are typer's to check
 CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkpoint", "data"]
-CHECKED += ["training", "evaluation", "pipelines"]
+CHECKED += ["training", "evaluation", "regression", "pipelines"]
 install_import_hook([f"headprune.{name}" for name in CHECKED], "beartype.beartype")
 
 from pathlib import Path

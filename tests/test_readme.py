@@ -38,6 +38,8 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("\n".join(rows))
     for name in ("text.txt", "test.txt", "hub.txt"):
         (tmp_path / name).write_text(tiny.text(2_000))
+    (check,) = re.findall(r"```yaml\n# headprune.yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "headprune.yaml").write_text(check.replace("seq_len: 256", "seq_len: 16"))
     return tmp_path
 
 

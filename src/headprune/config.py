@@ -429,10 +429,9 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
     section = content.get(name) if isinstance(content, dict) else None
     if not isinstance(section, dict):
         found = [str(key) for key in content] if isinstance(content, dict) else []
-        raise HeadpruneError(
-            f"--config {path}: it has no section '{name}' with settings."
-            f"{did_you_mean(name, found) if name not in found else ''}"
-        )
+        others = [key for key in found if key != name]
+        near = next((f" It has '{k}'.{d}" for k in others if (d := did_you_mean(k, [name]))), "")
+        raise HeadpruneError(f"--config {path}: it has no section '{name}' with settings.{near}")
     return {str(key): value for key, value in section.items() if value is not None}
 
 

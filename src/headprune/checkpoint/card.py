@@ -149,10 +149,10 @@ def heads_line(part: AttentionPlan) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of escaped cells; the first column is left-aligned, the others right-aligned."""
+    """A table, its cells escaped; the first column is left-aligned, the others right-aligned."""
     rule = ["---", *["---:"] * (len(columns) - 1)]
-    lines = [columns, rule, *([markdown_text(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = ([markdown_text(cell) for cell in row] for row in (columns, *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
 def markdown_text(text: str) -> str:

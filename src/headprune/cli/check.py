@@ -194,5 +194,9 @@ def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:
             typer.echo(command, err=True)  # read from there as well, and --json stays JSON
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
-        with Path(summary).open("a", encoding="utf-8") as stream:
-            stream.write(actions.step_summary(report.model, report.limits, report.verdict))
+        text = actions.step_summary(report.model, report.limits, report.verdict)
+        try:
+            with Path(summary).open("a", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise HeadpruneError(f"GITHUB_STEP_SUMMARY cannot be written: {error}.") from None

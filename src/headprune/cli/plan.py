@@ -47,6 +47,12 @@ def plan(
             min=1, help="How often to score: again after each part of the heads has gone."
         ),
     ] = 1,
+    refit: Annotated[
+        bool,
+        typer.Option(
+            "--refit", help="Between rounds, refit W_O as prune --refit will do at the end."
+        ),
+    ] = False,
     overwrite: Overwrite = False,
     json_: Json = False,
     trust_remote_code: Trust = False,
@@ -76,6 +82,7 @@ def plan(
             output,
             criterion,
             rounds,
+            refit,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,

@@ -119,6 +119,12 @@ def pruned(console: Console, result: Pruned) -> None:
     plan_picture(console, result.plan)
     counts = [("query heads", *manifest.query_heads), ("KV heads", *manifest.kv_heads)]
     console.print(before_after([*counts, *_parameters(manifest)]))
+    if manifest.refit is not None:
+        made = manifest.refit
+        console.print(
+            f"W_O refitted in {made['modules']} modules on {made['tokens']:,} tokens: error of the "
+            f"outputs {made['error_before']:.1%} -> {made['error_after']:.1%}"
+        )
     _proof(console, manifest)
     console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
 

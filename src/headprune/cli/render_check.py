@@ -38,7 +38,8 @@ def checked(console: Console, report: CheckReport) -> None:
     outcome = "[bold green]passed[/]" if report.passed else "[bold red]failed[/]"
     strict = " (--strict)" if report.strict else ""
     console.print(
-        f"{escape(report.model)}: {outcome}{strict}: {len(report.limits)} limits, {broken} broken, "
+        f"{escape(report.model)}: {outcome}{strict}: {len(report.limits)} "
+        f"limit{'s' if len(report.limits) > 1 else ''}, {broken} broken, "
         f"{close} too close to call."
     )
 

@@ -1,5 +1,6 @@
 """Criteria: how much a head matters. One file each; a new one is a row here."""
 
+from headprune.criteria.compensated import compensated
 from headprune.criteria.confidence import confidence
 from headprune.criteria.fisher import fisher
 from headprune.criteria.fluctuation import fluctuation
@@ -22,6 +23,7 @@ CRITERIA.add("fisher", fisher)
 CRITERIA.add("fluctuation", fluctuation)
 CRITERIA.add("wanda", wanda)
 CRITERIA.add("reconstruction", reconstruction)
+CRITERIA.add("compensated", compensated)
 CRITERIA.add("leave-one-out", leave_one_out)
 CRITERIA.add("confidence", confidence)
 CRITERIA.add("magnitude", magnitude)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Need = Literal["gradients", "activations", "gram", "attention", "losses", "gates"]
+Need = Literal["gradients", "activations", "gram", "curvature", "attention", "losses", "gates"]
 """What has to be measured: see the attribute of ``Evidence`` of the same name."""
 
 Units = Sequence[Sequence[int]]
@@ -48,6 +48,8 @@ class Evidence:
             the loss of an example is the mean over its scored tokens.
         activations: What enters W_O.
         gram: Sum over tokens of x x^T of what enters W_O, shape (heads x head_dim, the same).
+        curvature: Mean over examples and sum over tokens of (d loss / d output)^2, per coordinate
+            of what W_O gives, shape (hidden,).
         attention: Per query head, the mean over tokens of its largest attention weight, special
             tokens not counted, shape (query heads,).
         losses: Per unit, the mean loss per example without it, less that of the whole model.
@@ -60,6 +62,7 @@ class Evidence:
     gradients: Float[Tensor, "examples heads"] | None = None
     activations: Activations | None = None
     gram: Float[Tensor, "width width"] | None = None
+    curvature: Float[Tensor, " hidden"] | None = None
     attention: Float[Tensor, " heads"] | None = None
     losses: Float[Tensor, " units"] | None = None
     gates: Float[Tensor, " units"] | None = None

@@ -61,7 +61,7 @@ def parameter_prices(model: PreTrainedModel, attentions: Sequence[Attention]) ->
         p.query_head * a.query_heads + p.kv_head * a.kv_heads
         for p, a in zip(prices, attentions, strict=True)
     )
-    return Prices(model.num_parameters() - mine, tuple(prices))
+    return Prices(float(model.num_parameters() - mine), tuple(prices))
 
 
 def cache_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Prices:
@@ -80,9 +80,9 @@ def cache_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Pri
         )
     size = 2 * model.dtype.itemsize
     cached = ("self", "decoder", "text")
-    prices = [Price(0.0, size * a.head_dim if a.kind in cached else 0.0) for a in attentions]
+    prices = [Price(0.0, float(size * a.head_dim) if a.kind in cached else 0.0) for a in attentions]
     mine = sum(p.kv_head * a.kv_heads for p, a in zip(prices, attentions, strict=True))
-    return Prices(model_cost(model).kv_cache_bytes_per_token - mine, tuple(prices))
+    return Prices(float(model_cost(model).kv_cache_bytes_per_token - mine), tuple(prices))
 
 
 def time_prices(
@@ -150,4 +150,4 @@ def _parameters(attention: Attention) -> Price:
                 query += per_slice * projection.head_dim
             else:
                 kv += per_slice * projection.head_dim
-    return Price(query, kv)
+    return Price(float(query), float(kv))

@@ -63,24 +63,25 @@ def collect(
         Evidence(a.path, read_output(a)[0], seed=seed) if a.query_heads else _empty(a)
         for a in attentions
     ]
-    streamed = needs & {"gradients", "activations", "attention"}
+    streamed = needs & {"gradients", "activations", "attention", "curvature"}
+    backward = bool(needs & {"gradients", "curvature"})
     if not streamed:
         return evidence
-    gather = _Gathered(attentions, gates)
+    gather = _Gathered(attentions, gates, "curvature" in needs)
     frozen = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
     try:
         with ExitStack() as stack:
             stack.enter_context(gather.listening("attention" in needs, model))
-            stack.enter_context(torch.set_grad_enabled("gradients" in needs))
+            stack.enter_context(torch.set_grad_enabled(backward))
             for number, batch in enumerate(batches):
-                gather.start(batch, "gradients" in needs, special_ids)
-                if "gradients" in needs:
+                gather.start(batch, backward, special_ids)
+                if backward:
                     losses = example_losses(model, task, batch, seed)
                     losses.sum().backward()
                 else:
                     _forward(model, batch)
-                gather.finish(number, "gradients" in needs)
+                gather.finish(number, backward)
                 progress(number + 1, len(batches))
     finally:
         for parameter in frozen:
@@ -164,7 +165,7 @@ def example_losses(
     labels = batch["labels"]
     logits = _forward(model, {k: v for k, v in batch.items() if k != "labels"}, head=True).logits
     if task == "classification":
-        return F.cross_entropy(logits.float(), labels.to(logits.device), reduction="none")
+        return F.cross_entropy(_wide(logits), labels.to(logits.device), reduction="none")
     labels = labels.to(logits.device)
     if "attention_mask" in batch and "decoder_input_ids" not in batch:
         labels = labels.masked_fill(batch["attention_mask"].to(labels.device) == 0, -100)
@@ -176,7 +177,7 @@ def example_losses(
         raise DataError(
             f"Example {row} of a batch has no tokens to score, only padding. Leave empty texts out."
         )
-    per_token = F.cross_entropy(logits.float().mT, labels, reduction="none", ignore_index=-100)
+    per_token = F.cross_entropy(_wide(logits).mT, labels, reduction="none", ignore_index=-100)
     mean: Tensor = per_token.sum(1) / scored.sum(1)
     return mean
 
@@ -187,7 +188,7 @@ def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples h
     Raises:
         DataError: If an example is nothing but padding.
     """
-    states = _forward(model, batch).last_hidden_state.float()
+    states = _wide(_forward(model, batch).last_hidden_state)
     mask = token_mask(batch, "self")
     weight = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if not bool(weight.any(1).all()):
@@ -198,7 +199,13 @@ def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples h
 class _Gathered:
     """What hooks leave behind, and what is summed of it after every batch."""
 
-    def __init__(self, attentions: Sequence[Attention], gates: Sequence[Tensor] | None) -> None:
+    def __init__(
+        self,
+        attentions: Sequence[Attention],
+        gates: Sequence[Tensor] | None,
+        wants_curvature: bool,
+    ) -> None:
+        self.wants_curvature = wants_curvature
         self.attentions = attentions
         self.gates = gates or [torch.ones(a.query_heads) for a in attentions]
         self.gradients: list[list[Tensor]] = [[] for _ in attentions]
@@ -206,6 +213,8 @@ class _Gathered:
         self.weights: list[tuple[Tensor, int]] = [
             (torch.zeros(a.query_heads, dtype=torch.float64), 0) for a in attentions
         ]
+        self.curvature: list[Tensor | None] = [None for _ in attentions]
+        self.examples = 0
         self.batch: Batch = {}
         self.special = torch.zeros(0, dtype=torch.long)
         self.live: list[list[Tensor]] = []
@@ -219,6 +228,9 @@ class _Gathered:
                 continue
             hook = self._on_inputs(position)
             handles.append(module.output_projection.register_forward_pre_hook(hook))
+            handles.append(
+                module.output_projection.register_forward_hook(self._on_outputs(position))
+            )
             if attention:
                 seen = self._on_attention(position)
                 handles.append(module.module.register_forward_hook(seen))
@@ -236,6 +248,7 @@ class _Gathered:
     def start(self, batch: Batch, gradients: bool, special_ids: Sequence[int]) -> None:
         """Makes one gate per example and head for the coming batch."""
         self.batch = batch
+        self.examples += len(batch["input_ids"])
         self.special = torch.tensor(sorted(set(special_ids)), dtype=torch.long)
         self.live = [[] for _ in self.attentions]
         self.wants_gradients = gradients
@@ -262,6 +275,12 @@ class _Gathered:
             rows = self.gradients[position]
             part = replace(
                 part, gradients=torch.cat(rows) if rows else torch.zeros(1, heads).double()
+            )
+        if "curvature" in needs:
+            summed = self.curvature[position]
+            nothing = torch.zeros(part.output_weight.shape[1], dtype=torch.float64)
+            part = replace(
+                part, curvature=nothing if summed is None else summed / max(self.examples, 1)
             )
         if "activations" in needs:
             width = part.output_weight.shape[-1]
@@ -296,6 +315,18 @@ class _Gathered:
                 seen = self.activations[position]
                 self.activations[position] = new if seen is None else seen + new
             return apply_gate(x, gate), *args[1:]
+
+        return hook
+
+    def _on_outputs(self, position: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def summed(gradient: Tensor) -> None:
+            new = gradient.detach().double().square().flatten(0, -2).sum(0).cpu()
+            seen = self.curvature[position]
+            self.curvature[position] = new if seen is None else seen + new
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if self.wants_curvature:
+                output.register_hook(summed)
 
         return hook
 
@@ -361,6 +392,10 @@ def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples 
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         rows.append(torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1)
     return torch.stack(rows)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _refuse_not_finite(values: Tensor, what: str) -> None:

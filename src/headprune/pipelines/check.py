@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
-from headprune.errors import HeadpruneError
+from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation import speed
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.quality import Progress
@@ -97,6 +97,8 @@ def check(
     _check_metrics(limits, loaded)
     if baseline is not None:
         _compare_origin(baseline, loaded, config)
+        for one in (one for one in limits if one.needs_baseline and one.metric in METRICS):
+            baseline.refuse_metric(Path(str(config.baseline)), one.metric)
     evaluation = run(loaded, config.data_config(), config.evaluate_config(), progress)
     ratios = speed.ratios(*loaded.nets) if any(one.metric in SPEED for one in limits) else {}
     evaluated = time.perf_counter()
@@ -276,6 +278,12 @@ def _judge(
     if limit.needs_baseline:
         assert baseline is not None
         theirs = baseline.as_samples()
+        if theirs.count(limit.metric) != ours.count(limit.metric):
+            raise CheckpointError(
+                f"The baseline '{config.baseline}' holds {theirs.count(limit.metric)} windows or "
+                f"examples for {limit.metric}, and this run made {ours.count(limit.metric)} of the "
+                "same data: the file was edited. Write it anew with --update-baseline."
+            )
     elif limit.needs_original:
         theirs = evaluation.samples[1]
     statistic = compared(limit, ours, theirs)
@@ -284,10 +292,10 @@ def _judge(
 
 def _counted(limit: Limit, value: int, reference: int | None) -> float | int:
     if limit.kind is Kind.ABSOLUTE:
-        return value
+        return float(value)
     assert reference is not None
     if limit.kind is Kind.DIFFERENCE:
-        return value - reference
+        return float(value - reference)
     if reference == 0:
         raise HeadpruneError(
             f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."

@@ -18,7 +18,9 @@ from headprune.evaluation.speed import measure
 from headprune.models.allocation import Limit, allocate
 from headprune.models.attention import attention_of
 from headprune.models.budgets import cache_prices, parameter_prices, time_prices
+from headprune.models.heads import read_output, write_output
 from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
+from headprune.models.refit import refit as refit_outputs
 from headprune.pipelines.calibration import calibration
 from headprune.pipelines.prune import load
 from headprune.pipelines.score import Watch, gather, scores_of
@@ -53,6 +55,7 @@ def plan(
     output: Path | None = None,
     criterion: str | None = None,
     rounds: int = 1,
+    refit: bool = False,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
@@ -68,6 +71,7 @@ def plan(
         criterion: Which of the scores; None where there is one only.
         rounds: How often to score: after the first round on the model without the heads that have
             gone, on the data the scores came from. Equally many heads go in every round.
+        refit: Between rounds, refit W_O on that data as ``prune --refit`` will do at the end.
         overwrite: Replace an existing output.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
@@ -86,7 +90,7 @@ def plan(
     dtype = read_scores(scores).metadata.calibration.dtype
     net, source = load(model, dtype, trust_remote_code, assume_supported)
     found = read_scores(scores, source)
-    planned = make_plan(net, source, model, found, budget, criterion, rounds, watch)
+    planned = make_plan(net, source, model, found, budget, criterion, rounds, refit, watch)
     if output is not None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +108,10 @@ def make_plan(
     budget: BudgetConfig,
     criterion: str | None = None,
     rounds: int = 1,
+    refit: bool = False,
     watch: Watch | None = None,
 ) -> Planned:
-    """Makes a plan for a loaded model; arguments as for ``plan``.
+    """Makes a plan for a loaded model, whose W_O it may change; arguments as for ``plan``.
 
     Raises:
         PlanError: If the budgets cannot be kept to.
@@ -120,9 +125,11 @@ def make_plan(
     limits = _limits(net, attentions, budget, watch)
     target = None if budget.keep is None else head_budget(budget.keep, sizes)
     kept = set(range(len(sizes)))
+    again = _Again(net, model, scores, name, attentions, refit, watch) if rounds > 1 else None
     for number in range(rounds):
-        if number:
-            values = _again(net, model, scores, name, attentions, kept, watch)
+        if number and again is not None:
+            watch.stage(f"round {number + 1} of {rounds}")
+            values = again.scores(kept)
         last = number == rounds - 1
         heads, at_least = target, budget.min_per_layer
         if not last:
@@ -171,34 +178,65 @@ def _per_module(attentions: Sequence[Attention], unit: Unit, heads: int) -> list
     return counts
 
 
-def _again(
-    net: PreTrainedModel,
-    model: str | Path,
-    scores: Scores,
-    name: str,
-    attentions: Sequence[Attention],
-    kept: set[int],
-    watch: Watch,
-) -> Tensor:
-    """Scores of the model as it is without the units that have gone."""
-    metadata, needs = scores.metadata, CRITERIA[name].needs
-    if metadata.data is None or "gates" in needs:
-        raise PlanError(
-            f"--rounds: the criterion {name} does not look at the model again. Leave out --rounds, "
-            "or use one that does, such as fisher or reconstruction."
+class _Again:
+    """Scores a model once more, as it is without the units that have gone.
+
+    Raises:
+        PlanError: If the criterion does not look at what the model computes.
+    """
+
+    def __init__(
+        self,
+        net: PreTrainedModel,
+        model: str | Path,
+        scores: Scores,
+        criterion: str,
+        attentions: Sequence[Attention],
+        refit: bool,
+        watch: Watch,
+    ) -> None:
+        self.net, self.attentions, self.watch = net, attentions, watch
+        self.criterion, self.metadata = criterion, scores.metadata
+        self.refit = refit
+        self.originals = [read_output(a) for a in attentions if a.query_heads]
+        data = self.metadata.data
+        if data is None or "gates" in CRITERIA[criterion].needs:
+            raise PlanError(
+                f"--rounds: the criterion {criterion} does not look at the model again. Leave out "
+                "--rounds, or use one that does, such as fisher or reconstruction."
+            )
+        self.examples = calibration(net, model, data, self.metadata.calibration, "plan")
+
+    def scores(self, kept: set[int]) -> Tensor:
+        """Scores of all units, with those that are not in ``kept`` closed."""
+        gates = self._gates(kept)
+        if self.refit:  # always from the original: the first stream must be that
+            present = [a for a in self.attentions if a.query_heads]
+            for attention, (heads, bias) in zip(present, self.originals, strict=True):
+                write_output(attention, heads, bias)
+            refit_outputs(self.net, self.attentions, gates, self.examples.whole(), self.watch.step)
+        evidence = gather(
+            self.net,
+            self.attentions,
+            self.metadata.unit,
+            CRITERIA[self.criterion].needs,
+            self.examples,
+            self.metadata.calibration.seed,
+            gates,
+            self.watch,
         )
-    gates, at = [], 0
-    for attention in attentions:
-        gate = torch.ones(attention.query_heads)
-        for unit in members(metadata.unit, attention.group_sizes):
-            if at not in kept:
-                gate[unit] = 0.0
-            at += 1
-        gates.append(gate)
-    examples = calibration(net, model, metadata.data, metadata.calibration, "plan")
-    seed = metadata.calibration.seed
-    evidence = gather(net, attentions, metadata.unit, needs, examples, seed, gates, watch)
-    return scores_of(name, evidence, attentions, metadata.unit)
+        return scores_of(self.criterion, evidence, self.attentions, self.metadata.unit)
+
+    def _gates(self, kept: set[int]) -> list[Tensor]:
+        gates, at = [], 0
+        for attention in self.attentions:
+            gate = torch.ones(attention.query_heads)
+            for unit in members(self.metadata.unit, attention.group_sizes):
+                if at not in kept:
+                    gate[unit] = 0.0
+                at += 1
+            gates.append(gate)
+        return gates
 
 
 def _limits(
@@ -207,10 +245,14 @@ def _limits(
     limits = []
     if budget.max_params is not None:
         prices = parameter_prices(net, attentions)
-        limits.append(Limit(prices, budget.max_params, f"--max-params {budget.max_params:,}"))
+        limits.append(
+            Limit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
+        )
     if budget.max_kv_bytes is not None:
         prices = cache_prices(net, attentions)
-        limits.append(Limit(prices, budget.max_kv_bytes, f"--max-kv-bytes {budget.max_kv_bytes:,}"))
+        limits.append(
+            Limit(prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}")
+        )
     if budget.min_speedup is not None:
         watch.stage("measuring the speed")
         prices = time_prices(net, attentions, _prefill_seconds)

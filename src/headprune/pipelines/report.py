@@ -19,6 +19,7 @@ from headprune.report.figures import save
 from headprune.report.reading import assemble
 from headprune.report.view import Evaluation, Interval, Quality, Run, Size
 
+FIDELITY = ("mean_cosine", "similarity_correlation")
 MARKDOWN = (".md", ".markdown")
 
 
@@ -120,7 +121,10 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
             f"The report '{file}' is not of the schema that this headprune writes: {where}: "
             f"{first['msg']}."
         ) from None
-    base = {metric.name: metric.value for metric in read.against.metrics} if read.against else {}
+    base: dict[str, float] = {}
+    if read.against is not None:
+        base = dict.fromkeys(FIDELITY, 1.0)  # the original is as near to itself as can be
+        base |= {metric.name: metric.value for metric in read.against.metrics}
     intervals = {difference.name: difference for difference in read.differences}
     data = read.provenance.data
     return Evaluation(

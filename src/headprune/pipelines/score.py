@@ -29,8 +29,8 @@ from headprune.plan import ModelIdentity
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit, members
 
-NEEDS_DATA: frozenset[Need] = frozenset({"gradients", "activations", "gram", "attention", "losses"})
-NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "losses"})
+NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "curvature", "losses"})
+NEEDS_DATA: frozenset[Need] = NEEDS_LOSS | {"activations", "gram", "attention"}
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def sweep(
             if criterion:
                 target = Path(scratch) / "cut"
                 budget = BudgetConfig(keep=share)
-                planned = plan(model, folder, budget, None, criterion, rounds, **options)
+                planned = plan(model, folder, budget, None, criterion, rounds, refit, **options)
                 prune(
                     model,
                     target,

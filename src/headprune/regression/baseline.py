@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from headprune.checkpoint.folders import write_whole
 from headprune.errors import CheckpointError, DataError
-from headprune.evaluation.samples import Samples
+from headprune.evaluation.samples import FORMULAS, Samples
 
 SCHEMA_VERSION = 1
 
@@ -82,6 +83,29 @@ class Baseline(BaseModel):
     structure: dict[str, int]
     load_route: str
     samples: dict[str, tuple[float, ...]]
+
+    @field_validator("samples")
+    @classmethod
+    def _even(cls, samples: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+        for needed, _ in FORMULAS.values():
+            if len({len(samples[name]) for name in needed if name in samples}) > 1:
+                raise ValueError(f"{' and '.join(needed)} must be equally long")
+        if not all(math.isfinite(value) for values in samples.values() for value in values):
+            raise ValueError("its numbers must be finite")
+        return samples
+
+    def refuse_metric(self, path: Path, metric: str) -> None:
+        """Refuses a limit relative to what was not recorded.
+
+        Raises:
+            DataError: If the metric is not among what the samples give.
+        """
+        known = self.as_samples().metrics()
+        if metric not in known:
+            raise DataError(
+                f"The baseline '{path}' has no {metric}, only {', '.join(known)}. Write a new one "
+                "with --update-baseline, and with --against where embeddings are compared."
+            )
 
     def as_samples(self) -> Samples:
         """What its metrics are made of."""

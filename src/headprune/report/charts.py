@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headprune.report import figures
 from headprune.report.figures import Series
-from headprune.report.view import Evaluation, History, Quality, Run
+from headprune.report.view import Evaluation, History, Quality, Run, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,9 +109,46 @@ def _bounds(quality: Quality) -> tuple[float, float]:
     return shift + interval.low, shift + interval.high
 
 
+def _sweep_chart(sweep: Sweep) -> Chart:
+    name = sweep.metric.replace("_", " ")
+    series = []
+    for label in dict.fromkeys(point.series for point in sweep.points):
+        own = sorted((p for p in sweep.points if p.series == label), key=lambda p: p.parameters)
+        sizes = [100 * point.parameters / sweep.base.parameters for point in own]
+        series.append(Series(label, sizes, [point.quality for point in own]))
+    figure = figures.curve(
+        series,
+        "",
+        "parameters, % of the original",
+        name,
+        sweep.base.quality,
+        "original",
+        sweep.higher_is_better,
+    )
+    rows = [
+        (p.series, f"{p.keep:.1%}", f"{p.query_heads:,}", f"{p.parameters:,}", f"{p.quality:.4f}")
+        for p in sweep.points
+    ]
+    whole = sweep.base
+    rows.append(
+        ("original", "-", f"{whole.query_heads:,}", f"{whole.parameters:,}", f"{whole.quality:.4f}")
+    )
+    better = "higher" if sweep.higher_is_better else "lower"
+    return Chart(
+        name="sweep",
+        title="Quality against size",
+        figure=figure,
+        alt=f"{name} of {len(sweep.points)} cuts against their parameters, and of the original.",
+        columns=("", "asked for", "query heads", "parameters", name),
+        rows=tuple(rows),
+        note=f"{name}, {better} is better; one line per criterion.",
+    )
+
+
 def training_charts(run: Run) -> list[Chart]:
-    """How the expected number of heads fell, and how losses went."""
-    return [
+    """How the expected number of heads fell, and how losses went; and the curve of a sweep."""
+    swept = [_sweep_chart(run.sweep)] if run.sweep is not None else []
+    return swept + [
         chart
         for history in run.histories
         for chart in (_heads_chart(history), _loss_chart(history))
@@ -189,7 +226,7 @@ def speed_chart(runs: Sequence[Run]) -> Chart | None:
         ratios[run.name] = _ratios(evaluation, base)
     names = sorted(set.intersection(*map(set, ratios.values())), key=_batch_order)
     values = {name: [of_run[n] for n in names] for name, of_run in ratios.items()}
-    figure = figures.bars(names, values, "", "times the original's", "{:.2f}")
+    figure = figures.bars(names, values, "", "times the original's", baseline=1.0)
     return Chart(
         name="speed",
         title="Speed, compared with the original",
@@ -261,7 +298,7 @@ def cache_chart(runs: Sequence[Run]) -> Chart | None:
             longest.setdefault(label, fits)
     at = CONTEXTS[1]
     values = {name: [size * at / 2**20] for name, size in per_token.items()}
-    figure = figures.bars([f"{at:,} tokens"], values, "", "KV cache, MiB", "{:,.1f}", "original")
+    figure = figures.bars([f"{at:,} tokens"], values, "", "KV cache, MiB", "original")
     rows = tuple(
         (name, f"{size:,}", *(mebibytes(size * length) for length in CONTEXTS), longest[name])
         for name, size in per_token.items()

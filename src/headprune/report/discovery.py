@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from headprune.plan import Plan, read_plan
 from headprune.report.heads import spread
 from headprune.runtime import MANIFEST
 
-SCORES = "scores.json"
+SCORES, SWEEP = "scores.json", "sweep.json"
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
 
@@ -37,11 +37,7 @@ class GatesFolder:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings of the training, as its config.yaml has them."""
-        try:
-            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return read_yaml(self.path / "config.yaml")
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,11 @@ class ResultFolder:
     path: Path
     manifest: Manifest
     plan: Plan
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What its record is known by in the lineage of what is made of it."""
+        return record_key(self.manifest.model_dump(mode="json"))
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,22 @@ class ScoresFolder:
     scores: dict[str, Tensor]
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a file; none where it is missing, or holds something else."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def record_key(record: Mapping[str, Any]) -> tuple[object, ...]:
+    """Tells records apart; times alone do not, as small models take less than a second."""
+    source, proof = record.get("source") or {}, record.get("proof") or {}
+    parts = (record.get("created"), source.get("fingerprint"), str(record.get("parameters")))
+    return (*parts, proof.get("gated_vs_reloaded"), proof.get("gated_vs_cut"))
+
+
 @dataclass
 class Found:
     """The parts in one place."""
@@ -71,14 +88,13 @@ class Found:
     gates: list[GatesFolder] = field(default_factory=list)
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    sweeps: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def tips(self) -> list[ResultFolder]:
         """The results that no other result here was made of."""
-        made_from = {
-            step.get("created") for result in self.results for step in result.manifest.lineage
-        }
-        return [result for result in self.results if result.manifest.created not in made_from]
+        made_from = {record_key(step) for r in self.results for step in r.manifest.lineage}
+        return [result for result in self.results if result.key not in made_from]
 
 
 def discover(place: Path) -> Found:
@@ -98,12 +114,16 @@ def discover(place: Path) -> Found:
         return found
     if not place.is_dir():
         raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
-    for folder in _folders(place, DEPTH):
-        _look_into(folder, found)
-    if not (found.results or found.gates or found.scores or found.reports):
+    try:
+        for folder in _folders(place, DEPTH):
+            _look_into(folder, found)
+    except OSError as error:
+        raise CheckpointError(f"'{place}' cannot be read through: {error}.") from None
+    if not (found.results or found.gates or found.scores or found.reports or found.sweeps):
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), and no report that 'headprune evaluate --output' wrote."
+            f"no scores ({SCORES}), no sweep ({SWEEP}), and no report that 'headprune evaluate "
+            "--output' wrote."
         )
     return found
 
@@ -126,6 +146,12 @@ def _look_into(folder: Path, found: Found) -> None:
         found.gates.append(GatesFolder(folder, read_gates(folder, metadata.model)))
     elif (folder / SCORES).is_file():
         found.scores.append(_scores(folder))
+    elif (folder / SWEEP).is_file():
+        found.sweeps[folder] = _sweep(folder / SWEEP)
+    elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"The sweep in '{folder}' is not finished; the same command again goes on with it."
+        )
     elif folder.name.endswith("-checkpoints") and (folder / "config.yaml").is_file():
         raise CheckpointError(
             f"The healing in '{folder}' is not finished; go on with heal --resume, or remove the "
@@ -146,6 +172,18 @@ def _trains_gates(folder: Path) -> bool:
 def _result(folder: Path) -> ResultFolder:
     manifest = read_manifest(folder)
     return ResultFolder(folder, manifest, read_plan(folder / "plan.json", {}))
+
+
+def _sweep(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for point in (content["base"], *content["points"]):
+            for name in ("criterion", "keep", "refit", "query_heads", "parameters", "quality"):
+                point[name]
+        content["metric"], content["higher_is_better"], content["points"][0]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"The sweep '{path}' cannot be read: {error}.") from None
+    return content
 
 
 def _scores(folder: Path) -> ScoresFolder:

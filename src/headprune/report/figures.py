@@ -249,6 +249,8 @@ def trajectories(
         y_label: What is drawn.
         phases: Where something begins, and what; drawn as upright lines.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _axes(4.4, 2.9, title, x_label, y_label)
     for at, name in phases:
         axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
@@ -264,6 +266,7 @@ def trajectories(
         )
     for index, line in enumerate(series):
         _line(axes, line, index, markers=len(line.x) == 1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _legend(axes)
     return figure
 
@@ -274,8 +277,8 @@ def bars(
     values: Mapping[str, Sequence[float]],
     title: str,
     y_label: str,
-    number: str = "{:,.3g}",
     reference: str | None = None,
+    baseline: float | None = None,
 ) -> Figure:
     """Bars side by side, one group per name, one bar in it per series.
 
@@ -284,8 +287,8 @@ def bars(
         values: Series name to one value per group.
         title: Title.
         y_label: What the values are.
-        number: How a value is written above its bar.
         reference: The series that the others are compared with; it is grey.
+        baseline: Where the original would stand, drawn as a line across.
     """
     figure, axes = _axes(4.4, 2.9, title, "", y_label)
     axes.grid(visible=False, axis="x")
@@ -302,7 +305,10 @@ def bars(
             edgecolor=PAPER,
             linewidth=0,
         )
-        axes.bar_label(drawn, [number.format(h) for h in heights], fontsize=8, color=MUTED)
+        numbers = [f"{h:,.0f}" if abs(h) >= 1_000 else f"{h:.3g}" for h in heights]
+        axes.bar_label(drawn, numbers, fontsize=8, color=MUTED)
+    if baseline is not None:
+        axes.axhline(baseline, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="original")
     axes.set_xticks(range(len(groups)), groups)
     axes.margins(y=0.14)
     _legend(axes)

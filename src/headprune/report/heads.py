@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headprune.checkpoint.gates import GatesMetadata
 from headprune.errors import CheckpointError
 from headprune.plan import Plan
-from headprune.report.view import Cell, HeadMap, Layer
+from headprune.report.view import Cell, HeadMap, Layer, State
 from headprune.tensors.units import Unit, members
 
 
@@ -104,7 +103,7 @@ def _even(metadata: GatesMetadata) -> tuple[tuple[int, ...], ...]:
 
 def head_map(
     rows: Sequence[Row],
-    kept: Mapping[str, set[int]],
+    kept: Mapping[str, set[int]] | None,
     groups: Mapping[str, Sequence[Sequence[int]]],
     evidence: Evidence | None,
 ) -> HeadMap:
@@ -112,7 +111,7 @@ def head_map(
 
     Args:
         rows: The attention modules before the run.
-        kept: Per module path, the heads that stay.
+        kept: Per module path, the heads that stay; None where heads were only scored.
         groups: Per module path, ids of the KV heads that became one, where some did.
         evidence: What speaks for heads.
     """
@@ -133,7 +132,9 @@ def head_map(
             if evidence is not None and unit is not None:
                 facts += [(name, _number(v[unit])) for name, v in evidence.others.items()]
             value = evidence.values[unit] if evidence and unit is not None else None
-            state: Any = "kept" if head in kept.get(row.path, set()) else "removed"
+            state: State = "scored"
+            if kept is not None:
+                state = "kept" if head in kept.get(row.path, set()) else "removed"
             cells.append(Cell(head, state, value, tuple(facts)))
         sizes = set(row.group_sizes)
         group = sizes.pop() if len(sizes) == 1 and len(cells) == len(row.heads) else 1

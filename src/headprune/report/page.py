@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -122,7 +123,8 @@ def map_geometry(drawn: HeadMap) -> dict[str, Any]:
         for x, cell in enumerate(layer.cells):
             gaps = x // layer.group * 5 if layer.group > 1 else 0
             left = label + x * step + gaps
-            cells.append((left, 18 + y * step, cell.state[0], _strength(cell.evidence, low, high)))
+            strength = _strength(cell.evidence, low, high) if drawn.evidence else 0.75
+            cells.append((left, 18 + y * step, cell.state[0], strength))
             right = max(right, left + CELL)
     return {
         "cells": cells,
@@ -138,13 +140,14 @@ def map_geometry(drawn: HeadMap) -> dict[str, Any]:
 
 def _scale(drawn: HeadMap) -> tuple[float, float]:
     """The evidence that is drawn palest, and darkest: that of a probability is 0 and 1."""
-    known = [c.evidence for layer in drawn.layers for c in layer.cells if c.evidence is not None]
+    values = [c.evidence for layer in drawn.layers for c in layer.cells if c.evidence is not None]
+    known = [value for value in values if math.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=1.0)
     return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
 def _strength(value: float | None, low: float, high: float) -> float:
-    if value is None:
+    if value is None or not math.isfinite(value):
         return 0.0
     return round((value - low) / (high - low), 3) if high > low else 0.5
 
@@ -167,7 +170,7 @@ def map_data(drawn: HeadMap) -> dict[str, Any]:
 
 def head_lines(drawn: HeadMap) -> str:
     """The map as text: one line per layer."""
-    signs = {"kept": card.KEPT, "removed": card.GONE, "earlier": " "}
+    signs = {"kept": card.KEPT, "removed": card.GONE, "earlier": " ", "scored": card.KEPT}
     width = max((len(layer.label) for layer in drawn.layers), default=0)
     lines = []
     for layer in drawn.layers:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import CheckpointError
+from headprune.report.charts import short_name
 from headprune.report.discovery import (
     Found,
     GatesFolder,
     ResultFolder,
     ScoresFolder,
     gates_of,
+    read_yaml,
+    record_key,
 )
-from headprune.report.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
-from headprune.report.view import Evaluation, Facts, HeadMap, History, Run
-from headprune.tensors.hard_concrete import open_probability
-from headprune.tensors.units import Unit, members
+from headprune.report.evidence import map_of_gates, map_of_result, map_of_scores
+from headprune.report.histories import history
+from headprune.report.view import Evaluation, Facts, Point, Run, Sweep
+from headprune.tensors.units import Unit
 
-POINTS = 250  # of a drawn history; a line has no room for more
 _UNIT = {
     Unit.HEAD: "one by one",
     Unit.KV_GROUP: "a KV head with its queries at a time",
@@ -61,6 +60,10 @@ def assemble(found: Sequence[Found], evaluations: Mapping[Path, Evaluation]) -> 
         for gates in place.gates:
             if gates.path not in used:
                 runs.append((gates.path, _gates_run(gates)))
+        for folder, content in place.sweeps.items():
+            inside = next((s for s in place.scores if s.path.parent == folder), None)
+            used |= {inside.path} if inside is not None else set()
+            runs.append((folder, _sweep_run(folder, content, inside)))
         for scores in place.scores:
             if scores.path not in used:
                 runs.append((scores.path, _scores_run(scores)))
@@ -125,8 +128,8 @@ def _check_size(file: Path, evaluation: Evaluation, tip: ResultFolder) -> None:
 
 def _steps(place: Found, tip: ResultFolder) -> list[ResultFolder]:
     """The results of the same place that it was made of, oldest first."""
-    by_time = {result.manifest.created: result for result in place.results}
-    before = [by_time.get(step.get("created", "")) for step in tip.manifest.lineage]
+    by_key = {result.key: result for result in place.results}
+    before = [by_key.get(record_key(step)) for step in tip.manifest.lineage]
     return [result for result in before if result is not None]
 
 
@@ -150,8 +153,8 @@ def _result_run(
     manifest, first = tip.manifest, chain[0]
     steps = manifest.lineage
     records = [*steps, manifest.model_dump(mode="json", exclude={"files", "probe", "lineage"})]
-    histories = [*([_history(gates.path / "history.jsonl", "gates")] if gates else [])]
-    histories += [_history(r.path / "heal.jsonl", "heal") for r in chain]
+    histories = [*([history(gates.path / "history.jsonl", "gates")] if gates else [])]
+    histories += [history(r.path / "heal.jsonl", "heal") for r in chain]
     source = records[0]["source"]["name"]
     return Run(
         name=place.place.name,
@@ -161,7 +164,7 @@ def _result_run(
         manifest=manifest,
         steps=tuple(steps),
         settings=_settings(gates),
-        head_map=_map_of_result(first, tip, gates, scores),
+        head_map=map_of_result(first, tip, gates, scores),
         histories=tuple(h for h in histories if h is not None),
         evaluations=tuple(evaluations),
         provenance=_provenance(tip),
@@ -172,7 +175,7 @@ def _asked(record: Mapping[str, Any], gates: GatesFolder | None) -> str:
     """What one command was asked for, by the record it left."""
     if record.get("healing"):
         steps, teacher = record["healing"]["steps"], record["healing"]["teacher"]
-        return f"Train for {steps} steps to match {teacher}."
+        return f"Train for {steps} steps to match {short_name(teacher)}."
     if record.get("sharing"):
         sharing, (before, after) = record["sharing"], record["kv_heads"]
         tokens = sharing.get("calibration_tokens")
@@ -180,24 +183,28 @@ def _asked(record: Mapping[str, Any], gates: GatesFolder | None) -> str:
         share = "neighbours share" if sharing["grouping"] == "adjacent" else "similar ones share"
         return f"Merge {before} KV heads into {after} ({sharing['merge']}; {share}){text}."
     before, after = record["query_heads"]
-    if gates is not None and gates.trained.metadata.query_heads == before:
-        kept = gates.trained.metadata.kept_heads
-        again = "" if kept == after else f" Cut to {after} of them instead."
+    trained = None if gates is None else gates.trained.metadata
+    fingerprint = record["source"]["fingerprint"]
+    if gates is not None and trained is not None and trained.model.fingerprint == fingerprint:
+        wanted = before - trained.query_heads + trained.kept_heads
+        again = "" if wanted == after else f" Cut to {after} of {before} instead."
         return asked_of_gates(gates) + again
-    return f"Cut {before - after} of {before} query heads, as a plan names them."
+    return f"Cut {before - after or 'none'} of {before} query heads, as a plan says."
 
 
 def asked_of_gates(gates: GatesFolder) -> str:
     """What train-gates was asked for."""
     metadata, settings = gates.trained.metadata, gates.settings.get("train_gates") or {}
     target, penalty = settings.get("target_heads"), settings.get("l0_penalty")
-    total, data = metadata.query_heads, Path(metadata.data).name or metadata.data
+    total, data = metadata.query_heads, short_name(metadata.data)
+    kinds = settings.get("attention") or ()
     if penalty is not None:
         goal = f"Remove of {total} query heads as many as a penalty of {penalty} per open head pays"
     elif isinstance(target, float):
         goal = f"Keep {100 * target:.4g}% of all query heads ({metadata.kept_heads} of {total})"
     else:
         goal = f"Keep {metadata.kept_heads} of {total} query heads"
+    goal += f" of the {' and '.join(kinds)}" if kinds else ""
     return (
         f"{goal}, {_UNIT[metadata.unit]}; gates trained for {metadata.steps} steps "
         f"({metadata.objective}) on {data}."
@@ -220,84 +227,9 @@ def _provenance(tip: ResultFolder) -> Facts:
     )
 
 
-def _map_of_result(
-    first: ResultFolder,
-    tip: ResultFolder,
-    gates: GatesFolder | None,
-    scores: ScoresFolder | None,
-) -> HeadMap:
-    plan, lineage = first.plan, first.manifest.lineage
-    before: dict[str, Any] = lineage[-1].get("layout", {}) if lineage else {}
-    rows = []
-    for path, part in plan.attentions.items():
-        ids = tuple(before.get(path, {}).get("query_heads", range(part.query_heads)))
-        group = part.query_heads // max(1, part.kv_heads)
-        even = (group,) * part.kv_heads if group * part.kv_heads == part.query_heads else ()
-        rows.append(Row(path, ids, even, {}))
-    left = tip.manifest.layout
-    kept = {
-        path: set(left[path]["query_heads"] if path in left else part.keep)
-        for path, part in tip.plan.attentions.items()
-    }
-    groups = {path: part.groups or () for path, part in first.plan.attentions.items()}
-    evidence = None
-    if gates is not None:
-        evidence = _gate_evidence(gates, spread(gates.trained.metadata, plan), scores)
-    elif scores is not None:
-        sizes = known_sizes(scores.metadata["modules"], plan)
-        evidence = _score_evidence(scores, sizes) if sizes else None
-    return head_map(rows, kept, groups, evidence)
-
-
-def _gate_evidence(
-    gates: GatesFolder, rows: Sequence[Row], scores: ScoresFolder | None = None
-) -> Evidence:
-    trained = gates.trained
-    chances = open_probability(trained.log_alpha, trained.metadata.temperature).tolist()
-    others: dict[str, Sequence[float]] = {
-        "gate open with probability": chances,
-        "gate factor": trained.value.tolist(),
-    }
-    same_units = scores is not None and (
-        scores.metadata["unit"] == trained.metadata.unit.value
-        and tuple(scores.metadata["modules"]) == trained.metadata.modules
-    )
-    if scores is not None and same_units:
-        others |= {f"score {name}": values.tolist() for name, values in scores.scores.items()}
-    frames = _frames(gates.path / "history.jsonl", len(chances))
-    return Evidence("probability that the gate is open", tuple(rows), chances, others, frames)
-
-
-def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> Evidence:
-    modules, unit = scores.metadata["modules"], Unit(scores.metadata["unit"])
-    ids = [range(sum(of_module)) for of_module in sizes]
-    names: dict[str, list[float]] = {n: v.tolist() for n, v in scores.scores.items()}
-    if not names or any(len(v) != _units(sizes, unit) for v in names.values()):
-        raise CheckpointError(
-            f"The scores in '{scores.path}' do not fit the {_units(sizes, unit)} units of their "
-            "model; score it again."
-        )
-    first = next(iter(names))
-    rows = rows_of(modules, unit, ids, sizes)
-    others = {f"score {name}": values for name, values in names.items()}
-    return Evidence(f"score {first}", rows, names[first], others)
-
-
-def _units(sizes: Sequence[Sequence[int]], unit: Unit) -> int:
-    return sum(len(members(unit, of_module)) for of_module in sizes)
-
-
 def _gates_run(gates: GatesFolder) -> Run:
     metadata = gates.trained.metadata
-    try:
-        rows: tuple[Row, ...] = spread(metadata)
-    except HeadpruneError:  # files of an older headprune do not say where the units are
-        rows = ()
-    kept = {
-        row.path: {head for head, unit in row.units.items() if bool(gates.trained.kept[unit])}
-        for row in rows
-    }
-    history = _history(gates.path / "history.jsonl", "gates")
+    trained = history(gates.path / "history.jsonl", "gates")
     return Run(
         name=gates.path.name,
         folder=gates.path,
@@ -306,8 +238,8 @@ def _gates_run(gates: GatesFolder) -> Run:
         manifest=None,
         steps=(),
         settings=_settings(gates),
-        head_map=head_map(rows, kept, {}, _gate_evidence(gates, rows)) if rows else None,
-        histories=(history,) if history is not None else (),
+        head_map=map_of_gates(gates),
+        histories=(trained,) if trained is not None else (),
         evaluations=(),
         provenance=(
             ("source", f"{metadata.model.name} (fingerprint {metadata.model.fingerprint})"),
@@ -318,14 +250,6 @@ def _gates_run(gates: GatesFolder) -> Run:
 
 def _scores_run(scores: ScoresFolder) -> Run:
     metadata = scores.metadata
-    modules = metadata["modules"]
-    count = {len(values) for values in scores.scores.values()}
-    drawn = None
-    if len(count) == 1 and not max(count) % len(modules) and metadata["unit"] == Unit.HEAD.value:
-        sizes = [(1,) * (max(count) // len(modules))] * len(modules)
-        evidence = _score_evidence(scores, sizes)
-        everything = {row.path: set(row.heads) for row in evidence.rows}
-        drawn = head_map(evidence.rows, everything, {}, evidence)
     names = ", ".join(scores.scores)
     return Run(
         name=scores.path.name,
@@ -335,10 +259,37 @@ def _scores_run(scores: ScoresFolder) -> Run:
         manifest=None,
         steps=(),
         settings=(),
-        head_map=drawn,
+        head_map=map_of_scores(scores),
         histories=(),
         evaluations=(),
         provenance=tuple((f"{n} version", v) for n, v in metadata.get("versions", {}).items()),
+    )
+
+
+def _sweep_run(folder: Path, content: Mapping[str, Any], scores: ScoresFolder | None) -> Run:
+    def point(p: Mapping[str, Any]) -> Point:
+        series = f"{p['criterion']}{' with refit' if p['refit'] else ''}"
+        return Point(series, p["keep"], p["query_heads"], p["parameters"], p["quality"])
+
+    points = tuple(point(p) for p in content["points"])
+    shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
+    source = scores.metadata["model"]["name"] if scores is not None else folder.resolve().name
+    settings = read_yaml(folder / "config.yaml")
+    metric, higher = content["metric"], content["higher_is_better"]
+    return Run(
+        name=folder.name,
+        folder=folder,
+        source=source,
+        asked=f"Measure {len(points)} cuts of {source}: {shares} of its heads, by "
+        f"{', '.join(dict.fromkeys(p.series for p in points))}.",
+        manifest=None,
+        steps=(),
+        settings=tuple((name, str(v)) for name, v in settings.items() if v is not None),
+        head_map=None if scores is None else map_of_scores(scores),
+        histories=(),
+        evaluations=(),
+        provenance=(),
+        sweep=Sweep(metric, higher, point(content["base"]), points),
     )
 
 
@@ -348,7 +299,7 @@ def _evaluation_run(evaluation: Evaluation) -> Run:
         name=evaluation.file.name,
         folder=evaluation.file,
         source=evaluation.base or evaluation.model,
-        asked=f"Measure {evaluation.model}{against} on {evaluation.data}.",
+        asked=f"Measure {evaluation.model}{against} on {short_name(evaluation.data)}.",
         manifest=None,
         steps=(),
         settings=(),
@@ -356,47 +307,4 @@ def _evaluation_run(evaluation: Evaluation) -> Run:
         histories=(),
         evaluations=(evaluation,),
         provenance=(),
-    )
-
-
-def _records(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.strip()]
-        for record in records:
-            float(record["loss"]), int(record["step"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"The history '{path}' is damaged: {error}.") from None
-    return records
-
-
-def _frames(path: Path, units: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The snapshots of all gates in a history."""
-    snapshots = [(r["step"], r.get("open_percent")) for r in _records(path)]
-    return tuple((step, tuple(p)) for step, p in snapshots if p and len(p) == units)
-
-
-def _history(path: Path, kind: Literal["gates", "heal"]) -> History | None:
-    records = _records(path)
-    if not records:
-        return None
-    width = -(-len(records) // POINTS)
-    buckets = [records[at : at + width] for at in range(0, len(records), width)]
-    last = [bucket[-1] for bucket in buckets]
-    phases = [
-        (float(now["step"]), "heads chosen" if now.get("settled") else "next round")
-        for before, now in pairwise(records)
-        if bool(before.get("settled")) is not bool(now.get("settled"))
-    ]
-    targets = [r["target_heads"] for r in last if r.get("target_heads") is not None]
-    return History(
-        kind=kind,
-        steps=tuple(int(r["step"]) for r in last),
-        loss=tuple(fmean(float(r["loss"]) for r in bucket) for bucket in buckets),
-        expected=tuple(float(r["expected_heads"]) for r in last if "expected_heads" in r),
-        target=tuple(targets) if len(targets) == len(last) else (),
-        phases=tuple(phases),
-        records=len(records),
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from headprune.checkpoint.manifest import Manifest
 
-State = Literal["kept", "removed", "earlier"]
+State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]
 
 
@@ -18,7 +18,7 @@ class Cell:
 
     Attributes:
         head: Its id.
-        state: Whether it stays, was removed by this run, or was gone before.
+        state: Whether it stays, was removed by this run, was gone before, or was only scored.
         evidence: What speaks for it; None where nothing was measured.
         facts: What else is known of it.
     """
@@ -48,7 +48,7 @@ class Layer:
     @property
     def kept(self) -> int:
         """Heads that stay."""
-        return sum(cell.state == "kept" for cell in self.cells)
+        return sum(cell.state in ("kept", "scored") for cell in self.cells)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class HeadMap:
     layers: tuple[Layer, ...]
     evidence: str | None = None
     frames: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
+
+    @property
+    def only_scored(self) -> bool:
+        """Whether nothing has been chosen yet."""
+        return any(cell.state == "scored" for layer in self.layers for cell in layer.cells)
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,27 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Point:
+    """One cut of a sweep."""
+
+    series: str
+    keep: float
+    query_heads: int
+    parameters: int
+    quality: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Quality against size, of many cuts; ``base`` is the whole model."""
+
+    metric: str
+    higher_is_better: bool
+    base: Point
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """One run: what was asked, and what came out.
 
@@ -181,6 +207,7 @@ class Run:
         histories: Trainings.
         evaluations: What was measured; that of the result comes first.
         provenance: Where it comes from.
+        sweep: Many cuts, where the run measured them.
     """
 
     name: str
@@ -194,6 +221,7 @@ class Run:
     histories: tuple[History, ...]
     evaluations: tuple[Evaluation, ...]
     provenance: Facts
+    sweep: Sweep | None = None
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headprune.checkpoint import card
 from headprune.plan import Shape
 from headprune.report.charts import mebibytes, short_name, speeds
-from headprune.report.view import Evaluation, Facts, Quality, Run
+from headprune.report.view import Evaluation, Facts, Quality, Run, Sweep
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,34 @@ def tiles(run: Run) -> list[Tile]:
         detail = f"differs by {proof['gated_vs_reloaded']:.1e}, allowed {proof['tolerance']:.0e}"
         found.append(Tile("proof", "passed", detail, "good"))
         found.append(Tile("loads", *loads(manifest.shape)))
+    elif run.sweep is not None:
+        found = _sweep_tiles(run.sweep)
+    elif run.head_map is not None and run.head_map.only_scored:
+        heads = sum(len(layer.cells) for layer in run.head_map.layers)
+        found.append(Tile("query heads", f"{heads:,}", "scored"))
     elif run.histories:
         history = run.histories[0]
         found.append(Tile("steps", f"{history.records:,}", f"last loss {history.loss[-1]:.4g}"))
     return found
 
 
+def _sweep_tiles(sweep: Sweep) -> list[Tile]:
+    name, base = sweep.metric.replace("_", " "), sweep.base
+    ends = {max(sweep.points, key=lambda p: p.keep), min(sweep.points, key=lambda p: p.keep)}
+    best = max if sweep.higher_is_better else min
+    shown = [Tile("cuts", f"{len(sweep.points)}", f"the original has {name} {base.quality:.4g}")]
+    for keep in sorted({point.keep for point in ends}, reverse=True):
+        alike = [point for point in sweep.points if point.keep == keep]
+        winner = best(alike, key=lambda point: point.quality)
+        shown.append(Tile(f"best {name} at {keep:.1%}", f"{winner.quality:.4g}", winner.series))
+    return shown
+
+
 def loads(shape: Shape) -> tuple[str, str]:
     """How a result loads: in a word, and in a sentence."""
     if shape is Shape.NATIVE:
         return "anywhere", "a plain config; no other code"
-    return "by runtime", "trust_remote_code=True, or headprune installed"
+    return "by runtime", "with remote code, or headprune installed"
 
 
 def _size_tiles(run: Run) -> list[Tile]:
@@ -83,7 +100,7 @@ def size_rows(run: Run) -> list[tuple[str, int, int]]:
         for name, before_last, after_last in card.sizes(manifest):
             begun = first[name.replace(" ", "_").lower()][0] if first else before_last
             rows.append((name, begun, after_last))
-    elif run.head_map is not None:
+    elif run.head_map is not None and not run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
         rows = [("query heads", heads, sum(layer.kept for layer in run.head_map.layers))]
     return rows
@@ -168,7 +185,8 @@ def speed_cells(evaluation: Evaluation) -> dict[str, str]:
         what = "prefill tokens/s" if name == "prefill" else f"decoded tokens/s, {name}"
         ratio = f" ({rate / theirs[name]:.2f} ×)" if theirs.get(name) else ""
         cells[what] = f"{rate:,.1f}{ratio}"
-    if evaluation.size.peak_memory_bytes:
+    # without a GPU it is that of the whole process, which held both models
+    if evaluation.size.peak_memory_bytes and str(evaluation.size.device).startswith("cuda"):
         cells["peak memory"] = mebibytes(evaluation.size.peak_memory_bytes)
     return cells
 
@@ -192,7 +210,8 @@ def measured(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
         ("KV bytes per token", lambda size: getattr(size, "kv_cache_bytes_per_token", None)),
     ]
     for name, get in sizes:
-        rows.append([name, *_both(get(evaluation.size), get(evaluation.base_size))])
+        if get(evaluation.size):  # an encoder has no cache
+            rows.append([name, *_both(get(evaluation.size), get(evaluation.base_size))])
     ours = speeds(evaluation.size)
     theirs = speeds(evaluation.base_size) if evaluation.base_size else {}
     for name, rate in ours.items():

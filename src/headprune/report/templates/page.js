@@ -4,7 +4,7 @@ for (const figure of document.querySelectorAll(".map")) {
   const svg = figure.querySelector(".heads");
   const cells = [...svg.querySelectorAll("rect")];
   const told = figure.querySelector(".told");
-  const states = { k: "stays", r: "removed", e: "gone before this run" };
+  const states = { k: "stays", r: "removed", e: "gone before this run", s: "scored" };
   const rows = data.paths.map((_, y) => data.cells.flatMap((cell, i) => (cell[0] === y ? [i] : [])));
   const evidence = cells.map((cell) => cell.style.getPropertyValue("--v"));
   let now = -1;
@@ -82,3 +82,7 @@ for (const figure of document.querySelectorAll(".map")) {
   });
   draw();
 }
+// on paper nothing can be opened: facts are, and closed again
+const facts = [...document.querySelectorAll("details:not([open]):has(.facts)")];
+addEventListener("beforeprint", () => facts.forEach((details) => { details.open = true; }));
+addEventListener("afterprint", () => facts.forEach((details) => { details.open = false; }));

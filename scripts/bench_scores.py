@@ -1,0 +1,304 @@
+"""Pruning without training: criteria with and without refit, beside what others do.
+
+    python scripts/bench_scores.py --model FOLDER --data CALIBRATION --test TEST
+
+Everything happens in memory and at equal head counts: heads are closed by gates, which a cut model
+equals (every ``prune`` proves it). Language models are measured as in bench_quality.py (windows of
+512 tokens, the first token of each unscored, float32); encoders on scored sentence pairs (Spearman)
+and on the correlation of their pairwise similarities with the original's. A causal model without a
+tokenizer is measured on sequences that it wrote itself (``--own-text``). Seeds take other parts of
+the calibration text.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import torch
+import typer
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bench_quality import Protocol
+from headprune import from_pretrained
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.criteria import CRITERIA
+from headprune.data.sources import Examples, read_examples
+from headprune.data.windows import tokenized_rows
+from headprune.evaluation import metrics
+from headprune.evaluation.comparison import rank_correlation
+from headprune.evaluation.quality import causal_losses, embeddings
+from headprune.models.attention import attention_of
+from headprune.models.evidence import collect, example_losses
+from headprune.models.gating import fixed, gated
+from headprune.models.loading import load_tokenizer, task_of
+from headprune.models.refit import refit
+from headprune.pipelines.calibration import Calibration, calibration
+from headprune.pipelines.score import gather, needs_of, scores_of
+from headprune.tensors.selection import keep_best
+from headprune.tensors.units import Unit
+from rivals import RIVALS, taylor
+
+console = Console()
+OWN_LENGTH = 64  # tokens; most sequences that such a model writes end sooner or later
+Quality = Callable[[PreTrainedModel], dict[str, float]]
+
+
+def language(model: str, test: str, windows: int) -> Quality:
+    """Perplexity over the windows of the protocol."""
+    protocol = Protocol(model, test, windows, 512)
+    return lambda net: {"perplexity": protocol.perplexity(net)}
+
+
+def own_text(net: PreTrainedModel, count: int, length: int, seed: int) -> Dataset:
+    """Sequences that a causal model writes itself, those that do not end before ``length``."""
+    torch.manual_seed(seed)
+    config, found = net.config, []
+    start = torch.full((32, 1), config.bos_token_id)
+    while len(found) < count:
+        ids = net.generate(start, do_sample=True, max_new_tokens=length - 1, top_k=0)
+        ended = (ids == config.eos_token_id).any(1)
+        found += [row.tolist() for row, over in zip(ids, ended, strict=True) if not over]
+    rows = found[:count]
+    return Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * length] * count})
+
+
+def own_likelihood(net: PreTrainedModel) -> Quality:
+    """NLL in nats per token of held-out sequences that the model wrote itself."""
+    rows = own_text(net, 128, OWN_LENGTH, seed=1000)
+
+    class Tokens:
+        def decode(self, ids: Sequence[int]) -> str:
+            return " ".join(map(str, ids))
+
+    def nll(cut: PreTrainedModel) -> dict[str, float]:
+        losses = causal_losses(cut, rows, Tokens(), 16)
+        return {"nll": float(losses.nll_nats.sum() / losses.tokens.sum())}
+
+    return nll
+
+
+def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
+    """Spearman on scored pairs, and fidelity to the original's similarities."""
+    examples = read_examples(DataConfig(source=test, text_column="a,b", label_column="score"))
+    texts = [(text,) for pair in examples.texts[:count] for text in pair]
+    rows = tokenized_rows(Examples(texts, None, True), load_tokenizer(model), 128)
+    scores = torch.tensor([float(s) for s in (examples.labels or [])[:count]]).numpy()
+    original = embeddings(net, rows, None or load_tokenizer(model), 32)
+
+    def measured(cut: PreTrainedModel) -> dict[str, float]:
+        vectors = embeddings(cut, rows, load_tokenizer(model), 32)
+        similar = (vectors[::2] * vectors[1::2]).sum(1)
+        fidelity = metrics.load("embedding_fidelity").compute(
+            predictions=vectors, references=original
+        )
+        return {
+            "spearman": rank_correlation(similar, scores.astype(float)),
+            "similarity": float(fidelity["similarity_correlation"]),
+        }
+
+    return measured
+
+
+def calibration_of(
+    net: PreTrainedModel, model: str, data: str | None, tokens: int, seed: int
+) -> Calibration:
+    """Another part of the calibration text per seed."""
+    if data is None:
+        rows = own_text(net, max(2, tokens // OWN_LENGTH), OWN_LENGTH, seed)
+
+        def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+            ids = torch.tensor([f["input_ids"] for f in features])
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+        return Calibration("causal-lm", rows, collate, 8, len(rows) * OWN_LENGTH, (0, 1, 2, 3))
+    length = 512 if task_of(net) == "causal-lm" else 128
+    config = CalibrationConfig(tokens=10**9, seq_len=length)
+    every = calibration(net, model, DataConfig(source=data), config, "bench")
+    count = max(2, tokens // length)
+    step = len(every.rows) / count
+    shift = seed / 3  # of a step
+    chosen = every.rows.select([int((i + shift) * step) for i in range(count)])
+    return replace(every, rows=chosen, tokens=count * length)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Model folder.")],
+    data: Annotated[str | None, typer.Option(help="Calibration text.")] = None,
+    test: Annotated[str | None, typer.Option(help="Test text or pairs.")] = None,
+    keep: Annotated[str, typer.Option(help="Shares of heads to keep.")] = "0.75,0.5",
+    criteria: Annotated[str, typer.Option(help="Criteria, or none.")] = "gradient,fisher",
+    rounds: Annotated[int, typer.Option(help="Rounds of scoring, refitted in between.")] = 1,
+    rivals: Annotated[bool, typer.Option(help="Also what others do.")] = False,
+    plain: Annotated[bool, typer.Option(help="Also without refit.")] = True,
+    seeds: Annotated[int, typer.Option(help="Seeds.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 16_384,
+    windows: Annotated[int, typer.Option(help="Test windows (or pairs / 25).")] = 40,
+    cost: Annotated[bool, typer.Option(help="Time scoring and refit, nothing else.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
+) -> None:
+    """Score, close, refit, measure."""
+    net = from_pretrained(model, dtype="float32").requires_grad_(False)
+    if cost:
+        _cost(net, calibration_of(net, model, data, tokens, 0))
+        return
+    if test is None:
+        quality = own_likelihood(net)
+    elif task_of(net) == "features":
+        quality = pairs(model, net, test, windows * 25)
+    else:
+        quality = language(model, test, windows)
+    attentions = attention_of(net)
+    base = quality(net)
+    console.print(f"original: {base}")
+    heads = [a.query_heads for a in attentions]
+    names = [name for name in criteria.split(",") if name != "none"]
+    rows: list[dict[str, Any]] = []
+
+    def add(
+        method: str, refitted: bool, share: float, seed: int, measured: dict[str, float]
+    ) -> None:
+        rows.append({"method": method, "refit": refitted, "keep": share, "seed": seed, **measured})
+        first = next(iter(measured))
+        ratio = measured[first] / base[first]
+        console.print(
+            f"{method} refit={refitted} keep={share} seed={seed}: {measured} {ratio:.3f} x"
+        )
+        if output is not None:
+            output.write_text(json.dumps({"base": base, "rows": rows}, indent=2) + "\n")
+
+    shares = sorted(map(float, keep.split(",")), reverse=True)
+    for seed in range(seeds):
+        examples = calibration_of(net, model, data, tokens, seed)
+        wanted = {*names, *(r.criterion for r in RIVALS.values() if rivals)} - {"taylor"}
+        needs = needs_of(sorted(wanted)) | ({"activations"} if rivals else set())
+        evidence = gather(net, attentions, Unit.HEAD, frozenset(needs), examples, seed)
+        scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}
+        for name in names:
+            current, values, gone = copy.deepcopy(net), scores[name], torch.zeros(sum(heads)).bool()
+            steps = [(share, r) for share in shares for r in range(rounds)]
+            before = 1.0
+            for share, part in steps:
+                to = before + (share - before) * (part + 1) / rounds
+                if rounds > 1 and bool(gone.any()):
+                    found = gather(
+                        current,
+                        attention_of(current),
+                        Unit.HEAD,
+                        CRITERIA[name].needs,
+                        examples,
+                        seed,
+                        _gates(~gone, heads),
+                    )
+                    values = scores_of(name, found, attention_of(current), Unit.HEAD)
+                ranked = values.masked_fill(gone, -torch.inf).tolist()
+                kept = keep_best(ranked, [1] * sum(heads), round(to * sum(heads)))
+                gone = torch.ones(sum(heads)).bool()
+                gone[kept] = False
+                gates = _gates(~gone, heads)
+                last = part == rounds - 1
+                if last and plain and rounds == 1:
+                    with gated(attentions, fixed(gates)):
+                        add(name, False, share, seed, quality(net))
+                if not last and rounds == 1:
+                    continue
+                current = copy.deepcopy(net)
+                refit(current, attention_of(current), gates, examples.whole())
+                if last:
+                    with gated(attention_of(current), fixed(gates)):
+                        label = name if rounds == 1 else f"{name}, {rounds} rounds"
+                        add(label, True, share, seed, quality(current))
+                    before = share
+        for label, rival in RIVALS.items() if rivals else ():
+            if rival.criterion == "taylor":
+                values = torch.cat(taylor(net, attentions, examples))
+            else:
+                values = scores[rival.criterion]
+            for share in shares:
+                kept = keep_best(values.tolist(), [1] * sum(heads), round(share * sum(heads)))
+                mask = torch.zeros(sum(heads)).bool()
+                mask[kept] = True
+                gates, context = _gates(mask, heads), nullcontext()
+                if rival.compensate is not None:
+                    gates, context = rival.compensate(net, attentions, gates, examples, evidence)
+                with context, gated(attentions, fixed(gates)):
+                    add(label, False, share, seed, quality(net))
+    _print(rows, base)
+
+
+def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
+    return [part.float() for part in kept.split(list(heads))]
+
+
+def _cost(net: PreTrainedModel, examples: Calibration) -> None:
+    """Scoring against a forward and backward, a refit against a forward, in turn."""
+    attentions = attention_of(net)
+    batches, whole = examples.batches(), examples.whole()
+    embedded = net.get_input_embeddings()
+
+    def forward() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                net(**batch)
+
+    def forward_backward() -> None:
+        for batch in batches:
+            hook = embedded.register_forward_hook(lambda m, i, o: o.requires_grad_(True))
+            example_losses(net, examples.task, batch).sum().backward()
+            hook.remove()
+
+    def scoring() -> None:
+        needs = needs_of(["gradient", "fisher", "fluctuation", "wanda"])
+        collect(net, examples.task, attentions, batches, needs)
+
+    def refitting() -> None:
+        gates = [torch.ones(a.query_heads) for a in attentions]
+        for gate in gates:
+            gate[0] = 0.0
+        cut = copy.deepcopy(net)
+        refit(cut, attention_of(cut), gates, whole)
+
+    times: dict[str, list[float]] = {}
+    for repeat in range(3):
+        for run in (forward, forward_backward, scoring, refitting):
+            start = time.perf_counter()
+            run()
+            if repeat:
+                times.setdefault(run.__name__, []).append(time.perf_counter() - start)
+    best = {name: min(each) for name, each in times.items()}
+    console.print({name: round(value, 2) for name, value in best.items()})
+    console.print(
+        f"scoring / forward and backward: {best['scoring'] / best['forward_backward']:.3f}"
+    )
+    console.print(f"refit / forward: {best['refitting'] / best['forward']:.2f}")
+
+
+def _print(rows: list[dict[str, Any]], base: dict[str, float]) -> None:
+    grid = Table(title=f"mean over seeds (lowest to highest); original {base}")
+    for column in ("method", "refit", "keep", *base):
+        grid.add_column(column, justify="right")
+    groups: dict[tuple[str, bool, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], row["refit"], row["keep"]), []).append(row)
+    for (method, refitted, share), own in groups.items():
+        cells = []
+        for name in base:
+            values = [row[name] for row in own]
+            cells.append(f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+        grid.add_row(method, "yes" if refitted else "", f"{share:.0%}", *cells)
+    console.print(grid)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,108 @@
+"""The head maps of runs: which folder's numbers speak for which head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.report.discovery import GatesFolder, ResultFolder, ScoresFolder
+from headprune.report.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
+from headprune.report.histories import frames
+from headprune.report.view import HeadMap
+from headprune.tensors.hard_concrete import open_probability
+from headprune.tensors.units import Unit, members
+
+
+def map_of_result(
+    first: ResultFolder,
+    tip: ResultFolder,
+    gates: GatesFolder | None,
+    scores: ScoresFolder | None,
+) -> HeadMap:
+    """The heads of a result: those of the first step, and which the last one left."""
+    plan, lineage = first.plan, first.manifest.lineage
+    before: dict[str, Any] = lineage[-1].get("layout", {}) if lineage else {}
+    rows = []
+    for path, part in plan.attentions.items():
+        ids = tuple(before.get(path, {}).get("query_heads", range(part.query_heads)))
+        group = part.query_heads // max(1, part.kv_heads)
+        even = (group,) * part.kv_heads if group * part.kv_heads == part.query_heads else ()
+        rows.append(Row(path, ids, even, {}))
+    left = tip.manifest.layout
+    kept = {
+        path: set(left[path]["query_heads"] if path in left else part.keep)
+        for path, part in tip.plan.attentions.items()
+    }
+    groups = {path: part.groups or () for path, part in first.plan.attentions.items()}
+    evidence = None
+    if gates is not None:
+        evidence = _gate_evidence(gates, spread(gates.trained.metadata, plan), scores)
+    elif scores is not None:
+        sizes = known_sizes(scores.metadata["modules"], plan)
+        evidence = _score_evidence(scores, sizes) if sizes else None
+    return head_map(rows, kept, groups, evidence)
+
+
+def _gate_evidence(
+    gates: GatesFolder, rows: Sequence[Row], scores: ScoresFolder | None = None
+) -> Evidence:
+    trained = gates.trained
+    chances = open_probability(trained.log_alpha, trained.metadata.temperature).tolist()
+    others: dict[str, Sequence[float]] = {
+        "gate open with probability": chances,
+        "gate factor": trained.value.tolist(),
+    }
+    same_units = scores is not None and (
+        scores.metadata["unit"] == trained.metadata.unit.value
+        and tuple(scores.metadata["modules"]) == trained.metadata.modules
+    )
+    if scores is not None and same_units:
+        others |= {f"score {name}": values.tolist() for name, values in scores.scores.items()}
+    moved = frames(gates.path / "history.jsonl", len(chances))
+    return Evidence("probability that the gate is open", tuple(rows), chances, others, moved)
+
+
+def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> Evidence:
+    modules, unit = scores.metadata["modules"], Unit(scores.metadata["unit"])
+    ids = [range(sum(of_module)) for of_module in sizes]
+    names: dict[str, list[float]] = {n: v.tolist() for n, v in scores.scores.items()}
+    if not names or any(len(v) != _units(sizes, unit) for v in names.values()):
+        raise CheckpointError(
+            f"The scores in '{scores.path}' do not fit the {_units(sizes, unit)} units of their "
+            "model; score it again."
+        )
+    first = next(iter(names))
+    rows = rows_of(modules, unit, ids, sizes)
+    others = {f"score {name}": values for name, values in names.items()}
+    return Evidence(f"score {first}", rows, names[first], others)
+
+
+def _units(sizes: Sequence[Sequence[int]], unit: Unit) -> int:
+    return sum(len(members(unit, of_module)) for of_module in sizes)
+
+
+def map_of_gates(gates: GatesFolder) -> HeadMap | None:
+    """The heads that gates were trained for; None where an older file does not say where."""
+    try:
+        rows = spread(gates.trained.metadata)
+    except HeadpruneError:
+        return None
+    kept = {
+        row.path: {head for head, unit in row.units.items() if bool(gates.trained.kept[unit])}
+        for row in rows
+    }
+    return head_map(rows, kept, {}, _gate_evidence(gates, rows))
+
+
+def map_of_scores(scores: ScoresFolder) -> HeadMap | None:
+    """All heads with their scores; None where the file does not say which head is in which unit."""
+    metadata = scores.metadata
+    counts, unit = metadata.get("units"), Unit(metadata["unit"])
+    if not counts or not sum(counts) or unit is Unit.QUERY_SLOT:
+        return None
+    size, rest = divmod(metadata.get("query_heads", 0), sum(counts))
+    if rest or (unit is Unit.HEAD and size != 1):
+        return None
+    evidence = _score_evidence(scores, [(size,) * count for count in counts])
+    return head_map(evidence.rows, None, {}, evidence)

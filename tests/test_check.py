@@ -1,0 +1,658 @@
+"""Limits, verdicts and baselines: what passes, what breaks, what is too close, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as Xml
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from headprune.config import CheckConfig
+from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.evaluation.comparison import Interval, bootstrap
+from headprune.evaluation.report import METRICS
+from headprune.evaluation.samples import FORMULAS, Samples
+from headprune.evaluation.speed import ratios
+from headprune.pipelines.check import CheckReport, check, update_baseline
+from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
+from headprune.regression.actions import annotation, step_summary, workflow_commands
+from headprune.regression.baseline import Baseline, read_baseline
+from headprune.regression.git import git_state
+from headprune.regression.junit import junit_xml
+from headprune.regression.limits import KNOWN, Kind, parse_limit
+from headprune.regression.verdicts import Judged, Verdict, compared, judge, judge_exact, overall
+from tests import tiny
+from tests.test_cli import run
+
+ROOT = Path(__file__).parents[1]
+FAST = {"seq_len": 16, "resamples": 1000, "max_windows": 40}
+
+
+def interval(low: float, high: float, n: int = 40) -> Interval:
+    return Interval((low + high) / 2, float(low), float(high), 0.99, n)
+
+
+# --- limits
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "op", "bound"),
+    [
+        ("perplexity <= 25", Kind.ABSOLUTE, "<=", 25.0),
+        ("perplexity<=+2%", Kind.CHANGE, "<=", 0.02),
+        ("accuracy >= -1 %", Kind.CHANGE, ">=", -0.01),
+        ("accuracy >= -0.01", Kind.DIFFERENCE, ">=", -0.01),
+        ("perplexity >= 98 %", Kind.RECOVERY, ">=", 0.98),
+        ("perplexity recovery >= 98 %", Kind.RECOVERY, ">=", 0.98),
+        ("accuracy >= 98 %", Kind.RECOVERY, ">=", 0.98),
+        ("perplexity <= 105 %", Kind.SHARE, "<=", 1.05),
+        ("kv_cache_bytes_per_token <= 50 %", Kind.SHARE, "<=", 0.5),
+        ("decode_tokens_per_s >= 120 %", Kind.SHARE, ">=", 1.2),
+        ("query_heads == 1_000", Kind.ABSOLUTE, "==", 1000.0),
+        ("parameters <= 1.3e8", Kind.ABSOLUTE, "<=", 1.3e8),
+        ("parameters <= +0 %", Kind.CHANGE, "<=", 0.0),
+        ("load_route == native", Kind.ABSOLUTE, "==", "native"),
+    ],
+)
+def test_limits_say_what_they_compare(text: str, kind: Kind, op: str, bound: float | str) -> None:
+    limit = parse_limit(text)
+    assert (limit.kind, limit.op) == (kind, op)
+    assert limit.bound == (bound if isinstance(bound, str) else pytest.approx(bound))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("perplexity 25", "has no direction: write the metric, <=, >= or =="),
+        ("query_heads recovery >= 98 %", "query_heads has no direction in which it is better"),
+        ("perplexty <= 25", "no metric 'perplexty'. Did you mean 'perplexity'?"),
+        ("perplexity >= 25", "must be bounded by <="),
+        ("accuracy <= 0.9", "higher accuracy, so it must be bounded by >="),
+        ("perplexity == 25", "must be bounded by <="),
+        ("accuracy <= 98 %", "must be bounded by >="),
+        ("perplexity => 25", "'=>' is none of <=, >= and =="),
+        ("perplexity <= a lot", "'a lot' is no number"),
+        ("perplexity <= 1.2.3", "'1.2.3' is no number"),
+        ("decode_tokens_per_s >= 100", "more of the machine than of the model"),
+        ("decode_tokens_per_s >= -5 %", "more of the machine than of the model"),
+        ("perplexity recovery >= 0.98", "a recovery is a plain percentage"),
+        ("load_route == nativ", "Did you mean 'native'?"),
+        ("load_route <= native", "compared by name"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
+    with pytest.raises(HeadpruneError) as found:
+        parse_limit(text)
+    assert message in str(found.value)
+    assert text in str(found.value)
+
+
+def test_every_metric_can_be_limited() -> None:
+    assert set(FORMULAS) < set(METRICS) < set(KNOWN)
+
+
+# --- verdicts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.0, 0.0199, Verdict.PASSED),
+        (0.0, 0.02, Verdict.PASSED),
+        (0.0, 0.0200001, Verdict.TOO_CLOSE),
+        (0.0199999, 0.05, Verdict.TOO_CLOSE),
+        (0.02, 0.05, Verdict.TOO_CLOSE),  # the bound itself is allowed
+        (0.0200001, 0.05, Verdict.BROKEN),
+    ],
+)
+def test_the_whole_interval_decides(low: float, high: float, verdict: Verdict) -> None:
+    assert judge(parse_limit("perplexity <= +2 %"), interval(low, high)).verdict is verdict
+    mirrored = judge(parse_limit("accuracy >= -2 %"), interval(-high, -low))
+    assert mirrored.verdict is verdict
+
+
+def test_nothing_is_rounded_before_it_is_compared() -> None:
+    limit = parse_limit("perplexity <= 25")
+    over = judge(limit, interval(25 + 1e-9, 25 + 3e-9))
+    assert over.verdict is Verdict.BROKEN
+    assert "25.000000002" in over.found()  # nor where a person compares
+    assert judge(limit, interval(25 - 3e-9, 25 - 1e-9)).verdict is Verdict.PASSED
+    assert judge_exact(parse_limit("kv_heads >= 94.5 %"), 0.9449999).verdict is Verdict.BROKEN
+
+
+def test_too_close_says_how_much_data_would_tell() -> None:
+    limit = parse_limit("perplexity <= +2 %")
+    close = judge(limit, Interval(0.01, -0.01, 0.03, 0.99, 40))
+    # the upper half is twice as long as the way to the bound: four times the windows
+    assert close.n_needed == 160
+    assert close.advice() == "too close to call with n=40, use more data: about n=160 would tell"
+    beyond = judge(limit, Interval(0.03, 0.01, 0.06, 0.99, 40))
+    assert beyond.n_needed == 160
+    on_it = judge(limit, Interval(0.02, 0.01, 0.03, 0.99, 40))
+    assert on_it.n_needed is None and on_it.advice().endswith("use more data")
+
+
+@pytest.mark.parametrize("low", [0.0, 0.5])
+def test_a_handful_of_windows_decides_nothing(low: float) -> None:
+    limit = parse_limit("perplexity <= +2 %")
+    few = judge(limit, interval(low, low, n=9))
+    assert few.verdict is Verdict.TOO_CLOSE
+    assert "n=9 is too few" in few.sentence()
+    assert judge(limit, interval(low, low, n=10)).verdict is not Verdict.TOO_CLOSE
+
+
+def test_the_worst_verdict_wins() -> None:
+    limit = parse_limit("query_heads <= 10")
+    passed, broken = judge_exact(limit, 10.0), judge_exact(limit, 11.0)
+    close = judge(parse_limit("perplexity <= 25"), interval(24, 26))
+    assert overall((passed,)) is Verdict.PASSED
+    assert overall((passed, close)) is Verdict.TOO_CLOSE
+    assert overall((passed, close, broken)) is Verdict.BROKEN
+
+
+# --- statistics
+
+
+def losses(seed: int, n: int = 60) -> Samples:
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(5, 20, n).astype(float)
+    return Samples(
+        {
+            "nll_nats": tokens * generator.uniform(2, 4, n),
+            "tokens": tokens,
+            "utf8_bytes": 3 * tokens,
+            "hits": generator.integers(0, 2, n).astype(float),
+            "similarities": generator.normal(size=n),
+            "scores": generator.integers(0, 5, n).astype(float),
+            "cosines": generator.uniform(size=n),
+        }
+    )
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_give_one_number_per_resample(name: str) -> None:
+    samples = losses(0)
+    assert name in samples.metrics()
+    statistic, rows = samples.statistic(name), np.random.default_rng(1).integers(0, 60, (7, 60))
+    together = statistic(rows)
+    assert together.shape == (7,)
+    np.testing.assert_allclose(together, [statistic(row) for row in rows], rtol=1e-12)
+    assert np.abs(together - statistic(rows[::-1])).max() > 1e-3  # rows matter
+
+
+def test_formulas_are_those_of_the_metrics() -> None:
+    samples, every = losses(0), np.arange(60)
+    nll, tokens, utf8 = (samples.columns[k] for k in ("nll_nats", "tokens", "utf8_bytes"))
+    wanted = {
+        "perplexity": math.exp(nll.sum() / tokens.sum()),
+        "nll_nats_per_token": nll.sum() / tokens.sum(),
+        "bits_per_byte": nll.sum() / utf8.sum() / math.log(2),
+        "accuracy": samples.columns["hits"].mean(),
+    }
+    for name, value in wanted.items():
+        assert samples.statistic(name)(every) == pytest.approx(value, rel=1e-12)
+        assert samples.statistic(name)(every[:-1]) != pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("perplexity <= +2 %", lambda a, b: a / b - 1),
+        ("perplexity <= +2", lambda a, b: a - b),
+        ("perplexity <= 105 %", lambda a, b: a / b),
+        ("perplexity >= 98 %", lambda a, b: b / a),
+        ("accuracy >= 98 %", lambda a, b: a / b),
+    ],
+)
+def test_limits_compare_the_right_way_round(text: str, wanted: Any) -> None:
+    limit, every = parse_limit(text), np.arange(60)
+    ours, theirs = losses(0), losses(1)
+    a, b = (s.statistic(limit.metric)(every) for s in (ours, theirs))
+    assert compared(limit, ours, theirs)(every) == pytest.approx(wanted(a, b))
+    assert compared(limit, theirs, ours)(every) != pytest.approx(wanted(a, b))
+
+
+def test_resamples_do_not_depend_on_how_many_are_drawn_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    statistic = losses(0).statistic("perplexity")
+    whole = bootstrap(statistic, 60, 500, 0.99, seed=3)
+    monkeypatch.setattr("headprune.evaluation.comparison._DRAWN_AT_ONCE", 60 * 7)
+    assert bootstrap(statistic, 60, 500, 0.99, seed=3) == whole
+    assert bootstrap(statistic, 60, 500, 0.99, seed=4) != whole
+
+
+def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found() -> None:
+    """A model equal on average, on the very limit; and one that is 3 % worse."""
+    limit, alarms, found = parse_limit("perplexity <= +0 %"), 0, 0
+    for seed in range(400):
+        generator = np.random.default_rng(seed)
+        tokens, base = np.full(96, 255.0), generator.normal(3.6, 0.3, 96)
+        change = generator.normal(0, 0.03, 96)  # per window, as of heads that were cut
+        theirs = Samples({"nll_nats": base * tokens, "tokens": tokens})
+        for shift in (0.0, math.log(1.03)):
+            ours = Samples({"nll_nats": (base + change + shift) * tokens, "tokens": tokens})
+            drawn = bootstrap(compared(limit, ours, theirs), 96, 1000, 0.99, seed)
+            broken = judge(limit, drawn).verdict is Verdict.BROKEN
+            alarms, found = alarms + (broken and not shift), found + (broken and bool(shift))
+    assert alarms <= 7  # 2 expected in 400; more than 7 would come once in a thousand times
+    assert found >= 390
+
+
+# --- models
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base; same (its copy), worse (attention of other strength), cut (heads are gone)."""
+    root = tmp_path_factory.mktemp("check")
+    model = tiny.model("llama-gqa")
+    tiny.save(model, root / "base")
+    shutil.copytree(root / "base", root / "same")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.mul_(3.0)
+    tiny.save(model, root / "worse")
+    (root / "text.txt").write_text(tiny.text(2_000))
+    update_baseline(config(root, limits=("perplexity <= +2 %",)))
+    return root
+
+
+def config(root: Path, model: str = "base", **settings: Any) -> CheckConfig:
+    named = {"model": root / model, "data": root / "text.txt", "baseline": root / "b.json"}
+    return CheckConfig(**{k: str(v) for k, v in named.items()} | FAST | settings)
+
+
+def verdicts_of(report: CheckReport) -> dict[str, str]:
+    return {one.limit: one.verdict.value for one in report.limits}
+
+
+def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> None:
+    limits = (
+        "perplexity <= +0 %",
+        "nll_nats_per_token <= +0.01",
+        "perplexity recovery >= 98 %",
+        "query_heads == 24",
+        "kv_heads <= +0 %",
+        "kv_cache_bytes_per_token <= 100 %",
+        "load_route == native",
+    )
+    original = {"limits": limits, "against": str(folders / "base")}
+    same = check(config(folders, "same", **original))
+    assert verdicts_of(same) == dict.fromkeys(limits, "passed")
+    assert (same.verdict, same.passed) == (Verdict.PASSED, True)
+    assert (same.limits[0].low, same.limits[0].high) == (0, 0)
+    worse = check(config(folders, "worse", **original))
+    assert verdicts_of(worse) == dict.fromkeys(limits, "passed") | dict.fromkeys(
+        limits[:3], "broken"
+    )
+    assert (worse.verdict, worse.passed) == (Verdict.BROKEN, False)
+    change, recovery = worse.limits[0], worse.limits[2]
+    values = [m.value for m in (worse.metrics[0], same.metrics[0])]
+    assert change.value == pytest.approx(values[0] / values[1] - 1)
+    assert recovery.value == pytest.approx(values[1] / values[0])
+
+
+def test_too_close_passes_unless_strict(folders: Path) -> None:
+    value = read_baseline(folders / "b.json").metrics["perplexity"]
+    limits = (f"perplexity <= {value}",)  # its own value: the interval holds it
+    lenient = check(config(folders, limits=limits))
+    strict = check(config(folders, limits=limits, strict=True))
+    assert lenient.verdict is strict.verdict is Verdict.TOO_CLOSE
+    assert lenient.passed and not strict.passed
+    assert "use more data" in lenient.limits[0].sentence()
+
+
+def test_a_baseline_holds_what_it_takes(folders: Path) -> None:
+    made = read_baseline(folders / "b.json")
+    assert Baseline.model_validate_json((folders / "b.json").read_text()) == made
+    assert all(f in Baseline.__doc__ for f in Baseline.model_fields if f != "schema_version")
+    assert len(made.samples["nll_nats"]) == 40
+    assert made.settings["seed"] == 0 and made.limits == ("perplexity <= +2 %",)
+    assert made.structure["query_heads"] == 24
+    nll, tokens = (np.array(made.samples[k]) for k in ("nll_nats", "tokens"))
+    assert made.metrics["perplexity"] == pytest.approx(math.exp(nll.sum() / tokens.sum()))
+    assert {"torch", "transformers", "headprune"} <= set(made.versions)
+
+
+def test_speed_is_a_ratio_of_one_run(folders: Path) -> None:
+    slow, model = tiny.model("llama-gqa"), tiny.model("llama-gqa")
+    slow.register_forward_pre_hook(lambda module, args: time.sleep(0.01))
+    names = {"prefill_tokens_per_s", "decode_tokens_per_s"}
+    faster = ratios(model, slow, prompt_tokens=8, decoded=4, repeats=5)
+    assert set(faster) == names and all(len(v) == 5 for v in faster.values())
+    assert np.median(faster["decode_tokens_per_s"]) > 1
+    assert np.median(ratios(slow, model, 8, 4, 5)["decode_tokens_per_s"]) < 1
+    assert set(ratios(*[tiny.model("bert-base")] * 2, 8, 4, 1)) == {"prefill_tokens_per_s"}
+    limits = ("prefill_tokens_per_s >= 0.1 %", "decode_tokens_per_s >= 100000 %")
+    report = check(config(folders, limits=limits, against=str(folders / "base"), max_windows=10))
+    assert verdicts_of(report) == dict(zip(limits, ("passed", "broken"), strict=True))
+
+
+@pytest.mark.parametrize("case", ["bert-classifier", "bert-base", "bert-mlm"])
+def test_other_tasks_have_limits_of_their_own(case: str, tmp_path: Path) -> None:
+    tiny.save(tiny.model(case), tmp_path / "base")
+    rows = [f"{tiny.text(5, s)},{tiny.text(6, s + 99)},{s % 2}" for s in range(30)]
+    (tmp_path / "rows.csv").write_text("\n".join(["a,b,y", *rows]))
+    columns: dict[str, str] = {
+        "bert-classifier": {"text_column": "a", "label_column": "y"},
+        "bert-base": {"text_column": "a,b", "label_column": "y"},
+        "bert-mlm": {"text_column": "a"},
+    }[case]
+    limits = {
+        "bert-classifier": ("accuracy >= -1 %", "accuracy >= 99 %"),
+        "bert-base": ("spearman >= -0.01", "mean_cosine >= 0.99"),
+        "bert-mlm": ("perplexity <= +1 %", "bits_per_byte <= +0.001"),
+    }[case]
+    settings = CheckConfig(
+        model=str(tmp_path / "base"),
+        data=str(tmp_path / "rows.csv"),
+        baseline=str(tmp_path / "b.json"),
+        against=str(tmp_path / "base"),
+        limits=limits,
+        **columns,
+        **FAST | {"seq_len": 8},
+    )
+    update_baseline(settings)
+    assert verdicts_of(check(settings)) == dict.fromkeys(limits, "passed")
+    content = json.loads((tmp_path / "b.json").read_text())
+    content["samples"] = {"another": [1.0] * 30}
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    change = limits[0] if case != "bert-base" else "mean_cosine >= -0.01"
+    lacking = settings.model_copy(update={"limits": (change,)})
+    refused(lacking, f"has no {change.split()[0]}, only", DataError)
+    decode = settings.model_copy(update={"limits": ("decode_tokens_per_s >= 1 %",)})
+    refused(decode, "generates no text")
+
+
+# --- refusals
+
+
+def refused(settings: CheckConfig, message: str, kind: type[Exception] = HeadpruneError) -> None:
+    with pytest.raises(kind) as found:
+        check(settings)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_limits_without_what_they_need_are_refused(folders: Path) -> None:
+    refused(config(folders), "There is no limit to check")
+    change, recovery = ("perplexity <= +2 %",), ("perplexity >= 98 %",)
+    refused(config(folders, limits=change, baseline=None), "give --baseline FILE")
+    refused(config(folders, limits=recovery), "give --against MODEL")
+    refused(
+        config(folders, limits=("accuracy >= 0.9",)),
+        "does not measure accuracy window by window; for a LlamaForCausalLM on this data it "
+        "measures perplexity",
+    )
+    missing = config(folders, limits=change, baseline=str(folders / "none.json"))
+    refused(missing, "There is no baseline at", CheckpointError)
+
+
+def test_a_baseline_of_something_else_is_refused(folders: Path, tmp_path: Path) -> None:
+    limits = {"limits": ("perplexity <= +2 %",)}
+    tiny.save(tiny.model("gpt2"), tmp_path / "gpt2")
+    other = config(folders, **limits, model=str(tmp_path / "gpt2"))
+    refused(other, "was made for another model: its model_type was llama and is gpt2", DataError)
+    (tmp_path / "other.txt").write_text(tiny.text(2_000, seed=1))
+    other = config(folders, **limits, data=str(tmp_path / "other.txt"))
+    refused(other, "was made on other data", DataError)
+    refused(config(folders, **limits | {"seq_len": 8}), "seq_len was 16 and is 8", DataError)
+    shutil.copytree(folders / "base", tmp_path / "turned")
+    content = json.loads((tmp_path / "turned/tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    ids["w0"], ids["w1"] = ids["w1"], ids["w0"]
+    (tmp_path / "turned/tokenizer.json").write_text(json.dumps(content))
+    other = config(folders, **limits, model=str(tmp_path / "turned"))
+    refused(other, "with another tokenizer", DataError)
+    assert check(config(folders, **limits | {"batch_size": 3})).passed  # that changes nothing
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: c | {"schema_version": 2}, "has schema 2, and this headprune reads baselines"),
+        (lambda c: {"perplexity": 3}, "has no schema_version"),
+        (lambda c: c | {"surprise": 1}, "no valid baseline: surprise"),
+        (lambda c: {k: v for k, v in c.items() if k != "samples"}, "no valid baseline: samples"),
+        (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": []}}, "must be equally long"),
+        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "must be finite"),
+        (lambda c: c | {"samples": {k: v[:9] for k, v in c["samples"].items()}}, "was edited"),
+        (lambda c: "{", "not readable as JSON"),
+    ],
+)
+def test_damaged_baselines_are_refused(
+    damage: Any, message: str, folders: Path, tmp_path: Path
+) -> None:
+    content = damage(json.loads((folders / "b.json").read_text()))
+    path = tmp_path / "b.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    limits = ("perplexity <= +2 %",)
+    refused(config(folders, limits=limits, baseline=str(path)), message, CheckpointError)
+
+
+def test_a_baseline_is_replaced_only_by_its_like(folders: Path, tmp_path: Path) -> None:
+    shutil.copy(folders / "b.json", tmp_path)
+    path = tmp_path / "b.json"
+    before = path.read_text()
+    (tmp_path / "other.txt").write_text(tiny.text(2_000, seed=1))
+    other = config(folders, baseline=str(path), data=str(tmp_path / "other.txt"))
+    with pytest.raises(DataError, match="other data.*--allow-other"):
+        update_baseline(other)
+    assert path.read_text() == before
+    assert update_baseline(other, allow_other=True).data["source"] == other.data
+    assert read_baseline(path).data["source"] == other.data
+    assert [file.name for file in tmp_path.iterdir() if "partial" in file.name] == []
+
+
+def test_a_baseline_names_a_commit_that_it_was_made_from(folders: Path, tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    path = tmp_path / "sub" / "b.json"
+    settings = config(folders, baseline=str(path))
+    assert git_state(path) is None
+    git("init", "-q")
+    path.parent.mkdir()
+    (tmp_path / "code.py").write_text("1")
+    path.write_text("{}")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    path.unlink()  # the baseline itself may differ
+    (tmp_path / "untracked").write_text("1")
+    made = update_baseline(settings)
+    assert (made.commit, made.dirty) == (git("rev-parse", "HEAD").strip(), False)
+    (tmp_path / "code.py").write_text("2")
+    with pytest.raises(HeadpruneError, match="1 tracked files differ from it .'code.py' the first"):
+        update_baseline(settings)
+    assert update_baseline(settings, allow_dirty=True).dirty
+    (tmp_path / "code.py").write_text("1")
+    assert not update_baseline(settings).dirty
+
+
+# --- what others read
+
+
+def some_verdicts() -> tuple[Judged, ...]:
+    return (
+        judge_exact(parse_limit("query_heads == 24"), 24.0),
+        judge(parse_limit("perplexity <= +2 %"), interval(0.03, 0.05)),
+        judge(parse_limit("perplexity <= 25"), interval(24, 27)),
+    )
+
+
+def test_junit_counts_and_escapes() -> None:
+    root = Xml.fromstring(junit_xml("<script>&\x00", some_verdicts(), False, 1.5))
+    (suite,) = root
+    counts = {k: suite.get(k) for k in ("tests", "failures", "skipped", "errors")}
+    assert counts == {"tests": "3", "failures": "1", "skipped": "1", "errors": "0"}
+    assert [case.get("classname") for case in suite] == ["<script>&\ufffd"] * 3
+    assert [case[0].tag for case in suite] == ["system-out", "failure", "skipped"]
+    assert "+4.00 %" in str(suite[1][0].get("message"))
+    strict = Xml.fromstring(junit_xml("m", some_verdicts(), True, 1.5))
+    assert strict[0].get("failures") == "2" and strict[0].get("skipped") == "0"
+
+
+def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
+    assert annotation("error", "50 %\n::set-env") == (
+        "::error title=headprune check::50 %25%0A::set-env"
+    )
+    commands = workflow_commands(some_verdicts(), strict=False)
+    assert [c.split()[0] for c in commands] == ["::error", "::warning"]
+    assert [c.split()[0] for c in workflow_commands(some_verdicts(), True)] == ["::error"] * 2
+    text = step_summary("<img src=x>|`a`\n# b", some_verdicts(), Verdict.BROKEN)
+    assert "<img" not in text and "\n# b" not in text and "\\|\\`a\\`" in text
+    assert text.count("\n| ") == 4  # the head and three limits, below a rule
+    assert "too close to call with n=40" in text
+
+
+# --- the command
+
+
+@pytest.fixture
+def yaml_file(folders: Path, tmp_path: Path) -> Path:
+    settings = config(folders, limits=["perplexity <= +2 %"]).model_dump(
+        mode="json", exclude_none=True
+    )
+    path = tmp_path / "headprune.yaml"
+    path.write_text(yaml.safe_dump({"check": settings}))
+    return path
+
+
+def test_the_command_passes_breaks_and_tells_actions(
+    yaml_file: Path,
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = run(capsys, "check", "--config", yaml_file)
+    assert code == 0, err
+    assert "passed" in out and "::" not in err
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    worse = ("check", "--config", yaml_file, "--model", folders / "worse")
+    junit = tmp_path / "junit.xml"
+    code, out, err = run(capsys, *worse, "--junit", junit, "--json")
+    assert code == 1, err
+    report = CheckReport.model_validate_json(out)
+    assert report.verdict is Verdict.BROKEN and report.model == str(folders / "worse")
+    assert "::error title=headprune check::perplexity <= +2 %25: broken" in err
+    assert "❌" in (tmp_path / "summary.md").read_text()
+    assert Xml.parse(junit).getroot()[0].get("failures") == "1"
+    value = read_baseline(folders / "b.json").metrics["perplexity"]
+    close = ("check", "--config", yaml_file, "--limit", f"perplexity <= {value}")
+    code, out, err = run(capsys, *close)
+    assert code == 0 and "::warning" in err and "use more data" in " ".join(out.split())
+    assert run(capsys, *close, "--strict")[0] == 1
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
+    code, _, err = run(capsys, *close)
+    assert code == 2 and "GITHUB_STEP_SUMMARY cannot be written" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("check: {modle: x}", "There is no setting 'modle'. Did you mean 'model'?"),
+        (
+            "chek: {model: x}",
+            "no section 'check' with settings. It has 'chek'. Did you mean 'check'?",
+        ),
+        ("check: [", "not readable as YAML"),
+        ("check: {confidence: 2}", "--confidence: Input should be less than 1 (got 2)"),
+        ("check: {model: x}", "check needs --data, or 'data' in the file of --config"),
+        ("check: {model: x, data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
+    ],
+)
+def test_a_bad_config_is_one_sentence(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "headprune.yaml"
+    path.write_text(content)
+    code, out, err = run(capsys, "check", "--config", path)
+    assert (code, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_what_could_not_run_is_told_to_actions(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    model = ("--model", folders / "base", "--data", folders / "text.txt")
+    code, _, err = run(capsys, "check", *model, "--limit", "perplexity 3")
+    assert code == 2
+    assert "::error title=headprune check::could not run: The limit 'perplexity 3'" in err
+    code, _, err = run(capsys, "check", *model, "--update-baseline")
+    assert code == 2 and "--update-baseline needs --baseline" in err
+
+
+def test_the_command_writes_a_baseline(
+    yaml_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new.json"
+    update = ("check", "--config", yaml_file, "--update-baseline", "--baseline", path)
+    code, out, err = run(capsys, *update, "--json")
+    assert code == 0, err
+    assert json.loads(out)["metrics"] == read_baseline(path).metrics
+    code, out, err = run(capsys, *update)
+    assert code == 0 and "40 windows" in " ".join(out.split()), err
+
+
+def test_the_fixture_asserts(assert_no_regression: Any, folders: Path) -> None:  # noqa: F811
+    report = assert_no_regression(folders / "same", folders / "b.json", resamples=1000)
+    assert verdicts_of(report) == {"perplexity <= +2 %": "passed"}  # the baseline's own limit
+    assert report.provenance.settings["max_windows"] == 40  # and settings
+    with pytest.raises(pytest.fail.Exception, match=r"perplexity <= \+1 %: broken"):
+        assert_no_regression(folders / "worse", folders / "b.json", "perplexity <= +1 %")
+    value = read_baseline(folders / "b.json").metrics["perplexity"]
+    with pytest.warns(UserWarning, match="too close to call"):
+        assert_no_regression(folders / "same", folders / "b.json", f"perplexity <= {value}")
+
+
+def test_the_plugin_is_light() -> None:
+    code = "import sys, headprune.pytest_plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- what is shipped
+
+
+def test_the_action_runs_the_command_with_options_that_exist() -> None:
+    action = yaml.safe_load((ROOT / ".github/actions/check/action.yml").read_text())
+    script = action["runs"]["steps"][-1]
+    assert "${{" not in script["run"]  # inputs are no code
+    assert set(script["env"]) == {"CONFIG", "ARGS", "JUNIT"}
+    used = {word for word in script["run"].replace("+", " ").split() if word.startswith("--")}
+    from headprune.cli.app import app
+
+    command = next(c for c in app.registered_commands if c.name == "check")
+    from typer.main import get_command_from_info
+
+    built = get_command_from_info(command, pretty_exceptions_short=True, rich_markup_mode=None)
+    known = {option for parameter in built.params for option in parameter.opts}
+    assert used == {"--config", "--junit"} <= known
+
+
+def test_the_self_check_has_limits_that_parse_and_a_baseline_that_reads() -> None:
+    folder = ROOT / "scripts/self_check"
+    settings = yaml.safe_load((folder / "headprune.yaml").read_text())["check"]
+    made = read_baseline(folder / "baseline.json")
+    assert made.limits == tuple(settings["limits"])
+    assert not made.dirty and made.commit
+    assert all(parse_limit(text) for text in made.limits)
+    assert settings["seq_len"] == made.settings["seq_len"]

@@ -1,0 +1,157 @@
+"""Refitting W_O: the identity where nothing goes, never worse, and proven on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.errors import DataError, PlanError
+from headprune.models.attention import attention_of
+from headprune.models.heads import read_heads, read_output, write_heads
+from headprune.models.refit import refit
+from headprune.pipelines.prune import prune
+from headprune.tensors.least_squares import Moments, removal_costs, ridge_path
+from tests import tiny
+from tests.cutting import uneven_plan
+
+LAYOUTS = tiny.present(
+    *("llama-gqa", "gpt2", "bert-mlm", "falcon-new", "gpt_neox", "opt", "phi3", "marian", "t5"),
+    *("bart", "deberta-v2", "modernbert", "qwen3", "bloom"),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    width=st.integers(1, 8),
+    out=st.integers(1, 5),
+    tokens=st.integers(1, 30),
+    ridge=st.floats(1e-6, 10),
+    centred=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_a_refit_never_raises_the_error(
+    width: int, out: int, tokens: int, ridge: float, centred: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator)
+    y = torch.randn(tokens, out, generator=generator) + 2.0
+    start = torch.randn(out, width, generator=generator).double()
+    moments = Moments.of(x, y)
+    moments = moments.centred() if centred else moments
+    (fitted,) = ridge_path(moments, start, [ridge])
+    error = moments.error(start)
+    assert moments.error(fitted) <= error * (1 + 1e-9) + 1e-9
+    away = start - (fitted - start)  # as far the other way
+    if float((fitted - start).abs().max()) > 1e-3:
+        assert moments.error(away) > moments.error(fitted)
+    if not centred:
+        direct = (y.double() - x.double() @ fitted.T).square().sum()
+        assert moments.error(fitted) == pytest.approx(float(direct), rel=1e-6, abs=1e-6)
+
+
+def test_moments_of_shards_add_up() -> None:
+    x, y = torch.randn(20, 4), torch.randn(20, 3)
+    whole, parts = Moments.of(x, y), Moments.of(x[:7], y[:7]) + Moments.of(x[7:], y[7:])
+    torch.testing.assert_close(whole.inputs, parts.inputs)
+    torch.testing.assert_close(whole.cross, parts.cross)
+    assert whole.error(torch.ones(3, 4).double()) == pytest.approx(
+        parts.error(torch.ones(3, 4).double())
+    )
+
+
+def test_the_cost_of_the_first_removal_is_that_of_least_squares() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(200, 6).double(), torch.randn(4, 6).double()
+    x[:, 2:4] = x[:, :2] + 0.3 * x[:, 2:4]  # the first two blocks say nearly the same
+    blocks = [[0, 1], [2, 3], [4, 5]]
+    costs = removal_costs(x.T @ x, weight, blocks, ridge=1e-12)
+    direct = []
+    for block in blocks:
+        rest = [c for c in range(6) if c not in block]
+        wanted = x @ weight.T
+        fitted = torch.linalg.lstsq(x[:, rest], wanted).solution
+        direct.append(float((wanted - x[:, rest] @ fitted).square().sum()))
+    cheapest = min(range(3), key=direct.__getitem__)
+    assert costs[cheapest] == pytest.approx(direct[cheapest], rel=1e-6)
+    assert min(costs) == costs[cheapest]
+    first, second = direct[0], direct[1]
+    assert max(first, second) < min(costs[1 - cheapest], direct[2])  # one may go, not both
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
+    model = tiny.model(case)
+    plan = uneven_plan(model)
+    folder = tiny.save(model, tmp_path / "model")
+    rows = [f"{tiny.text(20, i)}\t{tiny.text(17, i)}" for i in range(24)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["a\tb", *rows]))
+    (tmp_path / "text.txt").write_text(tiny.text(1200))
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    if model.config.is_encoder_decoder:
+        data = DataConfig(source=str(tmp_path / "pairs.tsv"), text_column="a,b")
+    small = CalibrationConfig(tokens=600, seq_len=16)
+    plan = plan.model_copy(update={"model": None})
+    done = prune(folder, tmp_path / "out", plan=plan, refit=data, calibration=small)
+    record = done.manifest.refit
+    assert record is not None
+    assert record["error_after"] < record["error_before"]
+    assert done.manifest.trained_weights
+
+
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2"))
+def test_nothing_removed_is_the_identity(case: str) -> None:
+    model = tiny.model(case)
+    attentions = attention_of(model)
+    before = [read_output(a)[0] for a in attentions]
+    ids = torch.randint(5, 60, (64, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    whole = [torch.ones(a.query_heads) for a in attentions]
+    refit(model, attentions, whole, batch)
+    for attention, old in zip(attentions, before, strict=True):
+        torch.testing.assert_close(read_output(attention)[0], old, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2"))
+def test_a_twin_makes_up_for_its_twin(case: str) -> None:
+    model = tiny.model(case)
+    attentions = attention_of(model)
+    heads = read_heads(attentions[0])
+    for role in ("q", "k", "v"):
+        for tensor in (getattr(heads, role), getattr(heads, f"{role}_bias")):
+            if tensor is not None and (role == "q" or len(tensor) == len(heads.q)):
+                tensor[1] = tensor[0]
+    write_heads(attentions[0], heads)
+    ids = torch.randint(5, 60, (64, 12), generator=torch.Generator().manual_seed(0))
+    gone = [torch.ones(a.query_heads) for a in attentions]
+    gone[0][0] = 0.0
+    first, *others = refit(model, attentions, gone, {"input_ids": ids})
+    assert first.before > 1e-2
+    assert first.after < 1e-6
+    new = read_output(attentions[0])[0]
+    torch.testing.assert_close(new[1], heads.o[0] + heads.o[1], rtol=1e-2, atol=1e-3)
+    assert not torch.allclose(new[1], heads.o[1], rtol=1e-2, atol=1e-3)
+    assert all(r.after <= r.before * (1 + 1e-9) for r in others)
+
+
+def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
+    model = tiny.model("gpt2")
+    attentions = attention_of(model)
+    gates = [torch.ones(a.query_heads) for a in attentions]
+    gates[0][0] = 0.0
+    ids = torch.randint(5, 60, (4, 12))
+    with pytest.raises(DataError, match="two sequences"):
+        refit(model, attentions, gates, {"input_ids": ids[:1]})
+    with torch.no_grad():
+        model.transformer.wte.weight[ids[0, 0]] = float("nan")
+    with pytest.raises(DataError, match="output projection of 'transformer.h.0.attn'"):
+        refit(model, attentions, gates, {"input_ids": ids})
+    albert = tiny.model("albert")
+    modules = attention_of(albert)
+    gates = [torch.ones(a.query_heads) for a in modules]
+    with pytest.raises(PlanError, match="runs in more than one layer"):
+        refit(albert, modules, gates, {"input_ids": ids})

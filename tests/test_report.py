@@ -1,0 +1,472 @@
+"""headprune report: what it finds, what it says, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from headprune.checkpoint.gates import GatesMetadata, write_gates
+from headprune.config import (
+    ConvertConfig,
+    DataConfig,
+    EvaluateConfig,
+    HealConfig,
+    TrainGatesConfig,
+)
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.heal import heal
+from headprune.pipelines.prune import prune
+from headprune.pipelines.report import report
+from headprune.pipelines.train_gates import train_gates
+from headprune.plan import ModelIdentity
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.browser import Browser, started
+from tests.test_cli import run as command
+
+EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, memory=10**6, decode_batches=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: gates, a cut and its evaluation; and a conversion that was healed."""
+    home = tmp_path_factory.mktemp("runs")
+    text = home / "text.txt"
+    text.write_text(tiny.text(1_000))
+    data = DataConfig(source=str(text))
+    base = str(tiny.save(tiny.model("llama-gqa"), home / "base"))
+    config = TrainGatesConfig(target_heads=0.5, steps=8, batch_size=2, seq_len=16)
+    train_gates(base, data, home / "cut" / "gates", config)
+    prune(base, home / "cut" / "small", gates=home / "cut" / "gates")
+    evaluate(str(home / "cut" / "small"), data, EVALUATE, against=base).write(
+        home / "cut" / "report.json"
+    )
+    convert_gqa(base, home / "mqa" / "merged", ConvertConfig(kv_heads=1))
+    healing = HealConfig(steps=2, batch_size=2, seq_len=16)
+    heal(str(home / "mqa" / "merged"), base, data, home / "mqa" / "healed", healing)
+    return home
+
+
+@pytest.fixture(scope="module")
+def page(place: Path) -> Path:
+    """The page of the first run."""
+    return report([place / "cut"], place / "cut.html").output
+
+
+@pytest.fixture(scope="module")
+def pages(place: Path, page: Path) -> list[Path]:
+    """The page of one run, and that of two."""
+    return [page, report([place / "cut", place / "mqa"], place / "two.html").output]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started() as found:
+        yield found
+
+
+def test_a_page_needs_nothing_and_complains_of_nothing(browser: Browser, pages: list[Path]) -> None:
+    for page in pages:
+        text = page.read_text()
+        assert not re.search(r"""(src|href)=["']?(https?:|//|file:)|@import|url\(["']?http""", text)
+        browser.open(page)
+        assert browser.complaints() == []
+        assert browser.fetched() == []
+        twice = browser.run(
+            "const ids = [...document.querySelectorAll('[id]')].map((e) => e.id);"
+            "return ids.filter((id, i) => ids.indexOf(id) !== i)"
+        )
+        assert twice == []
+    browser.driver.execute_script("console.error('the log is read')")
+    assert len(browser.complaints()) == 1
+
+
+def test_pointing_at_a_head_tells_of_it(browser: Browser, page: Path, place: Path) -> None:
+    browser.open(page)
+    plan = json.loads((place / "cut" / "small" / "plan.json").read_text())["attentions"]
+    path = "model.layers.1.self_attn"
+    cells = browser.all(".heads rect")
+    assert len(cells) == sum(part["query_heads"] for part in plan.values())
+    for head in range(plan[path]["query_heads"]):
+        place_of = list(plan).index(path) * plan[path]["query_heads"] + head
+        ActionChains(browser.driver).move_to_element(cells[place_of]).perform()
+        told = browser.find(".told").text
+        stays = "stays" if head in plan[path]["keep"] else "removed"
+        assert told.startswith(f"{path}, head {head}: {stays}; KV head {head // 2}; gate open with")
+
+
+def test_the_keyboard_moves_from_head_to_head(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    heads = browser.find(".heads")
+    told = []
+    for key in (Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.END, Keys.ARROW_RIGHT):
+        heads.send_keys(key)
+        told.append(browser.find(".told").text.partition(":")[0])
+    layers = [f"model.layers.{layer}.self_attn, head " for layer in (0, 1)]
+    assert told == [f"{layers[0]}0", *(f"{layers[1]}{head}" for head in (0, 1, 5, 5))]
+    assert browser.find(".told").get_attribute("role") == "status"
+
+
+def test_the_slider_shows_how_gates_moved(browser: Browser, page: Path, place: Path) -> None:
+    browser.open(page)
+
+    def strengths() -> list[float]:
+        script = "return [...document.querySelectorAll('.heads rect')]"
+        return list(browser.run(f"{script}.map((e) => Number(e.style.getPropertyValue('--v')))"))
+
+    def move(to: int) -> None:
+        browser.run(
+            "const s = document.querySelector('input[type=range]');"
+            f"s.value = {to}; s.dispatchEvent(new Event('input'))"
+        )
+
+    evidence = strengths()
+    move(0)
+    first = strengths()
+    record = json.loads((place / "cut" / "gates" / "history.jsonl").read_text().splitlines()[0])
+    assert first == [percent / 100 for percent in record["open_percent"] for _ in range(2)]
+    assert first != evidence
+    assert browser.find("output").text == "1"
+    move(99)
+    assert strengths() == evidence
+    browser.find(".play").click()
+    assert browser.find(".play").text == "Stop"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_it_is_readable_on_a_phone_in_light_and_dark(
+    browser: Browser, pages: list[Path], dark: bool
+) -> None:
+    for page in pages:
+        for width in (380, 1280):
+            browser.open(page, width, dark)
+            browser.run("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+            assert browser.overflow() <= 0
+            looked_at, low = browser.low_contrast()
+            assert looked_at > 200
+            assert low == []
+    browser.run("document.querySelector('h1').style.color = 'var(--paper)'")
+    browser.run("document.querySelector('.told').style.minWidth = '1500px'")
+    assert len(browser.low_contrast()[1]) == 1
+    assert browser.overflow() > 0
+
+
+def test_it_prints(browser: Browser, page: Path) -> None:
+    browser.open(page, 800, dark=True, media="print")
+    assert not browser.find(".player").is_displayed()
+    assert browser.run("return getComputedStyle(document.body).backgroundColor") == (
+        "rgb(255, 255, 255)"
+    )
+    assert browser.low_contrast()[1] == []
+    pdf = browser.driver.print_page()
+    assert len(pdf) > 10_000
+
+
+def test_names_are_text(browser: Browser, place: Path, tmp_path: Path) -> None:
+    name = "<script>alert(1)"
+    shutil.copytree(place / "cut", tmp_path / name)
+    written = json.loads((tmp_path / name / "report.json").read_text())
+    written["against"]["name"] = "<img src=x onerror=alert(2)>"
+    written["provenance"]["data"]["source"] = "</script><script>alert(3)</script>|`x`"
+    (tmp_path / name / "report.json").write_text(json.dumps(written))
+    for runs in ([name], [name, "<b>"]):
+        if len(runs) > 1:
+            shutil.copytree(place / "mqa", tmp_path / "<b>")
+        page = report([tmp_path / run for run in runs], tmp_path / f"{len(runs)}.html").output
+        browser.open(page)
+        assert browser.complaints() == []
+        assert name in browser.find("h1" if len(runs) == 1 else ".run h2").text
+        assert not browser.all("img") and not browser.all("main b")
+    markdown = report([tmp_path / name], tmp_path / "page.md").output.read_text()
+    outside = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
+    assert "<script" not in outside and "<img" not in outside
+    assert "&lt;script&gt;alert(1)" in outside
+
+
+def test_the_numbers_are_those_of_the_files(place: Path, page: Path) -> None:
+    text = page.read_text()
+    measured = json.loads((place / "cut" / "report.json").read_text())
+    manifest = json.loads((place / "cut" / "small" / "headprune.json").read_text())
+    for metric in measured["model"]["metrics"]:
+        assert f"<td>{metric['value']:.4f}</td>" in text
+    interval = measured["differences"][0]["interval"]
+    assert f"{interval['low']:.3f} to {interval['high']:.3f}" in text
+    assert f"{manifest['proof']['gated_vs_reloaded']:.1e}" in text
+    assert f"Heads: {manifest['query_heads'][1]} of {manifest['query_heads'][0]} stay" in text
+    cache = measured["model"]["cost"]["kv_cache_bytes_per_token"]
+    assert f"{cache:,}" in text
+    assert f"{measured['model']['longest_context']:,} in" in text
+    assert manifest["source"]["fingerprint"] in text
+    assert measured["provenance"]["data_sha256"] in text
+    assert "Keep 50% of all query heads (12 of 24)" in text
+
+
+def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "cut" / "gates", tmp_path / "gates")
+    runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "a.html").runs
+    assert [run.name for run in runs] == ["small"]
+    assert runs[0].histories and runs[0].head_map and runs[0].head_map.frames
+
+    tensors = load_file(tmp_path / "gates" / "gates.safetensors")
+    tensors["value"][tensors["kept"]] += 0.01
+    save_file(tensors, tmp_path / "gates" / "gates.safetensors")
+    runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
+    assert [run.name for run in runs] == ["small", "gates"]
+    assert not runs[0].histories
+
+
+def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:
+    done = report([place / "mqa"], tmp_path / "chain.html", figures=tmp_path / "figures")
+    (run,) = done.runs
+    assert run.folder.name == "healed"
+    assert run.asked.startswith("Merge 12 KV heads into 4 (mean; neighbours share). Train for 2 st")
+    assert [history.kind for history in run.histories] == ["heal"]
+    assert run.head_map is not None
+    facts = dict(run.head_map.layers[0].cells[5].facts)
+    assert facts["KV head"] == "2, merged with 0, 1"
+    names = {path.name for path in done.figures}
+    assert names == {f"{n}.{s}" for n in ("head-map", "heal-loss") for s in ("png", "svg")}
+    assert all(path.stat().st_size > 1_000 for path in done.figures)
+
+
+def test_results_of_the_same_second_are_told_apart(place: Path, tmp_path: Path) -> None:
+    home = shutil.copytree(place / "mqa", tmp_path / "mqa")
+    for name in ("merged", "healed"):
+        path = home / name / "headprune.json"
+        manifest = json.loads(path.read_text())
+        for record in (manifest, *manifest["lineage"]):
+            record["created"] = "2026-01-01T00:00:00+00:00"
+        path.write_text(json.dumps(manifest))
+    assert [run.folder.name for run in report([home], tmp_path / "a.html").runs] == ["healed"]
+    manifest["lineage"] = []
+    path.write_text(json.dumps(manifest))
+    runs = report([home], tmp_path / "b.html").runs
+    assert sorted(run.folder.name for run in runs) == ["healed", "merged"]
+
+
+def test_heads_that_went_before_stay_known(place: Path, tmp_path: Path) -> None:
+    first = json.loads((place / "cut" / "small" / "headprune.json").read_text())["layout"]
+    path = next(path for path, heads in first.items() if len(heads["query_heads"]) > 2)
+    left = first[path]["query_heads"]
+    group = left[:2]
+    (tmp_path / "plan.json").write_text(json.dumps({path: group}))
+    prune(str(place / "cut" / "small"), tmp_path / "again", plan=tmp_path / "plan.json")
+    (run,) = report([tmp_path / "again"], tmp_path / "again.html").runs
+    assert run.head_map is not None
+    layer = next(layer for layer in run.head_map.layers if layer.path == path)
+    states = {cell.head: cell.state for cell in layer.cells}
+    assert all(states[head] == "removed" for head in group)
+    assert all(states[head] == "kept" for head in left[2:])
+    assert all(states[head] == "earlier" for head in set(states) - set(left))
+
+
+def test_scores_are_told(place: Path, tmp_path: Path) -> None:
+    gates = json.loads((place / "cut" / "gates" / "gates.json").read_text())
+    units = sum(len(sizes) for sizes in gates["group_sizes"])
+    scores = tmp_path / "scores"
+    scores.mkdir()
+    metadata = {name: gates[name] for name in ("model", "unit", "modules")}
+    (scores / "scores.json").write_text(json.dumps(metadata))
+    values = torch.arange(units, dtype=torch.float32)
+    save_file({"taylor": values}, scores / "scores.safetensors")
+    (run,) = report([place / "cut", scores], tmp_path / "a.html").runs
+    assert run.head_map is not None
+    assert dict(run.head_map.layers[1].cells[0].facts)["score taylor"] == "3"
+    (run,) = report([place / "cut" / "small", scores], tmp_path / "b.html").runs
+    assert run.head_map is not None and run.head_map.evidence == "score taylor"
+    assert run.head_map.layers[1].cells[2].evidence == 4.0
+    counts = [len(sizes) for sizes in gates["group_sizes"]]
+    metadata |= {"units": counts, "query_heads": gates["query_heads"]}
+    (scores / "scores.json").write_text(json.dumps(metadata))
+    (run,) = report([scores], tmp_path / "scores.html").runs
+    assert run.asked == "Score the heads of base by taylor."
+    assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
+    assert run.head_map.only_scored
+    assert "Heads: 24 scored" in (tmp_path / "scores.html").read_text()
+    save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
+    with pytest.raises(CheckpointError, match="do not fit the 12 units of their model"):
+        report([place / "cut" / "small", scores], tmp_path / "c.html")
+
+
+def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
+    def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
+        size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
+        return {"criterion": criterion, "keep": keep, "refit": True, "quality": quality, **size}
+
+    points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
+    content = {"metric": "perplexity", "higher_is_better": False, "base": point("", 1.0, 10.0)}
+    folder = tmp_path / "sweep"
+    (folder / "points").mkdir(parents=True)
+    (folder / "config.yaml").write_text("keep: [0.5]\n")
+    with pytest.raises(CheckpointError, match="sweep in .* is not finished"):
+        report([folder], tmp_path / "page.html")
+    (folder / "sweep.json").write_text(json.dumps({**content, "points": points}))
+    done = report([folder], tmp_path / "page.html")
+    assert done.runs[0].asked.startswith("Measure 3 cuts of sweep: 50%, 75% of its heads, by tay")
+    browser.open(done.output)
+    assert browser.complaints() == []
+    told = {tile.text.split("\n")[0]: tile.text.split("\n")[1] for tile in browser.all(".tile")}
+    assert told == {
+        "cuts": "3",
+        "best perplexity at 75.0%": "11",
+        "best perplexity at 50.0%": "12.25",
+    }
+    assert "30.0000" in done.output.read_text()
+    (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
+    with pytest.raises(CheckpointError, match="sweep.json' cannot be read"):
+        report([folder], tmp_path / "other.html")
+
+
+def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:
+    """Gates of a large model, with a history as train-gates writes it."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    units = layers * heads
+    kept = torch.rand(units, generator=generator) < 0.75
+    metadata = GatesMetadata(
+        headprune_version="0",
+        model=ModelIdentity(name="large", model_type="llama", architecture="L", fingerprint="0"),
+        unit=Unit.HEAD,
+        temperature=2 / 3,
+        modules=tuple(f"model.layers.{layer}.self_attn" for layer in range(layers)),
+        heads=(tuple(range(heads)),) * layers,
+        group_sizes=((1,) * heads,) * layers,
+        query_heads=units,
+        kept_heads=int(kept.sum()),
+        steps=steps,
+        objective="lm",
+        data="text.txt",
+        final_loss=2.0,
+        trained_weights=False,
+    )
+    tensors = {"log_alpha": torch.randn(units, generator=generator), "kept": kept}
+    tensors["value"] = torch.rand(units, generator=generator) * kept
+    write_gates(folder, metadata, tensors, None)
+    draws = torch.rand(steps, units, generator=generator)
+    records = [
+        {
+            "step": step,
+            "steps": steps,
+            "loss": float(draws[step - 1, 0]) + 3.0,
+            "expected_heads": units - step / 4,
+            "target_heads": units - step / 4,
+            "settled": step > 600,
+            "open_percent": (100 * draws[step - 1]).int().tolist() if step % 20 == 0 else None,
+        }
+        for step in range(1, steps + 1)
+    ]
+    (folder / "history.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    return folder
+
+
+def test_a_large_run_is_a_small_page(browser: Browser, tmp_path: Path) -> None:
+    folder = synthesized(tmp_path / "gates")
+    page = report([folder], tmp_path / "large.html").output
+    assert page.stat().st_size < 2_000_000
+    assert "1,000 steps drawn as 250 points: losses are means of 4 steps" in page.read_text()
+    browser.open(page, 380)
+    assert browser.complaints() == []
+    assert browser.overflow() <= 0
+    assert len(browser.all(".heads rect")) == 1_024
+
+
+def test_the_markdown_form(place: Path, tmp_path: Path) -> None:
+    text = report([place / "cut", place / "mqa"], tmp_path / "two.md").output.read_text()
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    header = tables[0].split("|")
+    assert [cell.strip() for cell in header[2:-1]] == ["cut", "mqa"]
+    block = []
+    for line in [*text.splitlines(), ""]:  # all rows of a table have its number of cells
+        if line.startswith("|"):
+            block.append(len(re.findall(r"(?<!\\)\|", line)))
+        else:
+            assert len(set(block)) <= 1
+            block = []
+    plan = json.loads((place / "cut" / "small" / "plan.json").read_text())["attentions"]
+    drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert drawn is not None
+    assert drawn.group(1).count("■") == sum(len(part["keep"]) for part in plan.values())
+    assert "<script" not in text
+
+
+def test_the_model_card_has_the_same_parts(place: Path) -> None:
+    card = (place / "cut" / "small" / "README.md").read_text()
+    manifest = json.loads((place / "cut" / "small" / "headprune.json").read_text())
+    assert f"| query heads | 24 | {manifest['query_heads'][1]} | 50.0% |" in card
+    assert f"{manifest['proof']['gated_vs_reloaded']:.1e}" in card
+    assert card.count("■") - 1 == manifest["query_heads"][1]
+    assert manifest["auto_class"] == "AutoModelForCausalLM"
+    assert "model = AutoModelForCausalLM.from_pretrained(" in card
+
+
+def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "page.html"
+    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--json")
+    assert code == 0
+    assert json.loads(out)["runs"][0]["name"] == "cut"
+    code, _, err = command(capsys, "report", place / "cut", "--output", output)
+    assert code == 2 and "exists already; replace it with --overwrite" in err
+    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
+    assert code == 0 and "Written to" in out
+
+
+def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
+    """Runs that cannot be reported on, and what is said of them."""
+    training = home / "training"
+    (training / "checkpoints").mkdir(parents=True)
+    shutil.copy(place / "cut" / "gates" / "config.yaml", training)
+    healing = home / "healing" / "small-checkpoints"
+    healing.mkdir(parents=True)
+    (healing / "config.yaml").write_text("model: small\n")
+    (home / "empty").mkdir()
+    damaged: dict[str, Path] = {}
+    for name in ("report", "history", "manifest", "old", "stale"):
+        damaged[name] = shutil.copytree(place / "cut", home / name)
+    (damaged["report"] / "report.json").write_text("{")
+    (damaged["history"] / "gates" / "history.jsonl").write_text('{"step": 1}\n')
+    (damaged["manifest"] / "small" / "headprune.json").write_text("{}")
+    content: dict[str, Any] = json.loads((place / "cut" / "report.json").read_text())
+    (damaged["old"] / "report.json").write_text(json.dumps({**content, "schema_version": 99}))
+    content["model"]["cost"]["query_heads"] = 23
+    (damaged["stale"] / "report.json").write_text(json.dumps(content))
+    return {
+        "gates": (training, "is not finished; go on with train-gates --resume"),
+        "healing": (healing.parent, "is not finished; go on with heal --resume"),
+        "nothing": (home / "empty", "holds nothing to report on"),
+        "missing": (home / "missing", "There is no run at"),
+        "no report": (place / "cut" / "small" / "plan.json", "is no report of 'headprune eval"),
+        "report": (damaged["report"], "report.json' cannot be read"),
+        "history": (damaged["history"], "history.jsonl' is damaged"),
+        "manifest": (damaged["manifest"], "headprune.json' is damaged"),
+        "old": (damaged["old"], "is not of the schema that this headprune writes: schema_version"),
+        "stale": (damaged["stale"], "measured a model with 23 query heads"),
+    }
+
+
+def test_what_cannot_be_reported_on(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run, message in unfinished(place, tmp_path).values():
+        code, _, err = command(capsys, "report", run, "--output", tmp_path / "page.html")
+        assert code == 2
+        assert message in err
+        assert err.count("error:") == 1 and "Traceback" not in err
+        assert not (tmp_path / "page.html").exists()
+    for output in ("page.pdf", "folder"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        with pytest.raises(HeadpruneError, match="written as a page .* or as Markdown"):
+            report([place / "cut"], tmp_path / output)
+    with pytest.raises(HeadpruneError, match="There is no run to report on"):
+        report([], tmp_path / "page.html")
