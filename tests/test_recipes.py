@@ -242,6 +242,7 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
         (["steps.heal.model=original"], "would train 'original' to match itself"),
         (["steps.prune.calibration.tokns=3"], "no setting 'tokns'. Did you mean 'tokens'?"),
         (["steps.prune.plan=heads.json"], "there is no such step or file"),
+        (["data.test=nowhere.txt"], "There is no file 'nowhere.txt'"),
         (["model="], "model: Input should be a valid string"),
     ],
 )
@@ -308,6 +309,8 @@ def test_files_that_are_no_recipes(tmp_path: Path, capsys: Any) -> None:
         path.write_text(content)
         code, _, err = run(capsys, "run", path)
         assert (code, message in err) == (2, True), err
+    code, _, err = run(capsys, "run", tmp_path)
+    assert (code, "is a folder" in err) == (2, True), err
     code, _, err = run(capsys, "run", tmp_path / "none.yaml")
     assert (code, "'headprune init' writes one" in err) == (2, True), err
 
@@ -338,6 +341,15 @@ def test_two_runs_at_once(job: Path, tmp_path: Path) -> None:
     out.mkdir()
     with FileLock(out / ".lock"), pytest.raises(HeadpruneError, match="Another run is at work"):
         did(job)
+
+
+def test_several_processes_are_refused(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(HeadpruneError, match="run by one process, and 4 were started"):
+        did(job)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["README.md", "config.yaml"])

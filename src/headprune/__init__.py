@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from headprune.pipelines.inspect import inspect as inspect
     from headprune.pipelines.prune import migrate as migrate
     from headprune.pipelines.prune import prune as prune
+    from headprune.pipelines.run import run as run
     from headprune.pipelines.train_gates import train_gates as train_gates
     from headprune.pipelines.verify import verify as verify
     from headprune.plan import Plan as Plan
+    from headprune.recipe import read_recipe as read_recipe
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _LAZY = {
@@ -46,6 +48,8 @@ _LAZY = {
     "inspect": "headprune.pipelines.inspect",
     "migrate": "headprune.pipelines.prune",
     "prune": "headprune.pipelines.prune",
+    "read_recipe": "headprune.recipe",
+    "run": "headprune.pipelines.run",
     "train_gates": "headprune.pipelines.train_gates",
     "verify": "headprune.pipelines.verify",
 }

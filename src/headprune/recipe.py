@@ -353,6 +353,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise RecipeError(f"'{path}' is a folder; give the recipe, such as {path / 'recipe.yaml'}.")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:

@@ -71,6 +71,16 @@ def read_examples(data: DataConfig) -> Examples:
     return _checked(Examples(texts, labels, rows_are_documents=True), data)
 
 
+def refuse_missing_file(source: str) -> None:
+    """Refuses the name of a file that is not there; other names may be of the hub.
+
+    Raises:
+        DataError: If there is no such file.
+    """
+    if _suffix(Path(source)) in _BUILDERS and not Path(source).exists():
+        raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
+
+
 def _files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():

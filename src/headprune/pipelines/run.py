@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from headprune.checkpoint.runs import (
     read_run,
     write_lock,
 )
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.models.loading import load_config
 from headprune.pipelines.steps import ROWS, Job, Watch
@@ -104,6 +106,7 @@ def run(recipe: Recipe, watch: Watch | None = None) -> Run:
         Interrupted: After Ctrl-C in a training.
     """
     watch = watch or Watch()
+    _refuse_several()
     record = open_run(recipe)
     with _alone(recipe.output):
         # a step that the recipe has no more is no part of the run
@@ -130,7 +133,7 @@ def open_run(recipe: Recipe) -> RunRecord:
     """The record of what the recipe made before; an empty one if it never ran.
 
     Raises:
-        HeadpruneError: If a step asks for what there is not, such as an unknown criterion.
+        HeadpruneError: If a step asks for what there is not: a file, a criterion, a metric.
         CheckpointError: If the output folder is another recipe's, or none of ours.
     """
     for name, step in recipe.steps.items():
@@ -138,6 +141,8 @@ def open_run(recipe: Recipe) -> RunRecord:
             ROWS[type(step)].refuse(step)
         except HeadpruneError as error:
             raise type(error)(f"Step '{name}': {error}") from None
+    for data in recipe.data.values():
+        refuse_missing_file(data.source)
     output = recipe.output
     if output.is_file():
         raise CheckpointError(f"The output '{output}' is a file; give a folder name.")
@@ -246,6 +251,16 @@ def _flat(content: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
+
+
+def _refuse_several() -> None:
+    """Several processes would each do every step, and write the same files."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise HeadpruneError(
+            f"A recipe is run by one process, and {processes} were started; run it without "
+            "'accelerate launch' or torchrun."
+        )
 
 
 def _lock(output: Path) -> Path:
