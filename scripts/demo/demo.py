@@ -35,8 +35,8 @@ def headprune(*arguments: object) -> None:
 
 
 def evaluate(model: Path, *more: object) -> dict[str, Any]:
-    """Evaluates on the test addresses; returns the report."""
-    report = RESULTS / "report.json"
+    """Evaluates on the test addresses, into the folder of the run; returns the report."""
+    report = model.parent / "report.json"
     options = ["--seq-len", 256, "--max-windows", 24, "--output", report, *more]
     headprune("evaluate", model, "--data", HERE / "test.txt", *options)
     content: dict[str, Any] = json.loads(report.read_text())
@@ -88,7 +88,7 @@ def closing_table(report: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Fetch, train gates, prune, evaluate, generate."""
+    """Fetch, train gates, prune, evaluate, generate; share KV heads, evaluate; report."""
     start = time.monotonic()
     try:
         model = fetch("smollm2")
@@ -97,7 +97,8 @@ def main() -> None:
         sys.exit(2)
     console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
     start = time.monotonic()
-    gates, small = RESULTS / "gates", RESULTS / "smollm2-small"
+    cut, shared = RESULTS / "three-quarters", RESULTS / "one-kv-head"
+    gates, small, mqa = cut / "gates", cut / "smollm2-small", shared / "smollm2-mqa"
     headprune(
         "train-gates",
         model,
@@ -119,6 +120,11 @@ def main() -> None:
     report = evaluate(small, "--against", model)
     console.print("\n[bold]The cut model goes on:[/]", continuation(small), "\n")
     console.print(closing_table(report))
+    calibration = ["--calibrate", HERE / "train.txt", "--calibration-tokens", 4096]
+    calibration += ["--seq-len", 128]
+    headprune("convert-gqa", model, "--kv-heads", 1, *calibration, "--output", mqa, "--overwrite")
+    evaluate(mqa, "--against", model)
+    headprune("report", cut, shared, "--output", RESULTS / "report.html", "--overwrite")
     console.print(f"{time.monotonic() - start:.0f} s after the download. Results: {RESULTS}/")
 
 

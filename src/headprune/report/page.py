@@ -21,6 +21,7 @@ from headprune.report.inline import inline_svg
 from headprune.report.view import HeadMap, Run
 
 CELL, GAP = 18, 3  # of the head map, in its own units
+WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,10 @@ def _script_json(content: Any) -> str:
 def map_geometry(drawn: HeadMap) -> dict[str, Any]:
     """Where the cells of a head map lie, in its own units."""
     step = CELL + GAP
-    label = 8 + 7 * max((len(layer.label) for layer in drawn.layers), default=0)
-    label = min(max(label, 24), 150)
+    columns = max((len(layer.cells) for layer in drawn.layers), default=0)
+    wide = columns > WIDE
+    longest = max((len(layer.label) for layer in drawn.layers), default=0)
+    label = min(max(8 + (10 if wide else 7) * longest, 24), 200)
     cells, right = [], 0
     low, high = _scale(drawn)
     for y, layer in enumerate(drawn.layers):
@@ -132,7 +135,8 @@ def map_geometry(drawn: HeadMap) -> dict[str, Any]:
         "label_width": label,
         "width": right + 4,
         "height": 18 + len(drawn.layers) * step + 2,
-        "columns": max((len(layer.cells) for layer in drawn.layers), default=0),
+        "columns": columns,
+        "wide": wide,
         "kept": sum(layer.kept for layer in drawn.layers),
         "heads": sum(len(layer.cells) for layer in drawn.layers),
     }
