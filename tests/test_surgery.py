@@ -13,7 +13,7 @@ from headprune.errors import FamilyError, PlanError, ProofError
 from headprune.models import proof
 from headprune.models.attention import attention_of, fingerprint
 from headprune.models.planning import default_unit, plan_from_scores, unit_sizes
-from headprune.models.surgery import cut_heads, resolve
+from headprune.models.surgery import cut_heads, resolve, result_shape
 from headprune.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -187,3 +187,18 @@ def test_native_is_told_from_runtime() -> None:
             for a in attention_of(model)
         }
         assert cut_heads(model, resolve(Plan(unit=Unit.HEAD, attentions=parts), model)) is expected
+
+
+def test_a_count_that_the_config_refuses_goes_by_the_runtime(tmp_path: Path) -> None:
+    model = tiny.model("llama-mha")
+    hidden = model.config.hidden_size
+    for count, shape in ((5, Shape.RUNTIME), (4, Shape.NATIVE)):
+        assert (hidden % count == 0) == (shape is Shape.NATIVE)
+        model = tiny.model("llama-mha")
+        parts = {
+            a.path: AttentionPlan(query_heads=6, kv_heads=6, keep=tuple(range(count)))
+            for a in attention_of(model)
+        }
+        cuts = resolve(Plan(unit=Unit.HEAD, attentions=parts), model)
+        assert result_shape(cuts, model.config) is shape
+        assert prove(model, cuts, tmp_path / str(count)).passed

@@ -352,7 +352,8 @@ def check_shape(asked: ShapeOption, stored: Shape) -> None:
     if asked is ShapeOption.NATIVE and stored is not Shape.NATIVE:
         raise PlanError(
             "--shape native: this plan does not fit a plain config, which needs the same counts in "
-            "every layer and a family that can hold them ('headprune families'). With --gates, "
+            "every layer and a family that can hold them ('headprune families'; Llama's wants a "
+            "number of heads that divides hidden_size). With --gates or --scores, "
             "headprune chooses such a plan; leave out --shape for the runtime."
         )
 
