@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from headprune._version import __version__
 
 if TYPE_CHECKING:
+    from headprune.config import BudgetConfig as BudgetConfig
+    from headprune.config import CalibrationConfig as CalibrationConfig
     from headprune.config import CheckConfig as CheckConfig
     from headprune.config import ConvertConfig as ConvertConfig
     from headprune.config import DataConfig as DataConfig
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from headprune.pipelines.prune import migrate as migrate
     from headprune.pipelines.prune import prune as prune
     from headprune.pipelines.run import run as run
+    from headprune.pipelines.score import score as score
+    from headprune.pipelines.sweep import sweep as sweep
     from headprune.pipelines.train_gates import train_gates as train_gates
     from headprune.pipelines.verify import verify as verify
     from headprune.plan import Plan as Plan
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _LAZY = {
+    "BudgetConfig": "headprune.config",
+    "CalibrationConfig": "headprune.config",
     "CheckConfig": "headprune.config",
     "ConvertConfig": "headprune.config",
     "DataConfig": "headprune.config",
@@ -50,6 +56,8 @@ _LAZY = {
     "prune": "headprune.pipelines.prune",
     "read_recipe": "headprune.recipe",
     "run": "headprune.pipelines.run",
+    "score": "headprune.pipelines.score",
+    "sweep": "headprune.pipelines.sweep",
     "train_gates": "headprune.pipelines.train_gates",
     "verify": "headprune.pipelines.verify",
 }
