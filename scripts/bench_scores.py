@@ -13,6 +13,7 @@ the calibration text.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -33,18 +34,19 @@ from transformers import PreTrainedModel
 from bench_quality import Protocol
 from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.criteria import CRITERIA
 from headprune.data.sources import Examples, read_examples
 from headprune.data.windows import tokenized_rows
 from headprune.evaluation import metrics
 from headprune.evaluation.comparison import rank_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
+from headprune.models.allocation import allocate
 from headprune.models.attention import attention_of
 from headprune.models.evidence import collect, example_losses
 from headprune.models.gating import fixed, gated
 from headprune.models.loading import load_tokenizer, task_of
 from headprune.models.refit import refit
 from headprune.pipelines.calibration import Calibration, calibration
+from headprune.pipelines.plan import equal_shares
 from headprune.pipelines.score import gather, needs_of, scores_of
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
@@ -182,8 +184,7 @@ def main(
     for seed in range(seeds):
         examples = calibration_of(net, model, data, tokens, seed)
         wanted = {*names, *(r.criterion for r in RIVALS.values() if rivals)} - {"taylor"}
-        needs = needs_of(sorted(wanted)) | ({"activations"} if rivals else set())
-        evidence = gather(net, attentions, Unit.HEAD, frozenset(needs), examples, seed)
+        evidence = gather(net, attentions, Unit.HEAD, sorted(wanted), examples, seed)
         scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}
         for name in names:
             current, values, gone = copy.deepcopy(net), scores[name], torch.zeros(sum(heads)).bool()
@@ -196,7 +197,7 @@ def main(
                         current,
                         attention_of(current),
                         Unit.HEAD,
-                        CRITERIA[name].needs,
+                        [name],
                         examples,
                         seed,
                         _gates(~gone, heads),
@@ -225,15 +226,22 @@ def main(
                 values = torch.cat(taylor(net, attentions, examples))
             else:
                 values = scores[rival.criterion]
-            for share in shares:
-                kept = keep_best(values.tolist(), [1] * sum(heads), round(share * sum(heads)))
+            if rival.normalised:
+                values = torch.cat([part / part.norm() for part in values.split(heads)])
+            for share, even in itertools.product(shares, (False, True)):
+                count = round(share * sum(heads))
+                shares_of = equal_shares(attentions, Unit.HEAD, count, 0) if even else None
+                kept = allocate(
+                    attentions, Unit.HEAD, values.tolist(), None if even else count, shares_of
+                )
                 mask = torch.zeros(sum(heads)).bool()
                 mask[kept] = True
                 gates, context = _gates(mask, heads), nullcontext()
                 if rival.compensate is not None:
                     gates, context = rival.compensate(net, attentions, gates, examples, evidence)
+                name = f"{label}, {'equal layers' if even else 'global'}"
                 with context, gated(attentions, fixed(gates)):
-                    add(label, False, share, seed, quality(net))
+                    add(name, False, share, seed, quality(net))
     _print(rows, base)
 
 
@@ -250,7 +258,7 @@ def _cost(net: PreTrainedModel, examples: Calibration) -> None:
     def forward() -> None:
         with torch.no_grad():
             for batch in batches:
-                net(**batch)
+                net(**{name: value for name, value in batch.items() if name != "labels"})
 
     def forward_backward() -> None:
         for batch in batches:

@@ -30,12 +30,14 @@ class Rival:
     Attributes:
         criterion: The criterion of ours that is its criterion; "taylor" for the one that is none.
         source: Where it is published.
+        normalised: Whether its scores are divided by their L2 norm in every layer, as the paper does.
         compensate: From model, modules, gates and data to gates, and a context in which the model
             runs with its compensation; None for a method without.
     """
 
     criterion: str
     source: str
+    normalised: bool = False
     compensate: Compensate | None = None
 
 
@@ -163,9 +165,11 @@ class _Handles(AbstractContextManager[None]):
 
 
 RIVALS = {
-    "Michel et al.": Rival("gradient", "arXiv 1905.10650"),
-    "FLAP": Rival("fluctuation", "arXiv 2312.11983", mean_for_gone),
+    "Michel et al.": Rival("gradient", "arXiv 1905.10650, section 4.1", normalised=True),
+    "FLAP": Rival("fluctuation", "arXiv 2312.11983", compensate=mean_for_gone),
     "LLM-Pruner": Rival("taylor", "arXiv 2305.11627"),
     "Wanda over heads": Rival("wanda", "arXiv 2306.11695"),
-    "Kwon et al.": Rival("fisher", "arXiv 2204.09656", tuned_masks),
+    "Kwon et al.": Rival(
+        "fisher", "arXiv 2204.09656, without its rearrangement", compensate=tuned_masks
+    ),
 }

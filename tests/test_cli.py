@@ -310,7 +310,7 @@ def test_gates_of_another_model(
     code, _, err = run(capsys, "prune", other, "--gates", tmp_path, "--output", tmp_path / "o")
     assert (code, "is no gates folder" in err) == (2, True), err
     code, _, err = run(capsys, "prune", other, "--output", tmp_path / "o")
-    assert (code, "Give either --gates" in err) == (2, True), err
+    assert (code, "Give one of --gates" in err) == (2, True), err
 
 
 def test_an_existing_output_is_kept_unless_overwritten(

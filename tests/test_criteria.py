@@ -31,6 +31,7 @@ from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.plan import plan
 from headprune.pipelines.prune import prune
 from headprune.pipelines.score import gather, needs_of, score, scores_of
+from headprune.pipelines.sweep import sweep
 from headprune.pipelines.train_gates import train_gates
 from headprune.plan import Plan
 from headprune.tensors.units import Unit, members
@@ -38,7 +39,8 @@ from tests import tiny
 
 SMALL = CalibrationConfig(tokens=256, seq_len=16)
 SEE_ZEROS = [
-    *("gradient", "fisher", "fluctuation", "wanda", "reconstruction", "leave-one-out", "magnitude"),
+    *("gradient", "fisher", "fluctuation", "wanda", "reconstruction", "compensated"),
+    *("leave-one-out", "magnitude"),
 ]
 
 
@@ -118,7 +120,7 @@ def test_scores_do_not_depend_on_the_batch_size(
     case: str, text: DataConfig, tmp_path: Path
 ) -> None:
     tiny.save(tiny.model(case, torch.float64), tmp_path / "model")
-    names = [*SEE_ZEROS[:4], "confidence", "reconstruction"]
+    names = [*SEE_ZEROS[:6], "confidence"]
     one, many = (
         score(
             tmp_path / "model",
@@ -271,6 +273,41 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     assert lean.kept_heads > 0
 
 
+def test_equal_shares_are_exact_or_refused(tmp_path: Path, text: DataConfig) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    score(folder, tmp_path / "s", ["magnitude"])
+
+    def kept(**budget: Any) -> list[int]:
+        made = plan(folder, tmp_path / "s", BudgetConfig(per_layer=True, **budget)).plan
+        return [len(a.keep) for a in made.attentions.values()]
+
+    assert sorted(kept(keep=10)) == [2, 2, 3, 3]
+    assert kept(keep=12) == [3, 3, 3, 3]
+    with pytest.raises(PlanError, match="fewer than --min-per-layer 3"):
+        kept(keep=10, min_per_layer=3)
+
+
+@pytest.mark.parametrize("largest", [1e3, 1e6, 1e9])
+def test_one_large_score_does_not_blur_the_others(largest: float) -> None:
+    model = tiny.model("gpt2")
+    attentions, generator = attention_of(model), torch.Generator().manual_seed(0)
+    scores = torch.rand(24, generator=generator).double()
+    scores[5] = largest
+    best = sorted(scores.argsort(descending=True)[:12].tolist())
+    assert sorted(allocate(attentions, Unit.HEAD, scores.tolist(), 12)) == best
+    prices = parameter_prices(model, attentions)
+    free = Limit(prices, prices.total([(6, 6)] * 4), "--max-params")
+    assert sorted(allocate(attentions, Unit.HEAD, scores.tolist(), 12, limits=[free])) == best
+
+
+def test_prune_by_scores_is_plan_and_prune(tmp_path: Path, text: DataConfig) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    score(folder, tmp_path / "s", ["compensated"], text, SMALL)
+    made = plan(folder, tmp_path / "s", BudgetConfig(keep=0.6)).plan
+    done = prune(folder, tmp_path / "out", scores=tmp_path / "s", keep=0.6)
+    assert done.plan == made
+
+
 def test_rounds_score_the_model_that_is_left(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     score(folder, tmp_path / "s", ["reconstruction", "magnitude"], text, SMALL)
@@ -419,6 +456,13 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
     kv = BudgetConfig(max_kv_bytes=10)
     score(encoder, tmp_path / "e", ["magnitude"])
     refused(PlanError, "generates nothing", lambda: plan(encoder, tmp_path / "e", kv))
+    tensors = load_file(scores / "scores.safetensors")
+    tensors["fisher"][3] = float("nan")
+    save_file(tensors, scores / "scores.safetensors")
+    refused(CheckpointError, "fisher score of unit 3", lambda: prune(folder, out, scores=scores))
+    tensors["fisher"] = tensors["wanda"][:5].clone()
+    save_file(tensors, scores / "scores.safetensors")
+    refused(CheckpointError, "5 scores for 24 units", lambda: plan(folder, scores, half))
     (scores / "scores.json").write_text("{}")
     refused(CheckpointError, "is not valid", lambda: read_scores(scores))
     assert not out.exists()
@@ -431,9 +475,36 @@ def test_nan_is_named_with_its_layer(tmp_path: Path, text: DataConfig) -> None:
     name = next(n for n in tensors if "h.2.attn.c_attn.weight" in n)
     tensors[name][0, 0] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"in 'transformer\.h\.2\.attn' in batch 0"):
-        score(folder, tmp_path / "s", ["wanda"], text, SMALL)
+    for criterion in ("wanda", "gradient"):
+        with pytest.raises(DataError, match=r"in 'transformer\.h\.2\.attn' in batch 0"):
+            score(folder, tmp_path / "s", [criterion], text, SMALL)
     assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataConfig) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "precious.txt").write_text("1")
+    for criteria, match in (
+        (["fisherr"], "Did you mean 'fisher'"),
+        (["gates"], "no trained gates"),
+    ):
+        with pytest.raises(PlanError, match=match):
+            sweep(folder, text, mine, [0.5], [criterion], overwrite=True)
+    with pytest.raises(CheckpointError, match="already exists"):
+        sweep(folder, text, mine, [0.5], ["fisher"], config=SMALL, overwrite=True)
+    assert (mine / "precious.txt").read_text() == "1"
+
+
+def test_modules_that_run_twice_or_never(tmp_path: Path, text: DataConfig) -> None:
+    albert = tiny.save(tiny.model("albert"), tmp_path / "albert")
+    with pytest.raises(PlanError, match="Score it by fisher, gradient or wanda"):
+        score(albert, tmp_path / "a", ["compensated"], text, SMALL)
+    score(albert, tmp_path / "a", ["fisher", "wanda"], text, SMALL)
+    decoder = tiny.save(tiny.model("bart-causal"), tmp_path / "decoder")
+    found = score(decoder, tmp_path / "d", ["compensated"], text, SMALL)
+    assert found.scores["compensated"].isfinite().all()
 
 
 def test_padding_alone_has_nothing_to_score() -> None:

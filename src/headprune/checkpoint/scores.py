@@ -126,6 +126,19 @@ def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
         raise CheckpointError(f"The scores in '{folder}' cannot be read: {error}.") from None
     if set(tensors) != set(metadata.criteria):
         raise CheckpointError(f"'{folder}' is damaged: its two files name different criteria.")
+    if len(metadata.units) != len(metadata.modules):
+        raise CheckpointError(f"'{path}' is damaged: its modules and units differ in number.")
+    for name, values in tensors.items():
+        if values.shape != (sum(metadata.units),):
+            raise CheckpointError(
+                f"'{folder}' is damaged: {name} has {values.numel()} scores for "
+                f"{sum(metadata.units)} units."
+            )
+        if not bool(values.isfinite().all()):
+            at = int((~values.isfinite()).nonzero()[0])
+            raise CheckpointError(
+                f"The {name} score of unit {at} in '{folder}' is not finite. Score again."
+            )
     if model is not None and metadata.model.fingerprint != model.fingerprint:
         raise PlanError(
             f"The scores in '{folder}' are of '{metadata.model.name}' (fingerprint "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,9 @@ def scores_json(scores: Scores) -> str:
     return json.dumps(content, indent=2)
 
 
-def scores(console: Console, scores: Scores, output: Path, model: str) -> None:
+def scores(
+    console: Console, scores: Scores, output: Path, model: str, trust_remote_code: bool
+) -> None:
     """What was scored, drawn, and the command that comes next."""
     heat_maps(console, scores)
     what = scores.metadata
@@ -39,10 +42,15 @@ def scores(console: Console, scores: Scores, output: Path, model: str) -> None:
         f"{len(what.modules)} attention modules, {what.tokens:,} tokens. Written to "
         f"{escape(str(output))}. Next:\n"
     )
-    several = f" --criterion {next(iter(scores.scores))}" if len(scores.scores) > 1 else ""
-    data = f" --refit {what.data.source}" if what.data else ""
-    command = f"headprune prune {model} --scores {output}{several} --keep 0.75{data}"
-    console.print(f"  {escape(command)} --output {escape(str(output))}-pruned", soft_wrap=True)
+    words = ["headprune", "prune", model, "--scores", str(output)]
+    words += ["--criterion", next(iter(scores.scores))] if len(scores.scores) > 1 else []
+    words += ["--keep", "0.75", "--output", f"{output}-pruned"]
+    if what.data is not None:
+        words += ["--refit", what.data.source]
+        columns = {"--text-column": what.data.text_column, "--label-column": what.data.label_column}
+        words += [word for name, value in columns.items() if value for word in (name, value)]
+    words += ["--trust-remote-code"] if trust_remote_code else []
+    console.print(f"  {escape(shlex.join(words))}", soft_wrap=True)
 
 
 def heat_maps(console: Console, scores: Scores) -> None:
@@ -100,7 +108,7 @@ def planned(console: Console, result: Planned, output: Path | None) -> None:
         f"{result.criterion}{rounds}."
     )
     if result.spent:
-        grid = table("budget", "limit", "plan")
+        grid = table("budget", "at most", "plan")
         for said, (most, spent) in result.spent.items():
             grid.add_row(escape(said), f"{most:,.6g}", f"{spent:,.6g}")
         console.print(grid)

@@ -126,7 +126,7 @@ def score(
     if json_:
         typer.echo(render.scores_json(result))
     else:
-        render.scores(terminal.out, result, output, model)
+        render.scores(terminal.out, result, output, model, trust_remote_code)
 
 
 def _show(folder: Path, figure: Path | None, json_: bool) -> None:

@@ -63,6 +63,13 @@ def sweep(
     split: Split = "train",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
+    test_split: Annotated[str, typer.Option(help="Split of --test, from the hub.")] = "test",
+    test_text_column: Annotated[
+        str | None, typer.Option(help="Text column of --test; two, comma-separated, for pairs.")
+    ] = None,
+    test_label_column: Annotated[
+        str | None, typer.Option(help="Label or score column of --test.")
+    ] = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
@@ -93,15 +100,15 @@ def sweep(
     from headprune.cli import render_scores as render
     from headprune.pipelines.sweep import sweep as pipeline
 
-    columns = (split, text_column, label_column)
+    tests = (test_split, test_text_column or text_column, test_label_column or label_column)
     with terminal.watched() as watch:
         result = pipeline(
             model,
-            data_config(data, *columns),
+            data_config(data, split, text_column, label_column),
             output,
             _shares(keep),
             criterion or ["compensated"],
-            test=None if test is None else data_config(test, *columns),
+            test=None if test is None else data_config(test, *tests),
             refit=refit,
             rounds=rounds,
             unit=unit,

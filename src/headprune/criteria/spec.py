@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -48,12 +48,13 @@ class Evidence:
             the loss of an example is the mean over its scored tokens.
         activations: What enters W_O.
         gram: Sum over tokens of x x^T of what enters W_O, shape (heads x head_dim, the same).
-        curvature: Mean over examples and sum over tokens of (d loss / d output)^2, per coordinate
-            of what W_O gives, shape (hidden,).
+        curvature: Mean over tokens of (d loss / d output)^2, the loss of an example being a mean
+            itself, per coordinate of what W_O gives, shape (hidden,).
         attention: Per query head, the mean over tokens of its largest attention weight, special
             tokens not counted, shape (query heads,).
         losses: Per unit, the mean loss per example without it, less that of the whole model.
         gates: Per unit, what trained gates say: log_alpha, above all others where it stayed open.
+        scored: Scores by criterion, of those whose evidence is dropped once it has been used.
         seed: Seed of what is random.
     """
 
@@ -66,6 +67,7 @@ class Evidence:
     attention: Float[Tensor, " heads"] | None = None
     losses: Float[Tensor, " units"] | None = None
     gates: Float[Tensor, " units"] | None = None
+    scored: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0
 
 

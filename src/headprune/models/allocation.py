@@ -21,12 +21,15 @@ from scipy.sparse import lil_array
 
 from headprune.errors import PlanError
 from headprune.models.budgets import Prices
+from headprune.models.planning import unit_sizes
 from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit, members
 
 _Row = tuple[dict[int, float], float, float]
 """Coefficients, and the least and the most that their sum may come to."""
 Floats = NDArray[np.float64]
+_GAIN = 1e6  # the solver takes gains that differ by less than 1e-6 for the same
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def allocate(
         PlanError: If nothing keeps to them all.
     """
     units = [members(unit, a.group_sizes) for a in attentions]
+    if not limits and heads is not None and heads_of_module is None and not min_per_module:
+        return keep_best(scores, unit_sizes(attentions, unit), heads)  # exact by itself
     flat = [(m, u) for m, of_module in enumerate(units) for u in of_module]
     sizes = np.array([len(u) for _, u in flat], dtype=float)
     kv = [(m, k) for m, a in enumerate(attentions) for k in range(a.kv_heads)]
@@ -101,9 +106,13 @@ def allocate(
         for at, value in row.items():
             matrix[number, at] = value
     gain = np.zeros(width)
-    gain[:count] = _gains(np.asarray(scores, dtype=float), sizes, fixed=heads is not None)
+    gain[:count] = _gains(
+        np.asarray(scores, dtype=float),
+        sizes,
+        fixed=heads is not None or heads_of_module is not None,
+    )
     solved = milp(
-        -gain,
+        -gain * _GAIN,
         integrality=np.ones(width),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(
@@ -138,12 +147,13 @@ def _spent(
 
 
 def _gains(scores: Floats, sizes: Floats, fixed: bool) -> Floats:
+    """Scores scaled to at most 1; where their number is free, raised above nothing as well."""
     if not len(scores):
         return scores
-    spread = float(scores.max() - scores.min())
-    if spread == 0.0:
-        return sizes.copy()
-    gains: Floats = (scores - scores.min()) / spread
+    if not fixed:
+        scores = scores - scores.min()
+    largest = float(np.abs(scores).max())
+    gains: Floats = scores / largest if largest else scores
     return gains if fixed else gains + 1e-3 * sizes
 
 

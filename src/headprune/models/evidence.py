@@ -60,14 +60,14 @@ def collect(
         PlanError: If attention weights are asked for and the model does not give them.
     """
     evidence = [
-        Evidence(a.path, read_output(a)[0], seed=seed) if a.query_heads else _empty(a)
+        Evidence(a.path, read_output(a)[0].cpu(), seed=seed) if a.query_heads else _empty(a)
         for a in attentions
     ]
     streamed = needs & {"gradients", "activations", "attention", "curvature"}
     backward = bool(needs & {"gradients", "curvature"})
     if not streamed:
         return evidence
-    gather = _Gathered(attentions, gates, "curvature" in needs)
+    gather = _Gathered(attentions, gates, needs)
     frozen = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
     try:
@@ -80,7 +80,7 @@ def collect(
                     losses = example_losses(model, task, batch, seed)
                     losses.sum().backward()
                 else:
-                    _forward(model, batch)
+                    run_model(model, batch)
                 gather.finish(number, backward)
                 progress(number + 1, len(batches))
     finally:
@@ -163,7 +163,7 @@ def example_losses(
             "needs no loss (fluctuation, wanda, reconstruction)."
         )
     labels = batch["labels"]
-    logits = _forward(model, {k: v for k, v in batch.items() if k != "labels"}, head=True).logits
+    logits = run_model(model, {k: v for k, v in batch.items() if k != "labels"}, head=True).logits
     if task == "classification":
         return F.cross_entropy(_wide(logits), labels.to(logits.device), reduction="none")
     labels = labels.to(logits.device)
@@ -188,7 +188,7 @@ def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples h
     Raises:
         DataError: If an example is nothing but padding.
     """
-    states = _wide(_forward(model, batch).last_hidden_state)
+    states = _wide(run_model(model, batch).last_hidden_state)
     mask = token_mask(batch, "self")
     weight = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if not bool(weight.any(1).all()):
@@ -203,9 +203,10 @@ class _Gathered:
         self,
         attentions: Sequence[Attention],
         gates: Sequence[Tensor] | None,
-        wants_curvature: bool,
+        needs: frozenset[Need],
     ) -> None:
-        self.wants_curvature = wants_curvature
+        self.wants_curvature = "curvature" in needs
+        self.wants_attention = "attention" in needs
         self.attentions = attentions
         self.gates = gates or [torch.ones(a.query_heads) for a in attentions]
         self.gradients: list[list[Tensor]] = [[] for _ in attentions]
@@ -214,7 +215,7 @@ class _Gathered:
             (torch.zeros(a.query_heads, dtype=torch.float64), 0) for a in attentions
         ]
         self.curvature: list[Tensor | None] = [None for _ in attentions]
-        self.examples = 0
+        self.tokens = [0 for _ in attentions]
         self.batch: Batch = {}
         self.special = torch.zeros(0, dtype=torch.long)
         self.live: list[list[Tensor]] = []
@@ -248,13 +249,24 @@ class _Gathered:
     def start(self, batch: Batch, gradients: bool, special_ids: Sequence[int]) -> None:
         """Makes one gate per example and head for the coming batch."""
         self.batch = batch
-        self.examples += len(batch["input_ids"])
         self.special = torch.tensor(sorted(set(special_ids)), dtype=torch.long)
         self.live = [[] for _ in self.attentions]
         self.wants_gradients = gradients
 
     def finish(self, number: int, gradients: bool) -> None:
         """Takes the gradients of a batch, and refuses what is not finite."""
+        for position, attention in enumerate(self.attentions):
+            where = f"in '{attention.path}' in batch {number} (counted from 0)"
+            seen = self.activations[position]
+            if seen is not None:  # before any gradient: those of all layers are of one making
+                _refuse_not_finite(seen.squares, f"An activation {where}")
+            if self.wants_attention and attention.query_heads and not self.weights[position][1]:
+                if seen is None or seen.tokens == 0:
+                    continue  # a module that does not run
+                raise PlanError(
+                    f"'{attention.path}' does not give its attention weights, which the criterion "
+                    "confidence needs. Use other criteria."
+                )
         for position, attention in enumerate(self.attentions):
             where = f"in '{attention.path}' in batch {number} (counted from 0)"
             if gradients and attention.query_heads:
@@ -264,9 +276,6 @@ class _Gathered:
                     summed = torch.stack(rows).sum(0).double().cpu()
                     _refuse_not_finite(summed, f"A gradient {where}")
                     self.gradients[position].append(summed)
-            seen = self.activations[position]
-            if seen is not None:
-                _refuse_not_finite(seen.squares, f"An activation {where}")
 
     def evidence(self, position: int, part: Evidence, needs: frozenset[Need]) -> Evidence:
         """The evidence of one module, at the end."""
@@ -277,11 +286,9 @@ class _Gathered:
                 part, gradients=torch.cat(rows) if rows else torch.zeros(1, heads).double()
             )
         if "curvature" in needs:
-            summed = self.curvature[position]
+            summed, tokens = self.curvature[position], self.tokens[position]
             nothing = torch.zeros(part.output_weight.shape[1], dtype=torch.float64)
-            part = replace(
-                part, curvature=nothing if summed is None else summed / max(self.examples, 1)
-            )
+            part = replace(part, curvature=nothing if summed is None else summed / max(tokens, 1))
         if "activations" in needs:
             width = part.output_weight.shape[-1]
             nothing = torch.zeros(heads, width, dtype=torch.float64)
@@ -289,11 +296,6 @@ class _Gathered:
             part = replace(part, activations=seen or Activations(nothing, nothing, 0))
         if "attention" in needs:
             total, count = self.weights[position]
-            if heads and not count:
-                raise PlanError(
-                    f"'{part.path}' does not give its attention weights, which the criterion "
-                    "confidence needs. Use another criterion."
-                )
             part = replace(part, attention=total / max(count, 1))
         return part
 
@@ -308,8 +310,10 @@ class _Gathered:
             if self.wants_gradients:
                 gate = gate.repeat(len(x), 1).requires_grad_(True)
                 self.live[position].append(gate)
+            mask = token_mask(self.batch, attention.kind)
             with torch.no_grad():
-                rows = real_tokens(x, token_mask(self.batch, attention.kind))
+                rows = real_tokens(apply_gate(x, self.gates[position].to(x)[None]), mask)
+                self.tokens[position] += len(rows)
                 heads = rows.double().unflatten(-1, (attention.query_heads, -1))
                 new = Activations(heads.sum(0).cpu(), heads.square().sum(0).cpu(), len(heads))
                 seen = self.activations[position]
@@ -373,7 +377,7 @@ def token_mask(batch: Batch, kind: str) -> Tensor | None:
     return None if mask is None else mask != 0
 
 
-def _forward(model: PreTrainedModel, batch: Batch, head: bool = False) -> Any:
+def run_model(model: PreTrainedModel, batch: Batch, head: bool = False) -> Any:
     """Runs the model, or what is below its head, without labels."""
     inputs = {
         name: value.to(model.device) if isinstance(value, Tensor) else value

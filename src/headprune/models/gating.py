@@ -27,7 +27,7 @@ def apply_gate(
 ) -> Float[Tensor, "batch length width"]:
     """Multiplies every head's slice of ``inputs`` by its gate."""
     heads = inputs.view(*inputs.shape[:-1], gate.shape[-1], -1)
-    return (heads * gate[:, None, :, None].to(inputs.dtype)).flatten(-2)
+    return (heads * gate[:, None, :, None].to(inputs)).flatten(-2)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from headprune.tensors.units import Unit, members
 
 
 def default_unit(attentions: Sequence[Attention]) -> Unit:
-    """A head where every query has its own KV head, else a KV head with all its queries."""
-    grouped = any(a.query_heads != a.kv_heads for a in attentions)
+    """A head where every query has its own KV head or all share one, else a KV head's queries."""
+    grouped = any(a.query_heads != a.kv_heads and a.kv_heads > 1 for a in attentions)
     return Unit.KV_GROUP if grouped else Unit.HEAD
 
 

@@ -20,13 +20,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import DataError, PlanError
-from headprune.models.evidence import Batch, real_tokens, token_mask
+from headprune.models.evidence import Batch, real_tokens, run_model, token_mask
 from headprune.models.heads import read_output, write_output
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, ridge_path
 
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 HELD_OUT = 8  # one sequence in so many chooses the ridge
+
+
+class RunsTwice(PlanError):
+    """A module runs more than once, so that no one place has its statistics."""
+
 
 OnOutput = Callable[[Attention, Tensor], Tensor]
 
@@ -63,16 +68,16 @@ def in_sequence(
             length, width), to what leaves it.
 
     Raises:
-        PlanError: If a module runs more than once.
+        RunsTwice: If a module runs more than once.
     """
     done: set[str] = set()
 
     def forward(attention: Attention) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
             if attention.path in done:
-                raise PlanError(
+                raise RunsTwice(
                     f"'{attention.path}' runs in more than one layer, so there is no one place to "
-                    "take its statistics from. Cut without --refit, and train gates instead."
+                    "take its statistics from."
                 )
             done.add(attention.path)
             return on_output(attention, x)
@@ -84,7 +89,7 @@ def in_sequence(
         for attention in present:
             attention.output_projection.forward = forward(attention)
         with torch.no_grad():
-            model.base_model(**{name: value for name, value in batch.items() if name != "labels"})
+            run_model(model, batch)
     finally:
         for attention in present:
             attention.output_projection.__dict__.pop("forward", None)
@@ -138,7 +143,10 @@ def refit(
         on_module(seen, len(attentions))
         return torch.cat([wanted, project(attention, mine)])
 
-    in_sequence(model, attentions, both, on_output)
+    try:
+        in_sequence(model, attentions, both, on_output)
+    except RunsTwice as error:
+        raise PlanError(f"{error} Cut without --refit, and train gates instead.") from None
     return records
 
 

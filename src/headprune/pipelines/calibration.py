@@ -74,6 +74,11 @@ def calibration(
     """
     refuse_without_text(net, what)
     task = task_of(net)
+    if task == "classification" and net.config.num_labels == 1:
+        raise DataError(
+            f"{what}: this model predicts a number, not a class, which has no loss here. Load it "
+            "without its head (the class that AutoModel gives)."
+        )
     labels = task == "classification" and data.label_column is not None
     objective = {
         "causal-lm": Objective.LM,

@@ -90,7 +90,9 @@ def plan(
     dtype = read_scores(scores).metadata.calibration.dtype
     net, source = load(model, dtype, trust_remote_code, assume_supported)
     found = read_scores(scores, source)
-    planned = make_plan(net, source, model, found, budget, criterion, rounds, refit, watch)
+    planned = make_plan(
+        net, source, model, found, budget, criterion, rounds, refit, watch, trust_remote_code
+    )
     if output is not None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +112,7 @@ def make_plan(
     rounds: int = 1,
     refit: bool = False,
     watch: Watch | None = None,
+    trust_remote_code: bool = False,
 ) -> Planned:
     """Makes a plan for a loaded model, whose W_O it may change; arguments as for ``plan``.
 
@@ -125,7 +128,9 @@ def make_plan(
     limits = _limits(net, attentions, budget, watch)
     target = None if budget.keep is None else head_budget(budget.keep, sizes)
     kept = set(range(len(sizes)))
-    again = _Again(net, model, scores, name, attentions, refit, watch) if rounds > 1 else None
+    again = None
+    if rounds > 1:
+        again = _Again(net, model, scores, name, attentions, refit, watch, trust_remote_code)
     for number in range(rounds):
         if number and again is not None:
             watch.stage(f"round {number + 1} of {rounds}")
@@ -166,15 +171,42 @@ def _chosen(
     if budget.per_layer:
         if heads is None:
             raise PlanError("--per-layer needs --keep, the number or share of heads to keep.")
-        of_module = _per_module(attentions, unit, heads)
+        of_module = equal_shares(attentions, unit, heads, at_least)
         heads = None
     return set(allocate(attentions, unit, ranked.tolist(), heads, of_module, at_least, limits))
 
 
-def _per_module(attentions: Sequence[Attention], unit: Unit, heads: int) -> list[int]:
-    """The same share of heads in every module, as nearly as whole units allow."""
-    share = heads / max(sum(a.query_heads for a in attentions), 1)
-    counts = [head_budget(share, unit_sizes([a], unit)) if a.query_heads else 0 for a in attentions]
+def equal_shares(
+    attentions: Sequence[Attention], unit: Unit, heads: int, at_least: int
+) -> list[int]:
+    """The same share of heads in every module, as nearly as whole units allow; exactly ``heads``.
+
+    Raises:
+        PlanError: If that leaves a module with fewer than ``at_least``, or whole units do not fit.
+    """
+    total = max(sum(a.query_heads for a in attentions), 1)
+    sizes = [sorted(set(unit_sizes([a], unit))) for a in attentions]
+    counts = []
+    for attention, steps in zip(attentions, sizes, strict=True):
+        step = steps[0] if len(steps) == 1 else 1
+        counts.append(int(heads * attention.query_heads / total) // step * step)
+    # what is left goes to the modules that rounding took most from, first ones first
+    short = [(counts[m] - heads * a.query_heads / total, m) for m, a in enumerate(attentions)]
+    for _, m in sorted(short):
+        step = sizes[m][0] if len(sizes[m]) == 1 else 1
+        if sum(counts) + step <= heads and counts[m] + step <= attentions[m].query_heads:
+            counts[m] += step
+    if sum(counts) != heads:
+        raise PlanError(
+            f"--per-layer: {heads} heads cannot be shared out evenly in whole units; "
+            f"{sum(counts)} can."
+        )
+    for attention, count in zip(attentions, counts, strict=True):
+        if attention.query_heads and count < at_least:
+            raise PlanError(
+                f"--per-layer leaves {count} heads in '{attention.path}', fewer than "
+                f"--min-per-layer {at_least}. Keep more heads, or lower it."
+            )
     return counts
 
 
@@ -194,32 +226,38 @@ class _Again:
         attentions: Sequence[Attention],
         refit: bool,
         watch: Watch,
+        trust_remote_code: bool,
     ) -> None:
+        self.everything = attention_of(net)
         self.net, self.attentions, self.watch = net, attentions, watch
         self.criterion, self.metadata = criterion, scores.metadata
         self.refit = refit
-        self.originals = [read_output(a) for a in attentions if a.query_heads]
+        self.originals = [read_output(a) for a in self.everything if a.query_heads]
         data = self.metadata.data
         if data is None or "gates" in CRITERIA[criterion].needs:
             raise PlanError(
                 f"--rounds: the criterion {criterion} does not look at the model again. Leave out "
                 "--rounds, or use one that does, such as fisher or reconstruction."
             )
-        self.examples = calibration(net, model, data, self.metadata.calibration, "plan")
+        self.examples = calibration(
+            net, model, data, self.metadata.calibration, "plan", trust_remote_code
+        )
 
     def scores(self, kept: set[int]) -> Tensor:
         """Scores of all units, with those that are not in ``kept`` closed."""
         gates = self._gates(kept)
         if self.refit:  # always from the original: the first stream must be that
-            present = [a for a in self.attentions if a.query_heads]
+            present = [a for a in self.everything if a.query_heads]
+            scored = {a.path: g for a, g in zip(self.attentions, gates, strict=True)}
+            every = [scored.get(a.path, torch.ones(a.query_heads)) for a in self.everything]
             for attention, (heads, bias) in zip(present, self.originals, strict=True):
                 write_output(attention, heads, bias)
-            refit_outputs(self.net, self.attentions, gates, self.examples.whole(), self.watch.step)
+            refit_outputs(self.net, self.everything, every, self.examples.whole(), self.watch.step)
         evidence = gather(
             self.net,
             self.attentions,
             self.metadata.unit,
-            CRITERIA[self.criterion].needs,
+            [self.criterion],
             self.examples,
             self.metadata.calibration.seed,
             gates,
@@ -258,7 +296,9 @@ def _limits(
         prices = time_prices(net, attentions, _prefill_seconds)
         present = [(a.query_heads, a.kv_heads) for a in attentions]
         most = prices.total(present) / budget.min_speedup
-        limits.append(Limit(prices, most, f"--min-speedup {budget.min_speedup}"))
+        limits.append(
+            Limit(prices, most, f"--min-speedup {budget.min_speedup} (predicted seconds)")
+        )
     return limits
 
 

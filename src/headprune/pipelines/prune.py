@@ -142,6 +142,11 @@ def prune(
     net, source = load(model, dtype, trust_remote_code, assume_supported)
     evidence = _Evidence(gates, plan, scores, criterion, keep)
     chosen, weights = _plan(net, source, evidence, shape)
+    if refit is not None and weights:
+        raise PlanError(
+            "--refit fits W_O to the original's outputs, but these gates come with trained "
+            "weights, which compute something else. Leave out --refit, or train with --train gates."
+        )
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     check_shape(shape, result_shape(cuts, net.config))
     _load_weights(net, weights)

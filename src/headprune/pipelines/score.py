@@ -22,7 +22,7 @@ from headprune.errors import DataError, PlanError
 from headprune.models.attention import attention_of, of_kinds
 from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
 from headprune.models.planning import default_unit
-from headprune.models.refit import in_sequence, project
+from headprune.models.refit import RunsTwice, in_sequence, project
 from headprune.pipelines.calibration import Calibration, calibration
 from headprune.pipelines.prune import load
 from headprune.plan import ModelIdentity
@@ -100,7 +100,7 @@ def score(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
                 "--label-column, or use fluctuation, wanda or reconstruction."
             )
-    evidence = gather(net, attentions, unit, needs, examples, config.seed, watch=watch)
+    evidence = gather(net, attentions, unit, criteria, examples, config.seed, watch=watch)
     if gates is not None:
         sizes = [len(members(unit, a.group_sizes)) for a in attentions]
         parts = trained.split(sizes)
@@ -139,25 +139,25 @@ def gather(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     unit: Unit,
-    needs: frozenset[Need],
+    criteria: Sequence[str],
     examples: Calibration | None,
     seed: int = 0,
     gates: Sequence[Tensor] | None = None,
     watch: Watch | None = None,
 ) -> list[Evidence]:
-    """Measures what some criteria need, in one streaming pass and one more where they need it.
+    """Measures what some criteria need, in one streaming pass, and one more for each that asks.
 
     Args:
         net: The model.
         attentions: The modules to score.
         unit: What one score stands for.
-        needs: What to measure.
+        criteria: Names of the criteria.
         examples: The data.
         seed: Seed of what is random.
         gates: Gates that the model runs with, per module; None for all open.
         watch: Told how far it is.
     """
-    watch = watch or Watch()
+    watch, needs = watch or Watch(), needs_of(criteria)
     watch.stage("scoring")
     streamed = collect(
         net,
@@ -172,7 +172,8 @@ def gather(
     )
     if examples is not None and "gram" in needs:
         watch.stage("scoring (reconstruction)")
-        streamed = _with_grams(net, attentions, streamed, examples, gates, watch)
+        needing = [name for name in criteria if "gram" in CRITERIA[name].needs]
+        streamed = _with_grams(net, attentions, streamed, examples, unit, needing, gates, watch)
     if examples is not None and "losses" in needs:
         watch.stage("leaving heads out")
         units = [members(unit, a.group_sizes) for a in attentions]
@@ -194,7 +195,12 @@ def scores_of(
     parts = []
     for part, attention in zip(evidence, attentions, strict=True):
         units: Units = members(unit, attention.group_sizes)
-        scores = CRITERIA[name].score(part, units).double() if units else torch.zeros(0).double()
+        if not units:
+            scores = torch.zeros(0).double()
+        elif "gram" in CRITERIA[name].needs:  # scored as its module was passed, if it runs at all
+            scores = part.scored.get(name, torch.zeros(len(units))).double()
+        else:
+            scores = CRITERIA[name].score(part, units).double()
         wrong = first_not_finite(scores)
         if wrong is not None:
             raise DataError(
@@ -210,30 +216,52 @@ def _with_grams(
     attentions: Sequence[Attention],
     evidence: list[Evidence],
     examples: Calibration,
+    unit: Unit,
+    needing: Sequence[str],
     gates: Sequence[Tensor] | None,
     watch: Watch,
 ) -> list[Evidence]:
-    """Adds x x^T of what enters every output projection, from one pass over all examples."""
-    batch, found = examples.whole(), {}
+    """Scores by the criteria that need x x^T of what enters an output projection.
+
+    One pass over all examples, in which the matrix of a module is dropped once it is scored.
+    """
+    batch, found = examples.whole(), dict[str, dict[str, Tensor]]()
     by_path = {a.path: position for position, a in enumerate(attentions)}
 
     def on_output(attention: Attention, x: Tensor) -> Tensor:
+        position = by_path[attention.path]
         if gates is not None:
-            gate = gates[by_path[attention.path]].to(x)
+            gate = gates[position].to(x)
             x = (x.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
         rows = real_tokens(x, token_mask(batch, attention.kind)).double()
-        found[attention.path] = rows.T @ rows
+        part = replace(evidence[position], gram=(rows.T @ rows).cpu())
+        units = members(unit, attention.group_sizes)
+        try:
+            found[attention.path] = {n: CRITERIA[n].score(part, units) for n in needing}
+        except ValueError as error:
+            raise DataError(
+                f"What enters the output projection of '{attention.path}' cannot be used: {error}. "
+                "Try --dtype float32."
+            ) from None
         watch.step(len(found), len(attentions))
         return project(attention, x)
 
-    in_sequence(net, attentions, batch, on_output)
-    return [replace(e, gram=found.get(e.path)) for e in evidence]
+    try:
+        in_sequence(net, attentions, batch, on_output)
+    except RunsTwice as error:
+        raise PlanError(f"{error} Score it by fisher, gradient or wanda.") from None
+    return [replace(e, scored=found.get(e.path, {})) for e in evidence]
 
 
 def _trained_gates(
     folder: Path, source: ModelIdentity, attentions: list[Attention], unit: Unit | None
 ) -> tuple[list[Attention], Unit, Tensor]:
     trained = read_gates(folder, source)
+    if trained.weights is not None:
+        raise PlanError(
+            f"The gates in '{folder}' come with trained weights, which scores cannot hold. Give "
+            "them to prune --gates."
+        )
     if unit not in (None, trained.metadata.unit):
         raise PlanError(
             f"The gates in '{folder}' are of unit {trained.metadata.unit.value}; leave out --unit."

@@ -28,11 +28,12 @@ from headprune.config import (
     ShapeOption,
     write_yaml,
 )
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.criteria import CRITERIA
+from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evaluation.report import METRICS, Metric, ModelReport
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.plan import plan
-from headprune.pipelines.prune import prune
+from headprune.pipelines.prune import load, prune
 from headprune.pipelines.score import Watch, score
 from headprune.report.figures import Series, curve, pareto, save
 from headprune.tensors.units import Unit
@@ -139,8 +140,14 @@ def sweep(
     test = test or data
     if not keep:
         raise HeadpruneError("Give --keep the shares of heads to keep, such as 0.9,0.75,0.5.")
+    net, source = load(model, config.dtype, trust_remote_code, assume_supported)
+    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
+    room = min(positions or evaluation.seq_len, evaluation.seq_len)
+    evaluation = evaluation.model_copy(update={"seq_len": room})
+    del net
     settings = {
         "model": str(model),
+        "fingerprint": source.fingerprint,
         "data": data.model_dump(mode="json"),
         "test": test.model_dump(mode="json"),
         "unit": unit and unit.value,
@@ -149,6 +156,7 @@ def sweep(
         "calibration": config.model_dump(mode="json"),
         "evaluation": evaluation.model_dump(mode="json"),
     }
+    _refuse(criteria, rounds)
     _prepare(output, settings, overwrite)
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
@@ -206,9 +214,27 @@ def sweep(
     return result
 
 
+def _refuse(criteria: Sequence[str], rounds: int) -> None:
+    """Refuses what would fail after hours, before anything is touched.
+
+    Raises:
+        PlanError: If a criterion is unknown, or is none that a sweep can use.
+    """
+    for name in criteria:
+        needs = CRITERIA[name].needs
+        if "gates" in needs:
+            raise PlanError("A sweep has no trained gates; use another criterion than gates.")
+        if rounds > 1 and not needs:
+            raise PlanError(
+                f"--rounds: the criterion {name} does not look at the model again. Leave out "
+                "--rounds, or use one that does, such as compensated or fisher."
+            )
+
+
 def _prepare(output: Path, settings: dict[str, Any], overwrite: bool) -> None:
     path = output / "config.yaml"
-    if path.is_file() and not overwrite:
+    begun = (output / "points").is_dir() and any((output / "points").iterdir())
+    if path.is_file() and begun and not overwrite:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:
@@ -217,10 +243,13 @@ def _prepare(output: Path, settings: dict[str, Any], overwrite: bool) -> None:
                 f"({', '.join(changed)}). Go on with the same ones, or start anew with --overwrite."
             )
         return
-    check_output(output, overwrite)
-    if overwrite:
-        shutil.rmtree(output, ignore_errors=True)
+    if not path.is_file():  # a folder that no sweep made is left alone
+        check_output(output, overwrite=False)
     try:
+        for name in ("points", "scores"):
+            shutil.rmtree(output / name, ignore_errors=True)
+        for name in ("sweep.json", "curve.svg", "curve.png"):
+            (output / name).unlink(missing_ok=True)
         output.mkdir(parents=True, exist_ok=True)
         write_yaml(settings, path)
     except OSError as error:
