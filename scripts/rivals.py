@@ -30,7 +30,7 @@ class Rival:
     Attributes:
         criterion: The criterion of ours that is its criterion; "taylor" for the one that is none.
         source: Where it is published.
-        normalised: Whether its scores are divided by their L2 norm in every layer, as the paper does.
+        normalised: Whether scores are divided by their L2 norm in every layer, as in the paper.
         compensate: From model, modules, gates and data to gates, and a context in which the model
             runs with its compensation; None for a method without.
     """

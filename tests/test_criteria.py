@@ -486,10 +486,8 @@ def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataCon
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "precious.txt").write_text("1")
-    for criteria, match in (
-        (["fisherr"], "Did you mean 'fisher'"),
-        (["gates"], "no trained gates"),
-    ):
+    refusals = {"fisherr": "Did you mean 'fisher'", "gates": "no trained gates"}
+    for criterion, match in refusals.items():
         with pytest.raises(PlanError, match=match):
             sweep(folder, text, mine, [0.5], [criterion], overwrite=True)
     with pytest.raises(CheckpointError, match="already exists"):
