@@ -112,7 +112,7 @@ class TrainGatesConfig(_Config):
             language model, and "distill" otherwise.
         steps: Optimiser steps; None for as many as ``epochs`` take.
         epochs: Passes over the data, where ``steps`` is not given.
-        batch_size: Sequences per step.
+        batch_size: Sequences per step, of all processes together.
         seq_len: Tokens per sequence; documents are packed for language models and cut off at
             this length otherwise.
         gate_lr: Learning rate of the gates.
@@ -220,7 +220,7 @@ class HealConfig(_Config):
         train: Which weights move; "lora" trains low-rank additions to the attention projections
             and merges them at the end.
         lora_rank: Rank of these additions.
-        batch_size: Sequences per step.
+        batch_size: Sequences per step, of all processes together.
         seq_len: Tokens per sequence.
         learning_rate: Highest learning rate, reached after a tenth of the steps and then lowered
             to zero along a cosine.

@@ -39,6 +39,7 @@ from headprune.cli.score import score
 from headprune.cli.sweep import sweep
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
+from headprune.training import processes
 
 if TYPE_CHECKING:
     from headprune.training.slim import Step
@@ -58,6 +59,7 @@ _CALIBRATION = cfg.CalibrationConfig()
 _CONVERT = cfg.ConvertConfig.model_construct()
 _HEAL = cfg.HealConfig(steps=1)  # for its other settings
 _EVALUATE = cfg.EvaluateConfig()
+_TOGETHER = ("train-gates", "heal")  # what several processes can do
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
@@ -69,11 +71,17 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         typer.echo(f"headprune {__version__}")
         raise typer.Exit
+    if processes.count() > 1 and context.invoked_subcommand not in _TOGETHER:
+        raise HeadpruneError(
+            f"'{context.invoked_subcommand}' is run by one process, and {processes.count()} were "
+            f"started; a launcher is of use for {' and '.join(_TOGETHER)} only."
+        )
 
 
 @app.command()
@@ -145,7 +153,9 @@ def train_gates(
     epochs: Annotated[float, typer.Option(help="Passes over the data, without --steps.")] = (
         _GATES.epochs
     ),
-    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _GATES.batch_size,
+    batch_size: Annotated[
+        int, typer.Option(help="Sequences per step, of all processes.")
+    ] = _GATES.batch_size,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _GATES.seq_len,
     gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
     scale_lr: Annotated[
@@ -510,7 +520,9 @@ def heal(
     steps: Annotated[int, typer.Option(help="Optimiser steps.")],
     train: Annotated[cfg.HealTrain, typer.Option(help="What is trained.")] = _HEAL.train,
     lora_rank: Annotated[int, typer.Option(help="With --train lora: its rank.")] = _HEAL.lora_rank,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _HEAL.batch_size,
+    batch_size: Annotated[
+        int, typer.Option(help="Sequences per step, of all processes.")
+    ] = _HEAL.batch_size,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _HEAL.seq_len,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = (
         _HEAL.learning_rate

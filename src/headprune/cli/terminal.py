@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.progress import (
 )
 
 from headprune.errors import HeadpruneError
+from headprune.training import processes
 
 if TYPE_CHECKING:
     from headprune.pipelines.score import Watch
@@ -66,6 +68,7 @@ def step_progress(*fields: str) -> Iterator[Progress]:
         TimeRemainingColumn(),
         *columns,
         console=err,
+        disable=not processes.is_main(),
     ) as progress:
         yield progress
 
@@ -85,10 +88,13 @@ def watched() -> Iterator[Watch]:
 
 def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
+    if not processes.is_main():  # of several that train together, one reports
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
     try:
         command()
     except HeadpruneError as error:
-        err.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True)
+        where = "" if processes.is_main() else f" (process {processes.rank()})"
+        err.print(f"[bold red]error:[/]{where} {_escaped(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")

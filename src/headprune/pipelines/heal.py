@@ -23,6 +23,7 @@ from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve
 from headprune.pipelines.prune import Pruned, Stage, load, write_proven
 from headprune.tensors.units import Unit
+from headprune.training import processes
 from headprune.training.batches import batches
 from headprune.training.heal import HealedModel, HealTrainer, heal_arguments, merged, trainable
 from headprune.training.objectives import Batch
@@ -76,6 +77,8 @@ def heal(
 ) -> Healed:
     """Trains a cut or converted model to match its teacher, and writes it, proven.
 
+    Several processes share every batch (see ``training.processes``); one of them writes and tells.
+
     Checkpoints lie beside ``output`` in a folder of its name with ``-checkpoints`` until the end.
 
     Args:
@@ -96,6 +99,9 @@ def heal(
         Interrupted: After Ctrl-C; a checkpoint has been written.
         ProofError: If the folder does not compute what the healed model computes.
     """
+    processes.share_of(config.batch_size)
+    if not processes.is_main():
+        on_stage = on_step = _say_nothing
     check_output(output, overwrite)
     work = output.with_name(f"{output.name}-checkpoints")
     settings = {
@@ -117,7 +123,7 @@ def heal(
     rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
     rows, held_out = _split(rows, config.batch_size)
     if not resume:
-        _begin(work, settings)
+        processes.on_main(lambda: _begin(work, settings))
     if config.gradient_checkpointing:
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
@@ -135,7 +141,9 @@ def heal(
     with stop_on_interrupt() as stopped:
         callback = HistoryCallback(trainer, work / "history.jsonl", on_step, stopped.is_set)
         trainer.add_callback(callback)
-        checkpoint = last_complete_checkpoint(work / "checkpoints") if resume else None
+        checkpoint = None
+        if resume:
+            checkpoint = processes.on_main(lambda: last_complete_checkpoint(work / "checkpoints"))
         with disk_errors(work):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.interrupted:
@@ -144,18 +152,26 @@ def heal(
             f"'{work}'. Go on with 'headprune heal {model} --teacher {teacher} --output {output}', "
             "the same settings and --resume."
         )
-    on_stage("measuring after")
-    after = _divergence(healed, held_out, collate)
-    net = merged(student, config).cpu().to(stored_dtype).eval()
-    plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
-    cuts = resolve(plan.model_copy(update={"model": None}), net)
-    steps = trainer.state.global_step
-    facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
-    pruned = write_proven(
-        net, source, model, plan, cuts, output, True, on_stage, healing=facts, history=work
-    )
-    shutil.rmtree(work, ignore_errors=True)
-    return Healed(pruned, before, after, steps)
+
+    def finish() -> Healed:
+        on_stage("measuring after")
+        after = _divergence(healed, held_out, collate)
+        net = merged(student, config).cpu().to(stored_dtype).eval()
+        plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
+        cuts = resolve(plan.model_copy(update={"model": None}), net)
+        steps = trainer.state.global_step
+        facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
+        pruned = write_proven(
+            net, source, model, plan, cuts, output, True, on_stage, healing=facts, history=work
+        )
+        shutil.rmtree(work, ignore_errors=True)
+        return Healed(pruned, before, after, steps)
+
+    return processes.on_main(finish)
+
+
+def _say_nothing(_: object) -> None:
+    """What the processes beside the main one tell."""
 
 
 def _check_work(work: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from headprune.errors import CheckpointError, HeadpruneError
 from headprune.models.loading import load_config
 from headprune.pipelines.steps import ROWS, Job, Watch
 from headprune.recipe import ORIGINAL, Recipe, Slot, Step
+from headprune.training import processes
 from headprune.training.slim import Interrupted
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run
@@ -255,10 +255,9 @@ def _flat(content: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 def _refuse_several() -> None:
     """Several processes would each do every step, and write the same files."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
+    if processes.count() > 1:
         raise HeadpruneError(
-            f"A recipe is run by one process, and {processes} were started; run it without "
+            f"A recipe is run by one process, and {processes.count()} were started; run it without "
             "'accelerate launch' or torchrun."
         )
 

@@ -30,6 +30,7 @@ from headprune.models.planning import default_unit, head_budget, unit_sizes
 from headprune.models.refusals import refuse_without_text
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
+from headprune.training import processes
 from headprune.training.batches import batches
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, Loss, labelled
@@ -81,6 +82,8 @@ def train_gates(
 ) -> GatesRun:
     """Trains gates for a model and writes them to ``output``.
 
+    Several processes share every batch (see ``training.processes``); one of them writes and tells.
+
     Args:
         model: Folder or hub id.
         data: Where the training text comes from.
@@ -97,7 +100,10 @@ def train_gates(
         HeadpruneError: If model, data and settings do not fit together.
         Interrupted: After Ctrl-C; a checkpoint has been written.
     """
-    _prepare(output, model, data, config, resume, overwrite)
+    processes.share_of(config.batch_size)
+    if not processes.is_main():
+        on_stage = on_step = _say_nothing
+    processes.on_main(lambda: _prepare(output, model, data, config, resume, overwrite))
     on_stage("loading the model")
     net = from_pretrained(
         model, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
@@ -140,7 +146,9 @@ def train_gates(
     with gated(attentions, gates.source), stop_on_interrupt() as stopped:
         callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
         trainer.add_callback(callback)
-        checkpoint = last_complete_checkpoint(output / "checkpoints") if resume else None
+        checkpoint = None
+        if resume:
+            checkpoint = processes.on_main(lambda: last_complete_checkpoint(output / "checkpoints"))
         with disk_errors(output):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callback.interrupted:
@@ -148,9 +156,15 @@ def train_gates(
             f"Stopped after step {trainer.state.global_step} of {steps}; a checkpoint is in "
             f"'{output}'. Go on with the same command and --resume."
         )
-    metadata = _finish(output, trainer, source, unit, objective, data, attentions)
+    metadata = processes.on_main(
+        lambda: _finish(output, trainer, source, unit, objective, data, attentions)
+    )
     grouped = any(a.query_heads != a.kv_heads for a in attentions)
     return GatesRun(output, metadata, ragged=grouped and unit is Unit.HEAD)
+
+
+def _say_nothing(_: object) -> None:
+    """What the processes beside the main one tell."""
 
 
 def _prepare(

@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from headprune.errors import CheckpointError, HeadpruneError
+from headprune.training import processes
 
 TRAINED = "trained.safetensors"
 
@@ -70,7 +71,7 @@ class SlimTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, model: Trained, **kwargs: Any) -> None:
         super().__init__(model=model, **kwargs)
         self.remove_callback(PrinterCallback)
-        self.last_loss = float("nan")
+        self.last_loss = float("nan")  # of this process, until the step is recorded
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -86,6 +87,8 @@ class SlimTrainer(Trainer):  # type: ignore[misc]
 
 class HistoryCallback(TrainerCallback):  # type: ignore[misc]
     """Writes one JSON line per step, reports it, and stops when asked to.
+
+    All processes keep the same record and stop at the same step; the main one writes and reports.
 
     Args:
         trainer: The trainer it serves.
@@ -113,17 +116,25 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drops records of steps after the checkpoint that the run goes on from."""
+        if not processes.is_main():
+            if not state.global_step:  # Trainer gave all the same seed; what they draw must differ
+                torch.manual_seed(args.seed + processes.rank())
+            return
         lines = self.history.read_text().splitlines() if self.history.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
         self.history.write_text("".join(f"{line}\n" for line in kept))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Records the step."""
+        self.trainer.last_loss, stop = processes.mean(
+            [self.trainer.last_loss, float(self.should_stop())]
+        )
         record = self.record(state)
-        with self.history.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-        self.on_step(record)
-        if self.should_stop():
+        if processes.is_main():
+            with self.history.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+            self.on_step(record)
+        if stop:
             self.interrupted = True
             control.should_save = True
             control.should_training_stop = True
@@ -132,11 +143,15 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
 def slim_arguments(
     folder: Path, steps: int, batch_size: int, seed: int, save_every: int | None, **others: Any
 ) -> TrainingArguments:
-    """Trainer's settings: checkpoints in ``folder``, nothing printed, one device a process."""
+    """Trainer's settings: checkpoints in ``folder``, nothing printed, one device a process.
+
+    Raises:
+        HeadpruneError: If the batch cannot be shared by the processes that were started.
+    """
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=batch_size,
+        per_device_train_batch_size=processes.share_of(batch_size),
         seed=seed,
         save_strategy="steps",
         save_steps=save_every or max(1, steps // 10),
@@ -146,6 +161,8 @@ def slim_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        ddp_timeout=processes.PATIENCE_S,
+        use_cpu=processes.on_cpu(),
         **others,
     )
     # several GPUs are for accelerate launch; DataParallel would copy the model away from its hooks

@@ -1,0 +1,119 @@
+"""Several processes, one per device, as ``accelerate launch`` and ``torchrun`` start them.
+
+Every process holds the whole model and takes its share of a batch; ``Trainer`` averages their
+gradients, so that all of them hold the same weights after every step. The main one alone writes
+and tells; what it finds out, the others learn from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+Result = TypeVar("Result")
+
+PATIENCE_S = 6 * 3600  # the others wait while the main process proves and writes a large model
+
+
+def count() -> int:
+    """Processes that were started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """The number of this process; 0 is the main one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes and tells."""
+    return rank() == 0
+
+
+def share_of(batch_size: int) -> int:
+    """Sequences of a batch that fall to each process.
+
+    Raises:
+        HeadpruneError: If they cannot be shared evenly, or the model itself would be split.
+    """
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise HeadpruneError(
+                f"The launcher asks for {name}, which splits a model over processes; headprune "
+                "trains with a whole model in each of them. Use 'accelerate launch --multi_gpu'."
+            )
+    share, rest = divmod(batch_size, count())
+    if rest or not share:
+        raise HeadpruneError(
+            f"A batch of {batch_size} sequences cannot be shared evenly by {count()} processes; "
+            f"make --batch-size a multiple of {count()}."
+        )
+    return share
+
+
+def on_main(work: Callable[[], Result]) -> Result:
+    """Waits for all processes, then does ``work`` in the main one alone.
+
+    Returns:
+        What ``work`` returned, in every process.
+
+    Raises:
+        HeadpruneError: What ``work`` raised, in every process.
+    """
+    if count() == 1:
+        return work()
+    from torch.distributed import broadcast_object_list
+
+    _state().wait_for_everyone()
+    told: list[Result | HeadpruneError | None] = [None]
+    if is_main():
+        try:
+            told[0] = work()
+        except HeadpruneError as error:
+            told[0] = error
+    broadcast_object_list(told, src=0)
+    if isinstance(told[0], HeadpruneError):
+        raise told[0]
+    return cast(Result, told[0])
+
+
+def mean(values: list[float]) -> list[float]:
+    """The mean over all processes, number by number."""
+    if count() == 1:
+        return values
+    import torch
+    from accelerate.utils import reduce
+
+    # MPS and some others have no float64
+    own = torch.tensor(values, dtype=torch.float32, device=_state().device)
+    averaged: list[float] = reduce(own, "mean").tolist()
+    return averaged
+
+
+def on_cpu() -> bool:
+    """Whether several processes train on CPUs, for want of GPUs: accelerate has to be told."""
+    if count() == 1:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _state() -> PartialState:
+    """The process group, made on first use; ``Trainer`` finds it there and goes on with it."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=on_cpu(), timeout=timedelta(seconds=PATIENCE_S))
+    if state.num_processes != count():  # each would train on its own
+        raise HeadpruneError(
+            f"{count()} processes were started, but accelerate sees {state.num_processes} of them "
+            f"on {state.device}. Start them with torchrun or accelerate launch, one per GPU."
+        )
+    return state

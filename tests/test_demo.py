@@ -1,0 +1,77 @@
+"""make demo, on a tiny stand-in for its model: every step, and the files it promises."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headprune.cli import app as cli
+from tests import tiny
+
+DEMO = Path(__file__).parents[1] / "scripts" / "demo"
+SMALLER = {"256": "16", "128": "16", "60": "3", "24": "6", "4096": "256"}
+FITTING = {
+    "seq_len: 256": "seq_len: 16",
+    "query_heads == 201": "query_heads == 18",  # of 24
+    "recovery >= 90 %": "recovery >= 50 %",  # of a model that has learned nothing
+}
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The script's names, with smaller numbers, in a folder of its own and in this process."""
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(tiny.text(3_000))
+    settings = (DEMO / "headprune.yaml").read_text()
+    for theirs, ours in FITTING.items():
+        assert settings.count(theirs) == 1
+        settings = settings.replace(theirs, ours)
+    (tmp_path / "headprune.yaml").write_text(settings)
+    names = runpy.run_path(str(DEMO / "demo.py"))
+
+    def headprune(*arguments: object) -> None:
+        words = [SMALLER.get(str(word), str(word)) for word in arguments]
+        monkeypatch.setattr("sys.argv", ["headprune", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        if stop.value.code:
+            raise stop.value
+
+    own = names["main"].__globals__
+    own |= {"headprune": headprune, "HERE": tmp_path, "fetch": lambda name: tmp_path / "model"}
+    own["console"] = Console(width=120, force_terminal=False)
+    return names
+
+
+def test_the_demo_runs(
+    demo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo["main"]()
+    told = capsys.readouterr().out
+    results = tmp_path / "demo-results"
+    cut, shared = (
+        json.loads((results / name / "report.json").read_text())
+        for name in ("three-quarters", "one-kv-head")
+    )
+    assert [cut["model"]["cost"]["query_heads"], shared["model"]["cost"]["kv_heads"]] == [18, 4]
+    table = told.partition("before and after")[2]
+    for number in (cut["model"]["metrics"][0]["value"], shared["model"]["metrics"][0]["value"]):
+        assert f"{number:,.2f}" in table
+    assert 'failures="0"' in (results / "check.xml").read_text()
+    page = (results / "report.html").read_text()
+    assert "three-quarters" in page and "one-kv-head" in page
+
+
+def test_a_broken_limit_ends_the_demo(demo: dict[str, Any], tmp_path: Path) -> None:
+    settings = tmp_path / "headprune.yaml"
+    settings.write_text(settings.read_text().replace("query_heads == 18", "query_heads == 17"))
+    with pytest.raises(SystemExit, match="1"):
+        demo["main"]()
+    assert not (tmp_path / "demo-results" / "report.html").exists()

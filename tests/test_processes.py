@@ -1,0 +1,126 @@
+"""Several processes train as one: the same batches, the same result, one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headprune.checkpoint.gates import read_metadata
+from headprune.cli import app as cli
+from headprune.config import ConvertConfig, DataConfig, HealConfig
+from headprune.errors import HeadpruneError
+from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.heal import heal
+from headprune.pipelines.prune import prune
+from headprune.pipelines.verify import verify
+from headprune.training import processes
+from tests import tiny
+
+SETTINGS: dict[str, Any] = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    tiny.save(tiny.model("llama-mha"), folder / "model")
+    (folder / "text.txt").write_text(tiny.text(2_000))
+    convert_gqa(folder / "model", folder / "gqa", ConvertConfig(kv_heads=2, merge="mean"))
+    return folder
+
+
+def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in two processes on the CPU, as torchrun does it."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    others = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "headprune", *command, "--data", "text.txt", *others],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def furthest(folder: Path, one: str, other: str) -> float:
+    """The largest difference between the weights of two models."""
+    a, b = (load_file(folder / name / "model.safetensors") for name in (one, other))
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "heal.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_heal_as_one_does(folder: Path) -> None:
+    command = ("heal", "gqa", "--teacher", "model", "--learning-rate", "5e-3", "--json")
+    done = launched(folder, *command, "--output", "two")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # once: JSON twice would not parse
+    text = DataConfig(source=str(folder / "text.txt"))
+    for name, seed in (("one", 0), ("other", 1)):
+        settings = HealConfig(**SETTINGS, seed=seed)
+        heal(folder / "gqa", folder / "model", text, folder / name, settings)
+
+    assert furthest(folder, "one", "two") < 1e-5  # rounding, as Adam magnifies it
+    torch.testing.assert_close(losses(folder / "one"), losses(folder / "two"), rtol=1e-5, atol=0)
+    assert furthest(folder, "one", "other") > 1e-3  # other batches would show
+    assert told["divergence"]["after"] < told["divergence"]["before"]
+    assert told["manifest"]["proof"]["gated_vs_reloaded"] <= told["manifest"]["proof"]["tolerance"]
+    assert verify(folder / "two").passed
+    assert not list(folder.glob("two-*"))
+    assert not list(folder.glob(".*partial"))
+
+
+def test_two_processes_train_gates(folder: Path) -> None:
+    done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "--output", "gates")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("12 of 24 heads stay open", done.stdout)) == 1
+    history = (folder / "gates" / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4, 5, 6]
+    assert read_metadata(folder / "gates").kept_heads == 12
+    assert not (folder / "gates" / "checkpoints").exists()
+    pruned = prune(folder / "model", folder / "pruned", gates=folder / "gates")
+    assert pruned.plan.kept_heads == 12
+
+
+def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
+    """Only the main process looks into the output of train-gates."""
+    (folder / "taken").mkdir()
+    (folder / "taken" / "note").write_text("mine")
+    done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "--output", "taken")
+    assert done.returncode != 0
+    assert "error: The output folder 'taken' already exists" in done.stderr
+    assert "headprune/cli/app.py" not in done.stderr  # no traceback of ours
+    assert [path.name for path in (folder / "taken").iterdir()] == ["note"]
+
+
+def test_batches_are_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.share_of(3) == 3
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert processes.share_of(4) == 2
+    for batch in (1, 3):
+        with pytest.raises(HeadpruneError, match="make --batch-size a multiple of 2"):
+            processes.share_of(batch)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(HeadpruneError, match="The launcher asks for FSDP"):
+        processes.share_of(4)
+
+
+def test_other_commands_are_run_by_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr("sys.argv", ["headprune", "inspect", "model"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "'inspect' is run by one process, and 4 were started" in capsys.readouterr().err
