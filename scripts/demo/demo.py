@@ -66,16 +66,17 @@ def closing_table(cut: dict[str, Any], shared: dict[str, Any]) -> Table:
     models = (cut["against"], cut["model"], shared["model"])
     table = Table(title="SmolLM2-135M before and after")
     table.add_column("")
-    for column in ("before", "3/4 of the groups", "one KV head a layer"):
+    for column in ("before", "3/4 of KV groups", "one KV head"):
         table.add_column(column, justify="right")
 
     def row(name: str, values: list[float], digits: int = 0) -> None:
-        ratios = ["", *(f"  x {value / values[0]:.3f}" for value in values[1:])]
+        ratios = ["", *(f" x{value / values[0]:.3f}" for value in values[1:])]
         numbers = zip(values, ratios, strict=True)
         table.add_row(name, *(f"{value:,.{digits}f}{ratio}" for value, ratio in numbers))
 
-    for cost in ("query_heads", "kv_heads", "parameters", "kv_cache_bytes_per_token"):
-        row(cost.replace("_", " "), [model["cost"][cost] for model in models])
+    costs = {"query heads": "query_heads", "KV heads": "kv_heads", "parameters": "parameters"}
+    for name, cost in (costs | {"KV bytes/token": "kv_cache_bytes_per_token"}).items():
+        row(name, [model["cost"][cost] for model in models])
     row("perplexity", [model["metrics"][0]["value"] for model in models], 2)
     # a machine's speed drifts from one evaluation to the next, which timed the original anew
     for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
@@ -106,7 +107,7 @@ def main() -> None:
 
     calibration = ["--calibrate", text, "--calibration-tokens", 4096, "--seq-len", 128]
     headprune("convert-gqa", model, "--kv-heads", 1, *calibration, "--output", mqa, "--overwrite")
-    converted = evaluate(mqa, "--against", model)
+    converted = evaluate(mqa, "--against", model, "--decode-batches", 1)
 
     settings = ["--config", HERE / "headprune.yaml", "--model", small, "--data", HERE / "test.txt"]
     settings += ["--baseline", RESULTS / "baseline.json"]
