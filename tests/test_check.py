@@ -23,7 +23,13 @@ from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.evaluation.report import METRICS
 from headprune.evaluation.samples import FORMULAS, Samples
 from headprune.evaluation.speed import ratios
-from headprune.pipelines.check import CheckReport, check, update_baseline
+from headprune.pipelines.check import (
+    CheckReport,
+    check,
+    counted,
+    update_baseline,
+    with_rare_errors,
+)
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
 from headprune.regression.actions import annotation, step_summary, workflow_commands
 from headprune.regression.baseline import Baseline, read_baseline
@@ -128,6 +134,31 @@ def test_nothing_is_rounded_before_it_is_compared() -> None:
     assert "25.000000002" in over.found()  # nor where a person compares
     assert judge(limit, interval(25 - 3e-9, 25 - 1e-9)).verdict is Verdict.PASSED
     assert judge_exact(parse_limit("kv_heads >= 94.5 %"), 0.9449999).verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "reference"),
+    [
+        ("kv_heads <= -10 %", 9, 10),
+        ("parameters <= +10 %", 110, 100),
+        ("query_heads == -30 %", 7, 10),
+        ("kv_heads <= 33.3 %", 333, 1000),
+    ],
+)
+def test_counts_at_their_limit_hold(text: str, value: int, reference: int) -> None:
+    limit = parse_limit(text)
+    assert judge_exact(limit, counted(limit, value, reference)).verdict is Verdict.PASSED
+    assert judge_exact(limit, counted(limit, value + 1, reference)).verdict is Verdict.BROKEN
+
+
+def test_all_right_is_not_certainly_all_right() -> None:
+    certain = Interval(1.0, 1.0, 1.0, 0.99, 20)
+    found = with_rare_errors(certain, 0.99)
+    assert found.low == pytest.approx(0.005 ** (1 / 20))  # the exact binomial bound
+    assert judge(parse_limit("accuracy >= 0.99"), found).verdict is Verdict.TOO_CLOSE
+    assert judge(parse_limit("accuracy >= 0.7"), found).verdict is Verdict.PASSED
+    some = Interval(0.9, 0.8, 1.0, 0.99, 20)
+    assert with_rare_errors(some, 0.99) == some
 
 
 def test_too_close_says_how_much_data_would_tell() -> None:

@@ -470,3 +470,32 @@ def test_what_cannot_be_reported_on(
             report([place / "cut"], tmp_path / output)
     with pytest.raises(HeadpruneError, match="There is no run to report on"):
         report([], tmp_path / "page.html")
+
+
+def test_a_check_is_shown_with_what_it_is_about(tmp_path: Path) -> None:
+    from headprune.config import CheckConfig
+    from headprune.pipelines.check import check as run_check
+    from headprune.pipelines.prune import prune
+    from tests.cutting import uneven_plan
+
+    model = tiny.model("llama-gqa")
+    plan = uneven_plan(model).model_copy(update={"model": None})
+    folder = tiny.save(model, tmp_path / "model")
+    run = tmp_path / "run"
+    prune(folder, run / "cut", plan=plan)
+    (tmp_path / "text.txt").write_text(tiny.text(400))
+    config = CheckConfig(
+        model=str(run / "cut"),
+        data=str(tmp_path / "text.txt"),
+        limits=("perplexity <= 1e6", "query_heads == 24"),
+        seq_len=16,
+    )
+    (run / "check.json").write_text(run_check(config).model_dump_json())
+    report([run], tmp_path / "page.html")
+    report([run], tmp_path / "page.md")
+    page, summary = (tmp_path / "page.html").read_text(), (tmp_path / "page.md").read_text()
+    for shown in (page, summary):
+        assert "broken" in shown
+        assert "perplexity" in shown
+    assert "1 of 2 limits hold" in page
+    assert "query_heads == 24" in summary.replace("\\", "")

@@ -342,13 +342,14 @@ class _Loader(yaml.SafeLoader):
         """Builds a mapping."""
         seen = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise RecipeError(
                     f"line {key.start_mark.line + 1} has '{key.value}' for the second time; a "
                     "second step of a kind gets a name of its own, with 'step: "
                     f"{key.value}' in it."
                 )
-            seen.add(key.value)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -403,7 +404,10 @@ def _set(content: dict[str, Any], override: str) -> None:
             f"--set {override}: a step has settings, such as {dotted}.KEY=VALUE; steps are added "
             "in the file."
         )
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RecipeError(f"--set {override}: the value is not readable as YAML.") from None
     place[last] = _source(value) if sections == ["data"] else value
 
 
@@ -476,6 +480,8 @@ def _resolved(recipe: Recipe) -> dict[str, Step]:
             chosen["model"] = step.model or _latest(done, Made.MODEL) or ORIGINAL
         if isinstance(step, PruneStep | PlanStep):
             chosen |= _evidence(recipe, name, step, chosen["model"], done)
+        if isinstance(step, HealStep):
+            chosen["teacher"] = step.teacher or ORIGINAL
         if isinstance(step, HealStep) and (step.teacher or ORIGINAL) == chosen["model"]:
             raise RecipeError(
                 f"Step '{name}' would train '{chosen['model']}' to match itself: put a step that "

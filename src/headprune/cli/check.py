@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,12 +119,15 @@ def check(
         "label_column": label_column,
     }
     try:
-        config = _config(values)
-        if update_baseline:
-            _update(config, allow_dirty, allow_other, trust_remote_code, json_)
-            return
-        report = _run(config, trust_remote_code)
-        _tell(report, junit, json_)
+        with _never_one():
+            config = _config(values)
+            if junit is not None:
+                junit.unlink(missing_ok=True)  # an old one would look like this run's
+            if update_baseline:
+                _update(config, allow_dirty, allow_other, trust_remote_code, json_)
+                return
+            report = _run(config, trust_remote_code)
+            _tell(report, junit, json_)
     except HeadpruneError as error:
         if os.environ.get("GITHUB_ACTIONS") == "true":
             from headprune.regression.actions import annotation
@@ -130,6 +136,22 @@ def check(
         raise
     if not report.passed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _never_one() -> Iterator[None]:
+    """Keeps an exit code of 1 for broken limits: whatever else goes wrong could not run."""
+    try:
+        yield
+    except (HeadpruneError, typer.Exit):
+        raise
+    except Exception as error:
+        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
+            raise
+        traceback.print_exc()
+        raise HeadpruneError(
+            f"The check itself failed: {type(error).__name__}: {error}. Please report this."
+        ) from error
 
 
 def _config(values: dict[str, Any]) -> cfg.CheckConfig:

@@ -141,7 +141,7 @@ def metric(name: str, value: float, n: int) -> Metric:
     if not math.isfinite(value):
         raise DataError(
             f"The {name.replace('_', ' ')} is {value} on {n} examples: there are too few of them, "
-            "or the model's outputs are all the same. Give more examples."
+            "its outputs are all the same, or it is damaged. Give more examples, or verify it."
         )
     unit, higher_is_better = METRICS[name]
     return Metric(name=name, value=value, unit=unit, higher_is_better=higher_is_better, n=n)

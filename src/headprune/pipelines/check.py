@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +19,7 @@ from headprune.evaluation import speed
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import METRICS, Metric, Provenance
+from headprune.evaluation.samples import Samples
 from headprune.models.cost import ModelCost, model_cost
 from headprune.pipelines.evaluate import Evaluation, Loaded, load, run
 from headprune.plan import Shape
@@ -268,7 +272,7 @@ def _judge(
         other = _structure(report.against.cost) if report.against is not None else {}
         reference = other if limit.needs_original else then
         value = _structure(report.model.cost)[limit.metric]
-        return judge_exact(limit, _counted(limit, value, reference.get(limit.metric)))
+        return judge_exact(limit, counted(limit, value, reference.get(limit.metric)))
     if limit.metric in SPEED:
         faster = ratios[limit.metric]  # the median, as a machine stumbles now and then
         interval = _interval(lambda i: np.median(faster[i], axis=-1), len(faster), config)
@@ -286,21 +290,54 @@ def _judge(
             )
     elif limit.needs_original:
         theirs = evaluation.samples[1]
-    statistic = compared(limit, ours, theirs)
-    return judge(limit, _interval(statistic, ours.count(limit.metric), config))
+    if limit.percent and theirs is not None:
+        _refuse_share_of_nothing(limit, theirs)
+    statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
+    interval = _interval(statistic, count, config)
+    if limit.metric == "accuracy" and limit.kind is Kind.ABSOLUTE:
+        interval = with_rare_errors(interval, config.confidence)
+    return judge(limit, interval)
 
 
-def _counted(limit: Limit, value: int, reference: int | None) -> float | int:
+def _refuse_share_of_nothing(limit: Limit, theirs: Samples) -> None:
+    every = np.arange(theirs.count(limit.metric))
+    reference = float(theirs.statistic(limit.metric)(every))
+    if not (math.isfinite(reference) and reference > 0):
+        raise HeadpruneError(
+            f"The limit '{limit.text}' is a share of {reference:.4g}: write a difference, such as "
+            f"'{limit.metric} >= -0.01'."
+        )
+
+
+def with_rare_errors(interval: Interval, confidence: float) -> Interval:
+    """What no resample can show where all examples are right, or all wrong: the exact bound."""
+    reach = ((1 - confidence) / 2) ** (1 / max(interval.n, 1))
+    if interval.low == interval.high == 1.0:
+        return replace(interval, low=reach)
+    if interval.low == interval.high == 0.0:
+        return replace(interval, high=1 - reach)
+    return interval
+
+
+def counted(limit: Limit, value: int, reference: int | None) -> Fraction:
+    """What a count comes to in the terms of a limit, exactly.
+
+    Raises:
+        HeadpruneError: If there is nothing to compare with.
+    """
     if limit.kind is Kind.ABSOLUTE:
-        return float(value)
-    assert reference is not None
+        return Fraction(value)
+    if reference is None:
+        raise CheckpointError(
+            f"The baseline has no {limit.metric}. Write it anew with --update-baseline."
+        )
     if limit.kind is Kind.DIFFERENCE:
-        return float(value - reference)
+        return Fraction(value - reference)
     if reference == 0:
         raise HeadpruneError(
             f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
         )
-    return value / reference - (1 if limit.kind is Kind.CHANGE else 0)
+    return Fraction(value, reference) - (1 if limit.kind is Kind.CHANGE else 0)
 
 
 def _interval(statistic: Statistic, n: int, config: CheckConfig) -> Interval:

@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict
 
 from headprune.checkpoint.folders import write_whole
@@ -105,7 +106,8 @@ def recipe_text(answers: Answers, file: str) -> str:
 def _quoted(text: str) -> str:
     """A YAML scalar: JSON's quotes are YAML's, and a plain name needs none."""
     plain = text.replace("/", "").replace("-", "").replace(".", "").replace("_", "").isalnum()
-    return text if plain and not text.replace(".", "").isdigit() else json.dumps(text)
+    same = plain and yaml.safe_load(text) == text  # not a date, a number or a truth value
+    return text if same else json.dumps(text, ensure_ascii=False)
 
 
 _SIZES: dict[Hardware, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from pydantic import ValidationError
 from headprune.checkpoint.folders import write_whole
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.report import Difference, ModelReport, Report
+from headprune.pipelines.check import CheckReport
 from headprune.report import page
 from headprune.report.charts import map_figure
 from headprune.report.discovery import discover
 from headprune.report.figures import save
 from headprune.report.reading import assemble
-from headprune.report.view import Evaluation, Interval, Quality, Run, Size
+from headprune.report.view import Check, Evaluation, Interval, Quality, Run, Size
 
 FIDELITY = ("mean_cosine", "similarity_correlation")
 MARKDOWN = (".md", ".markdown")
@@ -82,12 +83,37 @@ def report(
         for place in found
         for file, content in place.reports.items()
     }
-    shown = assemble(found, evaluations)
+    checks = [
+        read_check(file, content) for place in found for file, content in place.checks.items()
+    ]
+    shown = [_with_checks(run, checks) for run in assemble(found, evaluations)]
     drawn = page.contents(shown)
     text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
     write_whole(output, text)
     written = () if figures is None else _write_figures(drawn, figures)
     return Reported(tuple(shown), output, written)
+
+
+def read_check(file: Path, content: dict[str, Any]) -> Check:
+    """What a report of ``check`` says, as the report shows it.
+
+    Raises:
+        CheckpointError: If it has another schema.
+    """
+    try:
+        read = CheckReport.model_validate(content)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise CheckpointError(
+            f"The check report '{file}' is not of the schema that this headprune writes: {where}."
+        ) from None
+    rows = tuple((one.limit, one.found(), one.verdict.value) for one in read.limits)
+    return Check(read.model, read.verdict.value, read.passed, rows)
+
+
+def _with_checks(run: Run, checks: Sequence[Check]) -> Run:
+    mine = tuple(check for check in checks if Path(check.model).name == run.folder.name)
+    return replace(run, checks=mine)
 
 
 def _write_figures(drawn: page.Contents, folder: Path) -> tuple[Path, ...]:

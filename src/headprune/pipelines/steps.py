@@ -19,6 +19,7 @@ from headprune.config import (
     TrainGatesConfig,
     build,
 )
+from headprune.errors import HeadpruneError
 from headprune.merging import MERGES
 from headprune.pipelines import estimates
 from headprune.pipelines.check import check
@@ -304,8 +305,16 @@ def _refuse_convert(step: ConvertStep) -> None:
 
 
 def _refuse_check(step: CheckStep) -> None:
-    for text in step.limits:
-        parse_limit(text)
+    for limit in map(parse_limit, step.limits):
+        if limit.needs_baseline and step.baseline is None:
+            raise HeadpruneError(
+                f"The limit '{limit.text}' is about a change since a baseline: give baseline: FILE."
+            )
+        if limit.needs_original and step.against is None:
+            raise HeadpruneError(
+                f"The limit '{limit.text}' is about the original, and the model that is checked is "
+                "the original."
+            )
     _check_config(step, "", None, {})
 
 

@@ -15,8 +15,10 @@ A sign makes it relative to the baseline, a percent sign without one to the orig
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import Enum
 from typing import Literal
 
@@ -115,8 +117,10 @@ def parse_limit(text: str) -> Limit:
             f"The limit '{text}': '{line['bound'].strip()}' is no number; write one such as 25, "
             "+2 % (since the baseline) or 98 % (of the original)."
         )
+    if not math.isfinite(number):
+        raise HeadpruneError(f"The limit '{text}': the number is too large.")
     if bound["percent"]:
-        number /= 100
+        number = float(Decimal(str(number)) / 100)  # 33.3 % is 0.333, to the last digit
     kind = _kind(text, metric, op, bound["sign"], bool(bound["percent"]), recovery)
     return Limit(text.strip(), metric, kind, op, number)  # type: ignore[arg-type]  # narrowed above
 

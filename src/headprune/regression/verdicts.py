@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from enum import Enum
+from fractions import Fraction
 
 from pydantic import BaseModel, ConfigDict
 
@@ -113,6 +114,8 @@ class Judged(BaseModel):
         )
         sign = "+" if self.kind in (Kind.CHANGE, Kind.DIFFERENCE) else ""
         value, bound = scale * value, scale * self.bound
+        if not math.isfinite(value):
+            return str(value)
         if value == int(value) and not unit:
             return f"{value:{sign},.0f}"
         digits = next(
@@ -141,7 +144,10 @@ def judge(limit: Limit, interval: Interval) -> Judged:
     assert not isinstance(limit.bound, str)
     ends = [_HOLDS[limit.op](end, limit.bound) for end in (interval.low, interval.high)]
     verdict, needed = Verdict.TOO_CLOSE, None
-    if interval.n >= FEWEST and all(ends):
+    finite = all(map(math.isfinite, (interval.low, interval.high)))
+    if not finite:  # resamples with next to nothing to compare with
+        pass
+    elif interval.n >= FEWEST and all(ends):
         verdict = Verdict.PASSED
     elif interval.n >= FEWEST and not any(ends):
         verdict = Verdict.BROKEN
@@ -163,16 +169,19 @@ def judge(limit: Limit, interval: Interval) -> Judged:
     )
 
 
-def judge_exact(limit: Limit, value: float | str) -> Judged:
+def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
     """Judges what was counted or read."""
-    holds = _HOLDS[limit.op](value, limit.bound)
+    # counts and their ratios are exact, and so is a bound as it was written
+    counted = not isinstance(value, str) and not isinstance(limit.bound, str)
+    bound = Fraction(repr(limit.bound)) if counted else limit.bound
+    holds = _HOLDS[limit.op](value, bound)
     return Judged(
         limit=limit.text,
         metric=limit.metric,
         kind=limit.kind,
         op=limit.op,
         bound=limit.bound,
-        value=value,
+        value=value if isinstance(value, str) else float(value),
         verdict=Verdict.PASSED if holds else Verdict.BROKEN,
     )
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from headprune.checkpoint import gates as gates_folder
 from headprune.checkpoint.gates import TrainedGates, read_gates, read_metadata
 from headprune.checkpoint.manifest import Manifest, read_manifest
+from headprune.checkpoint.runs import read_run
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.plan import Plan, read_plan
 from headprune.report.heads import spread
 from headprune.runtime import MANIFEST
 
+_CHECK = {"verdict", "limits", "judge_s"}  # what a report of check has, and no other
 SCORES, SWEEP = "scores.json", "sweep.json"
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
@@ -89,6 +91,7 @@ class Found:
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def tips(self) -> list[ResultFolder]:
@@ -114,6 +117,7 @@ def discover(place: Path) -> Found:
         return found
     if not place.is_dir():
         raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
+    _refuse_half_done(place)
     try:
         for folder in _folders(place, DEPTH):
             _look_into(folder, found)
@@ -159,14 +163,30 @@ def _look_into(folder: Path, found: Found) -> None:
         )
     for file in sorted(folder.glob("*.json")):
         content = _evaluation(file, required=False)
-        if content is not None:
+        if content is not None and set(content) >= _CHECK:
+            found.checks[file] = content
+        elif content is not None:
             found.reports[file] = content
+
+
+def _refuse_half_done(place: Path) -> None:
+    """Refuses the folder of a recipe's run that stopped in a step; a report is a step itself."""
+    record = read_run(place)
+    steps = record.steps if record is not None else {}
+    undone = [name for name, step in steps.items() if not step.done and step.step != "report"]
+    if undone:
+        raise CheckpointError(
+            f"The run in '{place}' is not finished (step '{undone[0]}'): headprune run with the "
+            "same recipe goes on with it."
+        )
 
 
 def _trains_gates(folder: Path) -> bool:
     """Whether a training of gates was begun here."""
     config = folder / "config.yaml"
-    return config.is_file() and "train_gates:" in config.read_text(encoding="utf-8")
+    return config.is_file() and "train_gates:" in config.read_text(
+        encoding="utf-8", errors="replace"
+    )
 
 
 def _result(folder: Path) -> ResultFolder:
@@ -199,7 +219,7 @@ def _scores(folder: Path) -> ScoresFolder:
 
 
 def _evaluation(file: Path, required: bool) -> dict[str, Any] | None:
-    """The content of a report of ``evaluate``; None where a file is something else."""
+    """The content of a report of ``evaluate`` or ``check``; None where it is something else."""
     try:
         small = file.stat().st_size < _LARGEST_JSON
         content = json.loads(file.read_text(encoding="utf-8")) if small else None
@@ -209,6 +229,8 @@ def _evaluation(file: Path, required: bool) -> dict[str, Any] | None:
             raise CheckpointError(f"The report '{file}' cannot be read: {why}.") from None
         return None
     if isinstance(content, dict) and {"provenance", "model", "differences"} <= set(content):
+        return content
+    if isinstance(content, dict) and set(content) >= _CHECK and not required:
         return content
     if required:
         raise CheckpointError(

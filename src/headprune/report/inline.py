@@ -23,6 +23,10 @@ _COLOURS = {
 }
 
 
+# what XML does not hold, though a folder may be called so
+_CONTROL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
 def inline_svg(figure: Figure, prefix: str, alt: str) -> str:
     """Draws a figure as an ``<svg>`` element.
 
@@ -35,13 +39,14 @@ def inline_svg(figure: Figure, prefix: str, alt: str) -> str:
     with figures.style():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     ElementTree.register_namespace("", _SVG)
-    root = ElementTree.fromstring(buffer.getvalue())
+    root = ElementTree.fromstring(_CONTROL.sub("\ufffd", buffer.getvalue()))
     for tag in ("metadata",):
         for found in root.findall(f"{{{_SVG}}}{tag}"):
             root.remove(found)
     _own_ids(root, prefix)
     for size in ("width", "height"):
         root.attrib.pop(size)
+    alt = _CONTROL.sub("\ufffd", alt)
     root.attrib |= {"role": "img", "aria-label": alt, "class": "chart"}
     text = ElementTree.tostring(root, encoding="unicode")
     for colour, name in _COLOURS.items():

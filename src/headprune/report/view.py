@@ -192,6 +192,23 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What ``check`` found about a model.
+
+    Attributes:
+        model: Folder or hub id.
+        verdict: The worst of all verdicts.
+        passed: Whether nothing is broken.
+        rows: Per limit: its text, what was found, its verdict.
+    """
+
+    model: str
+    verdict: str
+    passed: bool
+    rows: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """One run: what was asked, and what came out.
 
@@ -208,6 +225,7 @@ class Run:
         evaluations: What was measured; that of the result comes first.
         provenance: Where it comes from.
         sweep: Many cuts, where the run measured them.
+        checks: Limits that its result was held to.
     """
 
     name: str
@@ -222,6 +240,7 @@ class Run:
     evaluations: tuple[Evaluation, ...]
     provenance: Facts
     sweep: Sweep | None = None
+    checks: tuple[Check, ...] = ()
 
     @property
     def evaluation(self) -> Evaluation | None:

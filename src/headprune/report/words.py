@@ -45,6 +45,10 @@ def tiles(run: Run) -> list[Tile]:
     elif run.histories:
         history = run.histories[0]
         found.append(Tile("steps", f"{history.records:,}", f"last loss {history.loss[-1]:.4g}"))
+    for check in run.checks:
+        held = sum(verdict == "passed" for _, _, verdict in check.rows)
+        detail = f"{held} of {len(check.rows)} limits hold"
+        found.append(Tile("check", check.verdict, detail, "good" if check.passed else "bad"))
     return found
 
 
