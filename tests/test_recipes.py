@@ -141,7 +141,10 @@ def killed_in(path: Path, step: str, after: int) -> None:
         "watch = Watch(on_step=lambda name, cached: names.append(name), on_progress=progress)\n"
         "run(read_recipe(Path(sys.argv[1])), watch)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    # the same sums in the same order as in this process
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 

@@ -126,14 +126,13 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Records the step."""
-        self.trainer.last_loss, stop = processes.mean(
-            [self.trainer.last_loss, float(self.should_stop())]
-        )
+        (self.trainer.last_loss,) = processes.mean([self.trainer.last_loss])
         record = self.record(state)
         if processes.is_main():
             with self.history.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(record)) + "\n")
             self.on_step(record)
+        (stop,) = processes.mean([float(self.should_stop())])
         if stop:
             self.interrupted = True
             control.should_save = True
