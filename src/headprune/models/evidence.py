@@ -312,10 +312,12 @@ class _Gathered:
                 self.live[position].append(gate)
             mask = token_mask(self.batch, attention.kind)
             with torch.no_grad():
-                rows = real_tokens(apply_gate(x, self.gates[position].to(x)[None]), mask)
-                self.tokens[position] += len(rows)
-                heads = rows.double().unflatten(-1, (attention.query_heads, -1))
-                new = Activations(heads.sum(0).cpu(), heads.square().sum(0).cpu(), len(heads))
+                heads = _wide(real_tokens(x, mask)).unflatten(-1, (attention.query_heads, -1))
+                self.tokens[position] += len(heads)
+                closed = self.gates[position].to(heads)[:, None].double()
+                sums = heads.sum(0, dtype=torch.float64) * closed
+                squares = heads.square().sum(0, dtype=torch.float64) * closed**2
+                new = Activations(sums.cpu(), squares.cpu(), len(heads))
                 seen = self.activations[position]
                 self.activations[position] = new if seen is None else seen + new
             return apply_gate(x, gate), *args[1:]
