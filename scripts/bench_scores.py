@@ -148,12 +148,13 @@ def main(
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 16_384,
     windows: Annotated[int, typer.Option(help="Test windows (or pairs / 25).")] = 40,
     cost: Annotated[bool, typer.Option(help="Time scoring and refit, nothing else.")] = False,
+    repeats: Annotated[int, typer.Option(help="With --cost: timings, after one to warm up.")] = 2,
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
 ) -> None:
     """Score, close, refit, measure."""
     net = from_pretrained(model, dtype="float32").requires_grad_(False)
     if cost:
-        _cost(net, calibration_of(net, model, data, tokens, 0))
+        _cost(net, calibration_of(net, model, data, tokens, 0), repeats)
         return
     if test is None:
         quality = own_likelihood(net)
@@ -249,7 +250,7 @@ def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return [part.float() for part in kept.split(list(heads))]
 
 
-def _cost(net: PreTrainedModel, examples: Calibration) -> None:
+def _cost(net: PreTrainedModel, examples: Calibration, repeats: int) -> None:
     """Scoring against a forward and backward, a refit against a forward, in turn."""
     attentions = attention_of(net)
     batches, whole = examples.batches(), examples.whole()
@@ -278,7 +279,7 @@ def _cost(net: PreTrainedModel, examples: Calibration) -> None:
         refit(cut, attention_of(cut), gates, whole)
 
     times: dict[str, list[float]] = {}
-    for repeat in range(3):
+    for repeat in range(repeats + 1):
         for run in (forward, forward_backward, scoring, refitting):
             start = time.perf_counter()
             run()
