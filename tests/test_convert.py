@@ -120,7 +120,7 @@ def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> N
         assert static.tolist() == uncached
 
 
-@pytest.mark.parametrize("case", ["bart", "whisper", "t5"])
+@pytest.mark.parametrize("case", tiny.present("bart", "whisper", "t5"))
 def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) -> None:
     convert(folder, case, 2, merge="first")
     model = headprune.from_pretrained(folder / "out")
@@ -304,7 +304,9 @@ def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("merge", ["procrustes", "lowrank"])
-@pytest.mark.parametrize("case", ["llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox"])
+@pytest.mark.parametrize(
+    "case", tiny.present("llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox")
+)
 def test_what_was_converted_can_be_converted_again(case: str, merge: str, folder: Path) -> None:
     convert(folder, case, 3, merge=merge)
     text = DataConfig(source=str(folder / "text.txt"))
