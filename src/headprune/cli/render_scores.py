@@ -19,7 +19,7 @@ from headprune.registry import did_you_mean
 if TYPE_CHECKING:
     from headprune.checkpoint.scores import Scores
     from headprune.pipelines.plan import Planned
-    from headprune.pipelines.sweep import Sweep
+    from headprune.pipelines.sweep import Point, Sweep
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 
@@ -130,11 +130,9 @@ def sweep(console: Console, result: Sweep, output: Path) -> None:
     console.print(f"Table, JSON and plot are in {escape(str(output))}.")
 
 
-def _row(point: object, ratio: float | None) -> tuple[str, str, str]:
-    heads, parameters = getattr(point, "query_heads"), getattr(point, "parameters")  # noqa: B009
-    quality: float = getattr(point, "quality")  # noqa: B009
+def _row(point: Point, ratio: float | None) -> tuple[str, str, str]:
     times = "" if ratio is None else f" ({ratio:.3f} x)"
-    return f"{heads:,}", f"{parameters:,}", f"{quality:.4f}{times}"
+    return f"{point.query_heads:,}", f"{point.parameters:,}", f"{point.quality:.4f}{times}"
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headprune.checkpoint import card
 from headprune.plan import Shape
@@ -230,8 +231,9 @@ def _both(ours: object, theirs: object) -> list[str]:
             return f"{value:,.1f}"
         return f"{value:,}" if isinstance(value, int) else "-"
 
-    both = isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs
-    ratio = f"{ours / theirs:.3f} ×" if both else "-"  # type: ignore[operator]
+    ratio = "-"
+    if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs:
+        ratio = f"{ours / theirs:.3f} ×"
     return [text(ours), text(theirs), ratio]
 
 
@@ -255,7 +257,7 @@ def chain_rows(run: Run) -> list[tuple[str, str, str]]:
     return [(r["created"], _made(r), f"{r['proof']['gated_vs_reloaded']:.1e}") for r in records]
 
 
-def _made(record: dict[str, object]) -> str:
+def _made(record: dict[str, Any]) -> str:
     get = record.get
     healing, sharing = get("healing"), get("sharing")
     if isinstance(healing, dict):
@@ -263,5 +265,5 @@ def _made(record: dict[str, object]) -> str:
         moved = f" (divergence {before:.4g} to {after:.4g})" if before is not None else ""
         return f"healed for {healing['steps']} steps{moved}"
     name = "KV heads" if isinstance(sharing, dict) else "query heads"
-    before, after = record[name.replace(" ", "_").lower()]  # type: ignore[misc]
+    before, after = record[name.replace(" ", "_").lower()]
     return f"{name} {before} to {after}"
