@@ -48,6 +48,7 @@ from headprune.models.refit import refit
 from headprune.pipelines.calibration import Calibration, calibration
 from headprune.pipelines.plan import equal_shares
 from headprune.pipelines.score import gather, needs_of, scores_of
+from headprune.tensors import least_squares
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
 from rivals import RIVALS, taylor
@@ -149,9 +150,13 @@ def main(
     windows: Annotated[int, typer.Option(help="Test windows (or pairs / 25).")] = 40,
     cost: Annotated[bool, typer.Option(help="Time scoring and refit, nothing else.")] = False,
     repeats: Annotated[int, typer.Option(help="With --cost: timings, after one to warm up.")] = 2,
+    products: Annotated[
+        str, typer.Option(help="What sums over tokens multiply in: float64, or as a GPU float32.")
+    ] = "float64",
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
 ) -> None:
     """Score, close, refit, measure."""
+    least_squares.product_dtype = lambda device: getattr(torch, products)
     net = from_pretrained(model, dtype="float32").requires_grad_(False)
     if cost:
         _cost(net, calibration_of(net, model, data, tokens, 0), repeats)

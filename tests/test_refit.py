@@ -15,6 +15,7 @@ from headprune.models.attention import attention_of
 from headprune.models.heads import read_heads, read_output, write_heads
 from headprune.models.refit import refit
 from headprune.pipelines.prune import prune
+from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, removal_costs, ridge_path
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -62,6 +63,21 @@ def test_moments_of_shards_add_up() -> None:
     assert whole.error(torch.ones(3, 4).double()) == pytest.approx(
         parts.error(torch.ones(3, 4).double())
     )
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
+def test_products_in_float32_serve_as_well(
+    rounded: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(300, 12) @ torch.randn(12, 12)  # directions of unequal strength
+    y, start = x @ torch.randn(12, 5) + torch.randn(300, 5), torch.zeros(5, 12).double()
+    monkeypatch.setattr(least_squares, "_ROWS", 64)
+    (exact,) = ridge_path(Moments.of(x, y), start, [1e-4])
+    monkeypatch.setattr(least_squares, "product_dtype", lambda device: rounded)
+    (found,) = ridge_path(Moments.of(x, y), start, [1e-4])
+    gap = float((found - exact).abs().max() / exact.abs().max())
+    assert (gap < 1e-4) == (rounded is torch.float32)
 
 
 def test_the_cost_of_the_first_removal_is_that_of_least_squares() -> None:
@@ -146,6 +162,12 @@ def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
     ids = torch.randint(5, 60, (4, 12))
     with pytest.raises(DataError, match="two sequences"):
         refit(model, attentions, gates, {"input_ids": ids[:1]})
+    width = attentions[1].query_heads * read_output(attentions[1])[0].shape[-1]
+    enough = torch.randint(5, 60, (4, width // 4))
+    said = f"h.1.attn' is singular: {width} columns, and the text has {width - 4} tokens"
+    with pytest.raises(DataError, match=said):
+        refit(model, attentions, gates, {"input_ids": enough[:, :-1]})
+    assert refit(model, attentions, gates, {"input_ids": enough})
     with torch.no_grad():
         model.transformer.wte.weight[ids[0, 0]] = float("nan")
     with pytest.raises(DataError, match="output projection of 'transformer.h.0.attn'"):

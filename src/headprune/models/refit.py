@@ -115,7 +115,7 @@ def refit(
         One record per module that has a head left.
 
     Raises:
-        DataError: If there are too few sequences, or the statistics are not finite.
+        DataError: If there is too little text, or the statistics are not finite.
         PlanError: If a module runs more than once.
     """
     count = len(batch["input_ids"])
@@ -150,6 +150,20 @@ def refit(
     return records
 
 
+def refuse_singular(attention: Attention, tokens: int, columns: int, instead: str) -> None:
+    """Fewer tokens than columns leave x x^T singular, and the fit to chance.
+
+    Raises:
+        DataError: If that is so.
+    """
+    if tokens < columns:
+        raise DataError(
+            f"The Gram matrix of what enters the output projection of '{attention.path}' is "
+            f"singular: {columns} columns, and the text has {tokens} tokens. Give more text (see "
+            f"--calibration-tokens), or {instead}."
+        )
+
+
 def _fitted(
     attention: Attention, gate: Tensor, mine: Tensor, wanted: Tensor, batch: Batch
 ) -> Refit:
@@ -169,6 +183,7 @@ def _fitted(
         both.append(Moments.of(x, real_tokens(wanted[part] - offset, own)))
     fitted, judged = (m.centred() if bias is not None else m for m in both)
     whole = both[0] + both[1]
+    refuse_singular(attention, whole.tokens, int(kept.sum()), "leave out --refit")
     target = whole.centred() if bias is not None else whole
     try:
         errors = [judged.error(w) for w in ridge_path(fitted, start[:, kept], RIDGES)]

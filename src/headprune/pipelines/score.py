@@ -22,11 +22,12 @@ from headprune.errors import DataError, PlanError
 from headprune.models.attention import attention_of, of_kinds
 from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
 from headprune.models.planning import default_unit
-from headprune.models.refit import RunsTwice, in_sequence, project
+from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
 from headprune.pipelines.calibration import Calibration, calibration
 from headprune.pipelines.prune import load
 from headprune.plan import ModelIdentity
 from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.least_squares import outer_sum
 from headprune.tensors.units import Unit, members
 
 NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "curvature", "losses"})
@@ -233,8 +234,9 @@ def _with_grams(
         if gates is not None:
             gate = gates[position].to(x)
             x = (x.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
-        rows = real_tokens(x, token_mask(batch, attention.kind)).double()
-        part = replace(evidence[position], gram=(rows.T @ rows).cpu())
+        rows = real_tokens(x, token_mask(batch, attention.kind))
+        refuse_singular(attention, *rows.shape, f"score by other criteria than {needing[0]}")
+        part = replace(evidence[position], gram=outer_sum(rows, rows).cpu())
         units = members(unit, attention.group_sizes)
         try:
             found[attention.path] = {n: CRITERIA[n].score(part, units) for n in needing}
