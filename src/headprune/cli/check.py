@@ -169,15 +169,8 @@ def _update(
     from headprune.cli import render_check
     from headprune.pipelines.check import update_baseline
 
-    with terminal.step_progress() as progress:
-        task = progress.add_task("evaluating", total=None)
-        baseline = update_baseline(
-            config,
-            allow_dirty,
-            allow_other,
-            trust,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with terminal.counted("evaluating") as progress:
+        baseline = update_baseline(config, allow_dirty, allow_other, trust, progress)
     if json_:
         typer.echo(baseline.model_dump_json(indent=2, exclude={"samples"}))
     else:
@@ -188,13 +181,8 @@ def _run(config: cfg.CheckConfig, trust: bool) -> CheckReport:
     terminal.quiet_libraries()
     from headprune.pipelines.check import check as pipeline
 
-    with terminal.step_progress() as progress:
-        task = progress.add_task("evaluating", total=None)
-        return pipeline(
-            config,
-            trust,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with terminal.counted("evaluating") as progress:
+        return pipeline(config, trust, progress)
 
 
 def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:

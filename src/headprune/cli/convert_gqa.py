@@ -132,15 +132,12 @@ def convert_gqa(
             on_stage=lambda stage: progress.update(task, description=stage),
             on_module=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    if heal_steps is None:
-        if json_:
-            typer.echo(json.dumps(result.as_json(), indent=2))
-        else:
-            render.converted(terminal.out, result)
-        return
     if not json_:
         render.converted(terminal.out, result)
-    assert calibrate is not None
+    elif heal_steps is None:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    if heal_steps is None or calibrate is None:
+        return
     heal(
         str(converted_to),
         teacher=model,

@@ -79,15 +79,14 @@ def evaluate(
     from headprune.cli import render
     from headprune.pipelines.evaluate import evaluate as pipeline
 
-    with terminal.step_progress() as progress:
-        task = progress.add_task("evaluating", total=None)
+    with terminal.counted("evaluating") as progress:
         report = pipeline(
             model,
             source,
             config,
             against=against,
             trust_remote_code=trust_remote_code,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=progress,
         )
     if output is not None:
         report.write(output)
