@@ -13,7 +13,15 @@ import typer
 
 from headprune import config as cfg
 from headprune.cli import terminal
-from headprune.cli.options import DtypeOption, Json, LabelColumn, Split, TextColumn, Trust
+from headprune.cli.options import (
+    DtypeOption,
+    Json,
+    LabelColumn,
+    Split,
+    TextColumn,
+    Trust,
+    settings_read_by,
+)
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -22,21 +30,13 @@ if TYPE_CHECKING:
 _CHECK = cfg.CheckConfig(model="", data="")  # for its other settings
 
 
-def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes the settings of a file the defaults of the options that come after it."""
-    if path is not None:
-        settings = {{"limits": "limit"}.get(k, k): v for k, v in cfg.read_check(path).items()}
-        context.default_map = {**(context.default_map or {}), **settings}
-    return path
-
-
 def check(
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             is_eager=True,
-            callback=_read_settings,
+            callback=settings_read_by(cfg.read_check),
             help="YAML whose section 'check' holds these settings; options given here win.",
         ),
     ] = None,
@@ -50,13 +50,14 @@ def check(
     against: Annotated[
         str | None, typer.Option(help="The original model, for limits such as '>= 98 %'.")
     ] = None,
-    limit: Annotated[
+    limits: Annotated[
         list[str] | None,
         typer.Option(
+            "--limit",
             help="What must hold (repeatable): 'perplexity <= 25', 'perplexity <= +2 %' (since the "
             "baseline), 'perplexity recovery >= 98 %' (of the original), 'query_heads == 201', "
             "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
-            "'load_route == native'."
+            "'load_route == native'.",
         ),
     ] = None,
     confidence: Annotated[
@@ -105,7 +106,7 @@ def check(
         "data": data,
         "baseline": baseline,
         "against": against,
-        "limits": limit or (),
+        "limits": limits or (),
         "confidence": confidence,
         "resamples": resamples,
         "strict": strict,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -40,6 +41,19 @@ Assume = Annotated[
     ),
 ]
 DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
+
+
+def settings_read_by(
+    read: Callable[[Path], dict[str, Any]],
+) -> Callable[[typer.Context, Path | None], Path | None]:
+    """A callback that makes the settings of a file the defaults of the options after it."""
+
+    def settings(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            context.default_map = {**(context.default_map or {}), **read(path)}
+        return path
+
+    return settings
 
 
 def share_or_count(text: str | None, option: str) -> float | int | None:

@@ -21,6 +21,7 @@ from headprune.cli.options import (
     TextColumn,
     Trust,
     data_config,
+    settings_read_by,
     share_or_count,
 )
 from headprune.tensors.units import Unit
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
     from headprune.training.trainer import StepRecord
 
 _GATES = cfg.TrainGatesConfig.model_construct()
-
-
-def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes the settings of a file the defaults of the options that come after it."""
-    if path is not None:
-        context.default_map = {**(context.default_map or {}), **cfg.read_train_gates(path)}
-    return path
 
 
 def train_gates(
@@ -111,7 +105,7 @@ def train_gates(
         typer.Option(
             "--config",
             is_eager=True,
-            callback=_read_settings,
+            callback=settings_read_by(cfg.read_train_gates),
             help="YAML with settings, such as the config.yaml of an earlier run; options given "
             "here win.",
         ),
