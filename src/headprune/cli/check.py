@@ -14,9 +14,14 @@ import typer
 from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
+    Confidence,
     DtypeOption,
+    EvaluateBatch,
     Json,
     LabelColumn,
+    MaxWindows,
+    Seed,
+    SeqLen,
     Split,
     TextColumn,
     Trust,
@@ -60,9 +65,7 @@ def check(
             "'load_route == native'.",
         ),
     ] = None,
-    confidence: Annotated[
-        float, typer.Option(help="Level of the intervals that decide.")
-    ] = _CHECK.confidence,
+    confidence: Confidence = _CHECK.confidence,
     resamples: Annotated[int, typer.Option(help="Bootstrap resamples.")] = _CHECK.resamples,
     strict: Annotated[
         bool, typer.Option("--strict", help="Too close to call exits with 1, not with 0.")
@@ -81,15 +84,11 @@ def check(
         ),
     ] = False,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _CHECK.seq_len,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = (
-        _CHECK.batch_size
-    ),
-    max_windows: Annotated[
-        int | None, typer.Option(help="Use only the first so many windows or examples.")
-    ] = None,
+    seq_len: SeqLen = _CHECK.seq_len,
+    batch_size: EvaluateBatch = _CHECK.batch_size,
+    max_windows: MaxWindows = None,
     dtype: DtypeOption = _CHECK.dtype,
-    seed: Annotated[int, typer.Option(help="Seed of masks and of the bootstrap.")] = 0,
+    seed: Seed = 0,
     split: Split = "test",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +13,15 @@ from headprune.cli import terminal
 from headprune.cli.heal import heal
 from headprune.cli.options import (
     Assume,
+    AttentionKinds,
+    CalibrationTokens,
     DtypeOption,
     Json,
     Model,
+    Output,
     Overwrite,
+    Seed,
+    SeqLen,
     Split,
     TextColumn,
     Trust,
@@ -32,7 +36,7 @@ _HEAL = cfg.HealConfig(steps=1)  # for its other settings
 
 def convert_gqa(
     model: Model,
-    output: Annotated[Path, typer.Option(help="Folder for the result.")],
+    output: Output,
     kv_heads: Annotated[
         str | None,
         typer.Option(
@@ -58,17 +62,9 @@ def convert_gqa(
     calibrate: Annotated[
         str | None, typer.Option(help="Text that shows what the heads do; as --data elsewhere.")
     ] = None,
-    calibration_tokens: Annotated[
-        int, typer.Option(help="How much of that text is used.")
-    ] = _CONVERT.calibration_tokens,
-    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _CONVERT.seq_len,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Kind of attention to convert, for encoder-decoders: encoder, decoder or cross "
-            "(repeatable)."
-        ),
-    ] = None,
+    calibration_tokens: CalibrationTokens = _CONVERT.calibration_tokens,
+    seq_len: SeqLen = _CONVERT.seq_len,
+    attention: AttentionKinds = None,
     shape: Annotated[
         cfg.ShapeOption,
         typer.Option(help="native: refuse what a plain config of the family cannot hold."),
@@ -84,7 +80,7 @@ def convert_gqa(
         _HEAL.learning_rate
     ),
     bf16: Annotated[bool, typer.Option("--bf16", help="With --heal: compute in bfloat16.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of what is random.")] = 0,
+    seed: Seed = 0,
     overwrite: Overwrite = False,
     dtype: DtypeOption = cfg.Dtype.AUTO,
     split: Split = "train",

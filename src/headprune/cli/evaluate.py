@@ -10,11 +10,16 @@ import typer
 from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
+    Confidence,
     Data,
     DtypeOption,
+    EvaluateBatch,
     Json,
     LabelColumn,
+    MaxWindows,
     Model,
+    Seed,
+    SeqLen,
     Split,
     TextColumn,
     Trust,
@@ -33,16 +38,10 @@ def evaluate(
         str | None, typer.Option(help="Base model: report paired differences to it.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _EVALUATE.seq_len,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = (
-        _EVALUATE.batch_size
-    ),
-    max_windows: Annotated[
-        int | None, typer.Option(help="Use only the first so many windows or examples.")
-    ] = None,
-    confidence: Annotated[float, typer.Option(help="Level of the intervals.")] = (
-        _EVALUATE.confidence
-    ),
+    seq_len: SeqLen = _EVALUATE.seq_len,
+    batch_size: EvaluateBatch = _EVALUATE.batch_size,
+    max_windows: MaxWindows = None,
+    confidence: Confidence = _EVALUATE.confidence,
     speed: Annotated[bool, typer.Option(help="Time prefill and decoding.")] = True,
     decode_batches: Annotated[
         str, typer.Option(help="Batch sizes at which decoding is timed, comma-separated.")
@@ -52,7 +51,7 @@ def evaluate(
         typer.Option(help="Memory such as 24GiB: say how long a context fits beside the weights."),
     ] = None,
     dtype: DtypeOption = cfg.Dtype.AUTO,
-    seed: Annotated[int, typer.Option(help="Seed of masks and of the bootstrap.")] = 0,
+    seed: Seed = 0,
     split: Split = "test",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,

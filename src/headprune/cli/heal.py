@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,10 +12,17 @@ from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
     Data,
+    GradientCheckpointing,
     Json,
     Model,
+    Output,
     Overwrite,
+    Resume,
+    SaveEvery,
+    Seed,
+    SeqLen,
     Split,
+    StepBatch,
     TextColumn,
     Trust,
     data_config,
@@ -32,30 +38,22 @@ def heal(
     model: Model,
     teacher: Annotated[str, typer.Option(help="The model it came from: a folder or a hub id.")],
     data: Data,
-    output: Annotated[Path, typer.Option(help="Folder for the result.")],
+    output: Output,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")],
     train: Annotated[cfg.HealTrain, typer.Option(help="What is trained.")] = _HEAL.train,
     lora_rank: Annotated[int, typer.Option(help="With --train lora: its rank.")] = _HEAL.lora_rank,
-    batch_size: Annotated[
-        int, typer.Option(help="Sequences per step, of all processes.")
-    ] = _HEAL.batch_size,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _HEAL.seq_len,
+    batch_size: StepBatch = _HEAL.batch_size,
+    seq_len: SeqLen = _HEAL.seq_len,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = (
         _HEAL.learning_rate
     ),
     bf16: Annotated[
         bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")
     ] = False,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the data order.")] = _HEAL.seed,
-    save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints. Default: a tenth.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint beside --output.")
-    ] = False,
+    gradient_checkpointing: GradientCheckpointing = False,
+    seed: Seed = _HEAL.seed,
+    save_every: SaveEvery = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     split: Split = "train",
     text_column: TextColumn = None,

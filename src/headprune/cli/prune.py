@@ -20,6 +20,7 @@ from headprune.cli.options import (
     Split,
     TextColumn,
     Trust,
+    WhichScores,
     data_config,
     share_or_count,
 )
@@ -35,9 +36,7 @@ def prune(
     ] = None,
     gates: Annotated[Path | None, typer.Option(help="Folder from train-gates.")] = None,
     scores: Annotated[Path | None, typer.Option(help="Folder from score; needs --keep.")] = None,
-    criterion: Annotated[
-        str | None, typer.Option(help="With --scores: which of them, if there are several.")
-    ] = None,
+    criterion: WhichScores = None,
     plan: Annotated[
         Path | None,
         typer.Option(

@@ -11,20 +11,28 @@ from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
+    AttentionKinds,
     Data,
     DtypeOption,
+    GradientCheckpointing,
+    HeadsToKeep,
     Json,
     LabelColumn,
     Model,
     Overwrite,
+    Resume,
+    SaveEvery,
+    Seed,
+    SeqLen,
     Split,
+    StepBatch,
     TextColumn,
     Trust,
+    UnitOption,
     data_config,
     settings_read_by,
     share_or_count,
 )
-from headprune.tensors.units import Unit
 
 if TYPE_CHECKING:
     from headprune.training.trainer import StepRecord
@@ -36,25 +44,13 @@ def train_gates(
     model: Model,
     data: Data,
     output: Annotated[Path, typer.Option(help="Folder for the gates.")],
-    target_heads: Annotated[
-        str | None,
-        typer.Option(help="Heads to keep, hit exactly: a share (0.75) or a count (202)."),
-    ] = None,
+    target_heads: HeadsToKeep = None,
     l0_penalty: Annotated[
         float | None,
         typer.Option(help="Instead of a target: Voita's constant penalty per open head."),
     ] = None,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Kind of attention that gets gates, for encoder-decoders: encoder, decoder or "
-            "cross (repeatable). The heads of the others all stay."
-        ),
-    ] = None,
-    unit: Annotated[
-        Unit | None,
-        typer.Option(help="What is removed as one piece. Default: head for MHA, kv-group for GQA."),
-    ] = None,
+    attention: AttentionKinds = None,
+    unit: UnitOption = None,
     train: Annotated[cfg.Train, typer.Option(help="What is trained beside the gates.")] = (
         _GATES.train
     ),
@@ -66,10 +62,8 @@ def train_gates(
     epochs: Annotated[float, typer.Option(help="Passes over the data, without --steps.")] = (
         _GATES.epochs
     ),
-    batch_size: Annotated[
-        int, typer.Option(help="Sequences per step, of all processes.")
-    ] = _GATES.batch_size,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = _GATES.seq_len,
+    batch_size: StepBatch = _GATES.batch_size,
+    seq_len: SeqLen = _GATES.seq_len,
     gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
     scale_lr: Annotated[
         float, typer.Option(help="Learning rate of the factors of the heads that stay.")
@@ -90,16 +84,12 @@ def train_gates(
     settle: Annotated[
         float, typer.Option(help="Share of every round, at its end, with its heads chosen.")
     ] = _GATES.settle,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
-    ] = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     dtype: DtypeOption = _GATES.dtype,
     init_log_alpha: Annotated[
         float, typer.Option(help="Where gates start; 3 is open nearly always.")
     ] = _GATES.init_log_alpha,
-    seed: Annotated[int, typer.Option(help="Seed of the noise and of the data order.")] = (
-        _GATES.seed
-    ),
+    seed: Seed = _GATES.seed,
     config_file: Annotated[
         Path | None,
         typer.Option(
@@ -110,12 +100,8 @@ def train_gates(
             "here win.",
         ),
     ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints. Default: a tenth.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")
-    ] = False,
+    save_every: SaveEvery = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     split: Split = "train",
     text_column: TextColumn = None,
