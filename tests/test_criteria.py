@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 
 from headprune.checkpoint.scores import read_scores
 from headprune.cli import app as cli
-from headprune.config import BudgetConfig, CalibrationConfig, DataConfig, TrainGatesConfig
+from headprune.config import (
+    BudgetConfig,
+    CalibrationConfig,
+    DataConfig,
+    EvaluateConfig,
+    TrainGatesConfig,
+)
 from headprune.criteria import CRITERIA, Activations, Evidence
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
 from headprune.models.allocation import Limit, allocate, kv_of_query
@@ -28,6 +34,7 @@ from headprune.models.gating import fixed, gated
 from headprune.models.heads import read_heads, read_output, write_heads, write_output
 from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
+from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.plan import plan
 from headprune.pipelines.prune import prune
 from headprune.pipelines.score import gather, needs_of, score, scores_of
@@ -493,6 +500,31 @@ def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataCon
     with pytest.raises(CheckpointError, match="already exists"):
         sweep(folder, text, mine, [0.5], ["fisher"], config=SMALL, overwrite=True)
     assert (mine / "precious.txt").read_text() == "1"
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bert-base"])
+def test_a_sweep_measures_against_the_whole_model_where_nothing_else_tells(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    rows = [json.dumps({"text": tiny.text(12, seed)}) for seed in range(8)]
+    (tmp_path / "text.jsonl").write_text("\n".join(rows))
+    bases = []
+
+    def watched(*arguments: Any, against: Path | None, **options: Any) -> Any:
+        bases.append(against)
+        return evaluate(*arguments, against=against, **options)
+
+    monkeypatch.setattr("headprune.pipelines.sweep.evaluate", watched)
+    data = DataConfig(source=str(tmp_path / "text.jsonl"))
+    evaluation = EvaluateConfig(seq_len=16, speed=False)
+    done = sweep(
+        folder, data, tmp_path / "out", [0.5], ["magnitude"],
+        refit=False, config=SMALL, evaluation=evaluation,
+    )  # fmt: skip
+    assert bases == ([folder, folder] if case == "bert-base" else [None, None])
+    assert done.metric == ("similarity_correlation" if case == "bert-base" else "perplexity")
+    assert done.base.query_heads == 2 * done.points[0].query_heads
 
 
 def test_modules_that_run_twice_or_never(tmp_path: Path, text: DataConfig) -> None:

@@ -13,7 +13,20 @@ import typer
 
 from headprune import config as cfg
 from headprune.cli import terminal
-from headprune.cli.options import DtypeOption, Json, LabelColumn, Split, TextColumn, Trust
+from headprune.cli.options import (
+    Confidence,
+    DtypeOption,
+    EvaluateBatch,
+    Json,
+    LabelColumn,
+    MaxWindows,
+    Seed,
+    SeqLen,
+    Split,
+    TextColumn,
+    Trust,
+    settings_read_by,
+)
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -22,21 +35,13 @@ if TYPE_CHECKING:
 _CHECK = cfg.CheckConfig(model="", data="")  # for its other settings
 
 
-def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes the settings of a file the defaults of the options that come after it."""
-    if path is not None:
-        settings = {{"limits": "limit"}.get(k, k): v for k, v in cfg.read_check(path).items()}
-        context.default_map = {**(context.default_map or {}), **settings}
-    return path
-
-
 def check(
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             is_eager=True,
-            callback=_read_settings,
+            callback=settings_read_by(cfg.read_check),
             help="YAML whose section 'check' holds these settings; options given here win.",
         ),
     ] = None,
@@ -50,18 +55,17 @@ def check(
     against: Annotated[
         str | None, typer.Option(help="The original model, for limits such as '>= 98 %'.")
     ] = None,
-    limit: Annotated[
+    limits: Annotated[
         list[str] | None,
         typer.Option(
+            "--limit",
             help="What must hold (repeatable): 'perplexity <= 25', 'perplexity <= +2 %' (since the "
             "baseline), 'perplexity recovery >= 98 %' (of the original), 'query_heads == 201', "
             "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
-            "'load_route == native'."
+            "'load_route == native'.",
         ),
     ] = None,
-    confidence: Annotated[
-        float, typer.Option(help="Level of the intervals that decide.")
-    ] = _CHECK.confidence,
+    confidence: Confidence = _CHECK.confidence,
     resamples: Annotated[int, typer.Option(help="Bootstrap resamples.")] = _CHECK.resamples,
     strict: Annotated[
         bool, typer.Option("--strict", help="Too close to call exits with 1, not with 0.")
@@ -80,15 +84,11 @@ def check(
         ),
     ] = False,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per window.")] = _CHECK.seq_len,
-    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = (
-        _CHECK.batch_size
-    ),
-    max_windows: Annotated[
-        int | None, typer.Option(help="Use only the first so many windows or examples.")
-    ] = None,
+    seq_len: SeqLen = _CHECK.seq_len,
+    batch_size: EvaluateBatch = _CHECK.batch_size,
+    max_windows: MaxWindows = None,
     dtype: DtypeOption = _CHECK.dtype,
-    seed: Annotated[int, typer.Option(help="Seed of masks and of the bootstrap.")] = 0,
+    seed: Seed = 0,
     split: Split = "test",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
@@ -105,7 +105,7 @@ def check(
         "data": data,
         "baseline": baseline,
         "against": against,
-        "limits": limit or (),
+        "limits": limits or (),
         "confidence": confidence,
         "resamples": resamples,
         "strict": strict,
@@ -169,15 +169,8 @@ def _update(
     from headprune.cli import render_check
     from headprune.pipelines.check import update_baseline
 
-    with terminal.step_progress() as progress:
-        task = progress.add_task("evaluating", total=None)
-        baseline = update_baseline(
-            config,
-            allow_dirty,
-            allow_other,
-            trust,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with terminal.counted("evaluating") as progress:
+        baseline = update_baseline(config, allow_dirty, allow_other, trust, progress)
     if json_:
         typer.echo(baseline.model_dump_json(indent=2, exclude={"samples"}))
     else:
@@ -188,13 +181,8 @@ def _run(config: cfg.CheckConfig, trust: bool) -> CheckReport:
     terminal.quiet_libraries()
     from headprune.pipelines.check import check as pipeline
 
-    with terminal.step_progress() as progress:
-        task = progress.add_task("evaluating", total=None)
-        return pipeline(
-            config,
-            trust,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with terminal.counted("evaluating") as progress:
+        return pipeline(config, trust, progress)
 
 
 def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from headprune import config as cfg
 from headprune.errors import HeadpruneError
+from headprune.tensors.units import Unit
 
 Model = Annotated[str, typer.Argument(help="A model folder or a hub id.", metavar="MODEL")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON on stdout.")]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow code that comes with the model.")
 ]
+Output = Annotated[Path, typer.Option(help="Folder for the result.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")]
 Data = Annotated[
     str,
@@ -40,6 +43,58 @@ Assume = Annotated[
     ),
 ]
 DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
+
+# what is cut, and what decides it
+UnitOption = Annotated[
+    Unit | None,
+    typer.Option(help="What is removed as one piece. Default: head for MHA, kv-group for GQA."),
+]
+AttentionKinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable). The heads of the others all stay."
+    ),
+]
+HeadsToKeep = Annotated[
+    str | None,
+    typer.Option(help="Heads to keep, hit exactly: a share (0.75) or a count (202)."),
+]
+WhichScores = Annotated[str | None, typer.Option(help="Which of the scores, if there are several.")]
+
+# how much of the data is used, and how
+CalibrationTokens = Annotated[
+    int, typer.Option(help="How much of the data is used, spread evenly.")
+]
+SeqLen = Annotated[int, typer.Option(help="Tokens per sequence.")]
+MaxWindows = Annotated[
+    int | None, typer.Option(help="Measure on the first so many windows or examples only.")
+]
+StepBatch = Annotated[int, typer.Option(help="Sequences per step, of all processes.")]
+ScoreBatch = Annotated[int, typer.Option(help="Sequences per pass; no score depends on it.")]
+EvaluateBatch = Annotated[int, typer.Option(help="Sequences per forward pass.")]
+Confidence = Annotated[float, typer.Option(help="Level of the intervals.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is random.")]
+
+# how a training runs
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Save memory, at a third more time.")
+]
+SaveEvery = Annotated[int | None, typer.Option(help="Steps between checkpoints. Default: a tenth.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
+
+
+def settings_read_by(
+    read: Callable[[Path], dict[str, Any]],
+) -> Callable[[typer.Context, Path | None], Path | None]:
+    """A callback that makes the settings of a file the defaults of the options after it."""
+
+    def settings(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            context.default_map = {**(context.default_map or {}), **read(path)}
+        return path
+
+    return settings
 
 
 def share_or_count(text: str | None, option: str) -> float | int | None:

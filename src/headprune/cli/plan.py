@@ -10,20 +10,24 @@ import typer
 
 from headprune import config as cfg
 from headprune.cli import terminal
-from headprune.cli.options import Assume, Json, Model, Overwrite, Trust, share_or_count
+from headprune.cli.options import (
+    Assume,
+    HeadsToKeep,
+    Json,
+    Model,
+    Overwrite,
+    Trust,
+    WhichScores,
+    share_or_count,
+)
 
 
 def plan(
     model: Model,
     scores: Annotated[Path, typer.Option(help="Folder from score.")],
     output: Annotated[Path, typer.Option(help="The plan file to write.")],
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Heads to keep, exactly: a share (0.75) or a count (202)."),
-    ] = None,
-    criterion: Annotated[
-        str | None, typer.Option(help="Which of the scores, if there are several.")
-    ] = None,
+    keep: HeadsToKeep = None,
+    criterion: WhichScores = None,
     per_layer: Annotated[
         bool,
         typer.Option(

@@ -11,10 +11,15 @@ from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
+    AttentionKinds,
+    CalibrationTokens,
     DtypeOption,
     Json,
     LabelColumn,
     Overwrite,
+    ScoreBatch,
+    Seed,
+    SeqLen,
     Split,
     TextColumn,
     Trust,
@@ -24,12 +29,6 @@ from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
 _CALIBRATION = cfg.CalibrationConfig()
-
-Tokens = Annotated[
-    int, typer.Option("--calibration-tokens", help="How much of the data is used, spread evenly.")
-]
-SeqLen = Annotated[int, typer.Option(help="Tokens per sequence.")]
-BatchSize = Annotated[int, typer.Option(help="Sequences per pass; no score depends on it.")]
 
 
 def score(
@@ -63,18 +62,12 @@ def score(
         Unit | None,
         typer.Option(help="What one score stands for. Default: head for MHA, kv-group for GQA."),
     ] = None,
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Kind of attention to score, for encoder-decoders: encoder, decoder or cross "
-            "(repeatable)."
-        ),
-    ] = None,
-    calibration_tokens: Tokens = _CALIBRATION.tokens,
+    attention: AttentionKinds = None,
+    calibration_tokens: CalibrationTokens = _CALIBRATION.tokens,
     seq_len: SeqLen = _CALIBRATION.seq_len,
-    batch_size: BatchSize = _CALIBRATION.batch_size,
+    batch_size: ScoreBatch = _CALIBRATION.batch_size,
     dtype: DtypeOption = _CALIBRATION.dtype,
-    seed: Annotated[int, typer.Option(help="Seed of what is random.")] = _CALIBRATION.seed,
+    seed: Seed = _CALIBRATION.seed,
     overwrite: Overwrite = False,
     split: Split = "train",
     text_column: TextColumn = None,

@@ -12,20 +12,24 @@ from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
+    CalibrationTokens,
     Data,
     DtypeOption,
     Json,
     LabelColumn,
+    MaxWindows,
     Model,
     Overwrite,
+    ScoreBatch,
+    Seed,
+    SeqLen,
     Split,
     TextColumn,
     Trust,
+    UnitOption,
     data_config,
 )
-from headprune.cli.score import BatchSize, SeqLen, Tokens
 from headprune.errors import HeadpruneError
-from headprune.tensors.units import Unit
 
 _CALIBRATION = cfg.CalibrationConfig()
 _EVALUATE = cfg.EvaluateConfig()
@@ -50,15 +54,13 @@ def sweep(
         bool, typer.Option(help="Whether W_O is refitted to make up for the heads that go.")
     ] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often heads are scored per cut.")] = 1,
-    unit: Annotated[Unit | None, typer.Option(help="What is removed as one piece.")] = None,
-    calibration_tokens: Tokens = _CALIBRATION.tokens,
+    unit: UnitOption = None,
+    calibration_tokens: CalibrationTokens = _CALIBRATION.tokens,
     seq_len: SeqLen = _CALIBRATION.seq_len,
-    batch_size: BatchSize = _CALIBRATION.batch_size,
-    max_windows: Annotated[
-        int | None, typer.Option(help="Measure on the first so many windows or examples only.")
-    ] = None,
+    batch_size: ScoreBatch = _CALIBRATION.batch_size,
+    max_windows: MaxWindows = None,
     dtype: DtypeOption = _CALIBRATION.dtype,
-    seed: Annotated[int, typer.Option(help="Seed of what is random.")] = _CALIBRATION.seed,
+    seed: Seed = _CALIBRATION.seed,
     overwrite: Overwrite = False,
     split: Split = "train",
     text_column: TextColumn = None,

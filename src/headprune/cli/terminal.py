@@ -74,6 +74,14 @@ def step_progress(*fields: str) -> Iterator[Progress]:
 
 
 @contextmanager
+def counted(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that is told how much is done, and of how much."""
+    with step_progress() as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
 def watched() -> Iterator[Watch]:
     """A progress bar for a pipeline that tells its stages and steps."""
     from headprune.pipelines.score import Watch

@@ -61,14 +61,13 @@ def _partitions(heads: tuple[int, ...], size: int) -> Iterator[list[tuple[int, .
 
 def _nearest_first(heads: int, size: int, cost: Cost) -> list[tuple[int, ...]]:
     """Grows each group by the head that costs it least."""
-    left: list[int] = list(range(heads))
+    left = list(range(heads))
     groups: list[tuple[int, ...]] = []
     while left:
         group: tuple[int, ...] = (left.pop(0),)
         while len(group) < size:
-            best = min(left, key=lambda h, group=group: cost(tuple(sorted((*group, h)))))  # type: ignore[misc]
-            left.remove(best)
-            group = tuple(sorted((*group, best)))
+            group = min((tuple(sorted((*group, head))) for head in left), key=cost)
+            left = [head for head in left if head not in group]
         groups.append(group)
     return groups
 

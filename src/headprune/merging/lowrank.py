@@ -274,7 +274,8 @@ class _OutputFit:
     def pooled(self, group: int) -> Tensor:
         """Second moment of what a group's heads read, all its queries taken together."""
         queries = (self.group_of == group).nonzero().flatten().tolist()
-        return sum(self.moment[q, :, q] for q in queries) / len(queries)  # type: ignore[return-value]
+        first, *others = (self.moment[q, :, q] for q in queries)
+        return sum(others, first) / len(queries)
 
     def refined(self, basis: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Alternates between the shared values and W_O; W_O last.

@@ -18,25 +18,32 @@ def read_heads(attention: Attention) -> Heads:
     Raises:
         PlanError: If it has no K and V of its own for every KV head, or more than one of them.
     """
-    found: dict[str, Tensor | None] = {}
+    weights: dict[str, Tensor] = {}
+    biases: dict[str, Tensor | None] = {}
     for projection in attention.projections:
         weight, bias = _parameters(projection.module)
         if projection.holds == "o":
-            found["o"], found["o_bias"] = read_output(attention)
+            weights["o"], biases["o"] = read_output(attention)
             continue
         outwards = weight if input_dim(projection.module) == 1 else weight.T
         for role, rows in _rows(attention, projection).items():
-            if role in found:
+            if role in weights:
                 raise PlanError(
                     f"'{attention.path}' has more than one projection for {role.upper()}, which no "
                     "merge knows how to share."
                 )
-            found[role] = outwards[rows.to(weight.device)]
-            found[f"{role}_bias"] = None if bias is None else bias[rows.to(bias.device)]
-    if not {"q", "k", "v", "o"} <= set(found):
+            weights[role] = outwards[rows.to(weight.device)].float()
+            biases[role] = None if bias is None else bias[rows.to(bias.device)].float()
+    if not set("qkvo") <= set(weights):
         raise PlanError(f"'{attention.path}' has no K and V for every KV head to share.")
-    copies = {name: None if t is None else t.float().clone() for name, t in found.items()}
-    return Heads(**copies, group_sizes=attention.group_sizes)  # type: ignore[arg-type]
+    return Heads(
+        **weights,
+        group_sizes=attention.group_sizes,
+        q_bias=biases["q"],
+        k_bias=biases["k"],
+        v_bias=biases["v"],
+        o_bias=biases["o"],
+    )
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from headprune.config import (
 from headprune.criteria import CRITERIA
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evaluation.report import METRICS, Metric, ModelReport
+from headprune.models.loading import task_of
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.plan import plan
 from headprune.pipelines.prune import load, prune
@@ -144,6 +145,8 @@ def sweep(
     positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     room = min(positions or evaluation.seq_len, evaluation.seq_len)
     evaluation = evaluation.model_copy(update={"seq_len": room})
+    # models without a head are measured against the whole one, also that one itself
+    against = model if task_of(net) == "features" else None
     del net
     settings = {
         "model": str(model),
@@ -167,7 +170,7 @@ def sweep(
         score(model, folder, criteria, data, config, unit, overwrite=True, watch=watch, **options)
     asked = [(name, share) for name in criteria for share in keep]
 
-    def cut(name: str, criterion: str, share: float, base: Point | None) -> Point:
+    def cut(name: str, criterion: str, share: float) -> Point:
         with tempfile.TemporaryDirectory(dir=output) as scratch:
             target: str | Path = model
             if criterion:
@@ -184,30 +187,28 @@ def sweep(
                     dtype=config.dtype,
                     **options,
                 )
-            # models without a head are measured against the whole one
-            alone = base is not None and base.task != "features"
             report = evaluate(
                 target,
                 test,
                 evaluation,
-                against=None if alone else model,
+                against=against,
                 trust_remote_code=trust_remote_code,
             )
         return _point(name, criterion, share, refit and bool(criterion), report.model)
 
-    def at(number: int, criterion: str, share: float, base: Point | None) -> Point:
+    def at(number: int, criterion: str, share: float) -> Point:
         suffix = "-refit" if refit else ""
         name = f"{criterion}-{share:g}{suffix}" if criterion else "whole"
         watch.stage(f"point {number} of {len(asked)}: {name}" if number else "the whole model")
         watch.step(number, len(asked) + 1)
         path = output / "points" / f"{name}.json"
         if not path.is_file():
-            point = cut(name, criterion, share, base)
+            point = cut(name, criterion, share)
             write_whole(path, json.dumps(asdict(point), indent=2) + "\n")
         return Point(**json.loads(path.read_text(encoding="utf-8")))
 
-    whole = at(0, "", 1.0, None)
-    points = [at(n + 1, name, share, whole) for n, (name, share) in enumerate(asked)]
+    whole = at(0, "", 1.0)
+    points = [at(n + 1, name, share) for n, (name, share) in enumerate(asked)]
     result = _conclude(whole, points)
     write_whole(output / "sweep.json", json.dumps(result.as_json(), indent=2) + "\n")
     _draw(result, output, Path(model).name)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
+from headprune.markup import xml_safe
 from headprune.regression.verdicts import Judged, Verdict
-
-# what XML 1.0 cannot hold, not even escaped
-_CONTROL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float) -> str:
@@ -30,16 +27,14 @@ def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float
     root = Xml.Element("testsuites")
     suite = Xml.SubElement(root, "testsuite", attributes)
     for one in judged:
-        case = Xml.SubElement(suite, "testcase", classname=_text(model), name=_text(one.limit))
+        case = Xml.SubElement(
+            suite, "testcase", classname=xml_safe(model), name=xml_safe(one.limit)
+        )
         if one.verdict in failing:
-            Xml.SubElement(case, "failure", message=_text(one.sentence()))
+            Xml.SubElement(case, "failure", message=xml_safe(one.sentence()))
         elif one.verdict is Verdict.TOO_CLOSE:
-            Xml.SubElement(case, "skipped", message=_text(one.sentence()))
+            Xml.SubElement(case, "skipped", message=xml_safe(one.sentence()))
         else:
-            Xml.SubElement(case, "system-out").text = _text(one.sentence())
+            Xml.SubElement(case, "system-out").text = xml_safe(one.sentence())
     Xml.indent(root)
     return Xml.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _text(value: str) -> str:
-    return _CONTROL.sub("\ufffd", value)

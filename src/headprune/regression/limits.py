@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
 
 from headprune.errors import HeadpruneError
 from headprune.evaluation.report import METRICS
@@ -36,6 +36,7 @@ ROUTE = "load_route"
 KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE)
 
 Operator = Literal["<=", ">=", "=="]
+_OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 _LINE = re.compile(r"(?P<metric>\w+)(?P<recovery>\s+recovery)?\s*(?P<op>[<>=!]+)\s*(?P<bound>.+)")
 _BOUND = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>[\d._]+(?:[eE][+-]?\d+)?)\s*(?P<percent>%?)")
@@ -97,14 +98,15 @@ def parse_limit(text: str) -> Limit:
             f"The limit '{text}' has no direction: write the metric, <=, >= or ==, and a number, "
             "such as 'perplexity <= 25' or 'perplexity <= +2 %'."
         )
-    metric, op, recovery = line["metric"], line["op"], line["recovery"] is not None
+    metric, recovery = line["metric"], line["recovery"] is not None
     if metric not in KNOWN:
         raise HeadpruneError(
             f"The limit '{text}': there is no metric '{metric}'.{did_you_mean(metric, list(KNOWN))}"
             f" Known are {', '.join(KNOWN)}."
         )
-    if op not in ("<=", ">=", "=="):
-        raise HeadpruneError(f"The limit '{text}': '{op}' is none of <=, >= and ==.")
+    op = next((known for known in _OPERATORS if known == line["op"]), None)
+    if op is None:
+        raise HeadpruneError(f"The limit '{text}': '{line['op']}' is none of <=, >= and ==.")
     if metric == ROUTE:
         return _route(text, op, line["bound"].strip(), recovery)
     bound = _BOUND.fullmatch(line["bound"].strip())
@@ -122,7 +124,7 @@ def parse_limit(text: str) -> Limit:
     if bound["percent"]:
         number = float(Decimal(str(number)) / 100)  # 33.3 % is 0.333, to the last digit
     kind = _kind(text, metric, op, bound["sign"], bool(bound["percent"]), recovery)
-    return Limit(text.strip(), metric, kind, op, number)  # type: ignore[arg-type]  # narrowed above
+    return Limit(text.strip(), metric, kind, op, number)
 
 
 def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Kind:

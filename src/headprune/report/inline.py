@@ -7,6 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+from headprune.markup import xml_safe
 from headprune.report import figures
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ _COLOURS = {
 }
 
 
-# what XML does not hold, though a folder may be called so
-_CONTROL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
 def inline_svg(figure: Figure, prefix: str, alt: str) -> str:
     """Draws a figure as an ``<svg>`` element.
 
@@ -39,15 +36,15 @@ def inline_svg(figure: Figure, prefix: str, alt: str) -> str:
     with figures.style():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     ElementTree.register_namespace("", _SVG)
-    root = ElementTree.fromstring(_CONTROL.sub("\ufffd", buffer.getvalue()))
+    # a folder, whose name a figure has, may be called anything
+    root = ElementTree.fromstring(xml_safe(buffer.getvalue()))
     for tag in ("metadata",):
         for found in root.findall(f"{{{_SVG}}}{tag}"):
             root.remove(found)
     _own_ids(root, prefix)
     for size in ("width", "height"):
         root.attrib.pop(size)
-    alt = _CONTROL.sub("\ufffd", alt)
-    root.attrib |= {"role": "img", "aria-label": alt, "class": "chart"}
+    root.attrib |= {"role": "img", "aria-label": xml_safe(alt), "class": "chart"}
     text = ElementTree.tostring(root, encoding="unicode")
     for colour, name in _COLOURS.items():
         text = re.sub(re.escape(colour), name, text, flags=re.IGNORECASE)

@@ -1,0 +1,21 @@
+"""headprune inspect."""
+
+from __future__ import annotations
+
+import typer
+
+from headprune.cli import terminal
+from headprune.cli.options import Json, Model, Trust
+
+
+def inspect(model: Model, json_: Json = False, trust_remote_code: Trust = False) -> None:
+    """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
+    terminal.quiet_libraries()
+    from headprune.cli import render
+    from headprune.pipelines.inspect import inspect as pipeline
+
+    report = pipeline(model, trust_remote_code=trust_remote_code)
+    if json_:
+        typer.echo(report.model_dump_json(indent=2))
+    else:
+        render.inspection(terminal.out, report)
