@@ -56,6 +56,13 @@ class Train(str, Enum):
     ALL = "all"
 
 
+class Method(str, Enum):
+    """How training chooses the heads that go."""
+
+    L0 = "l0"  # hard-concrete gates, drawn, and a Lagrangian
+    CHEAPEST = "cheapest"  # gates are plain factors; what costs least to close goes, one by one
+
+
 class Dtype(str, Enum):
     """Element type that the model is loaded in; "auto" is that of the checkpoint."""
 
@@ -107,6 +114,7 @@ class TrainGatesConfig(_Config):
             the others all stay. Empty for all kinds.
         unit: What is removed as one piece; None for "head" with one query per KV head and
             "kv-group" otherwise.
+        method: How heads are chosen; "cheapest" has neither draws nor rounds, nor a penalty.
         train: Which weights move beside the gates.
         objective: The loss; "auto" is "task" for a classifier with labels, "lm" or "mlm" for a
             language model, and "distill" otherwise.
@@ -125,7 +133,8 @@ class TrainGatesConfig(_Config):
             constant penalty, and units of unequal size, take one.
         warmup: Share of a round's choosing in which the target falls to that of the round.
         settle: Share of every round, at its end, in which its heads are chosen and only the
-            factors of those that stay are trained.
+            factors of those that stay are trained; None for 0.6, and for 0.3 with "cheapest", which
+            trains them all the way.
         gradient_checkpointing: Recompute activations in the backward pass, to save memory.
         dtype: Element type of the model's weights.
         seed: Seed of the gates' noise and the order of the data.
@@ -137,6 +146,7 @@ class TrainGatesConfig(_Config):
     l0_penalty: Positive | None = None
     attention: tuple[str, ...] = ()
     unit: Unit | None = None
+    method: Method = Method.L0
     train: Train = Train.GATES
     objective: Objective = Objective.AUTO
     steps: Count | None = None
@@ -150,7 +160,7 @@ class TrainGatesConfig(_Config):
     init_log_alpha: float = 3.0
     rounds: Count | None = None
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.75
-    settle: Annotated[float, Field(ge=0, lt=1)] = 0.6
+    settle: Annotated[float, Field(ge=0, lt=1)] | None = None
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
     seed: int = 0
@@ -160,6 +170,14 @@ class TrainGatesConfig(_Config):
     def _one_goal(self) -> TrainGatesConfig:
         if (self.target_heads is None) == (self.l0_penalty is None):
             raise ValueError("give exactly one of target_heads and l0_penalty")
+        return self
+
+    @model_validator(mode="after")
+    def _fitting_method(self) -> TrainGatesConfig:
+        if self.method is Method.CHEAPEST and self.l0_penalty is not None:
+            raise ValueError("l0_penalty goes with method l0; give target_heads")
+        if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
+            raise ValueError("rounds go with method l0; cheapest chooses head by head")
         return self
 
 

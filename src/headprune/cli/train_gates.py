@@ -51,6 +51,13 @@ def train_gates(
     ] = None,
     attention: AttentionKinds = None,
     unit: UnitOption = None,
+    method: Annotated[
+        cfg.Method,
+        typer.Option(
+            help="How heads are chosen. l0: hard-concrete gates. cheapest: gates are plain "
+            "factors, and what costs the loss least goes, head by head."
+        ),
+    ] = _GATES.method,
     train: Annotated[cfg.Train, typer.Option(help="What is trained beside the gates.")] = (
         _GATES.train
     ),
@@ -82,8 +89,12 @@ def train_gates(
         float, typer.Option(help="Share of a round's choosing in which its target is reached.")
     ] = _GATES.warmup,
     settle: Annotated[
-        float, typer.Option(help="Share of every round, at its end, with its heads chosen.")
-    ] = _GATES.settle,
+        float | None,
+        typer.Option(
+            help="Share of every round, at its end, with its heads chosen. Default: 0.6, and 0.3 "
+            "with --method cheapest."
+        ),
+    ] = None,
     gradient_checkpointing: GradientCheckpointing = False,
     dtype: DtypeOption = _GATES.dtype,
     init_log_alpha: Annotated[
@@ -118,6 +129,7 @@ def train_gates(
             "l0_penalty": l0_penalty,
             "attention": attention or (),
             "unit": unit,
+            "method": method,
             "train": train,
             "objective": objective,
             "steps": steps,

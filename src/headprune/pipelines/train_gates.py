@@ -1,4 +1,4 @@
-"""headprune train-gates: hard-concrete gates on every head, trained to an exact count."""
+"""headprune train-gates: gates on every head, trained to an exact count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from headprune._version import __version__
 from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import GatesMetadata, write_gates
-from headprune.config import DataConfig, Objective, Train, TrainGatesConfig, write_yaml
+from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig, write_yaml
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.models.attention import attention_of, identity, of_kinds, refuse_unknown_settings
 from headprune.models.gating import gated
@@ -41,7 +41,7 @@ from headprune.training.slim import (
     last_complete_checkpoint,
     stop_on_interrupt,
 )
-from headprune.training.sparsity import ConstantPenalty, HeadTarget, Sparsity
+from headprune.training.sparsity import CheapestFirst, ConstantPenalty, HeadTarget, Sparsity
 from headprune.training.trainer import (
     GateCallback,
     GatedModel,
@@ -114,13 +114,19 @@ def train_gates(
     source = identity(net, model)
     attentions = of_kinds(attention_of(net), config.attention)
     unit = config.unit or default_unit(attentions)
-    gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
+    drawn = config.method is Method.L0
+    gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, drawn)
     sizes = unit_sizes(attentions, unit)
     sparsity = _sparsity(config, sizes, len(attentions))
 
     on_stage("reading the data")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     objective = _objective(config.objective, net, data)
+    if not drawn and objective is Objective.DISTILL:
+        raise HeadpruneError(
+            "--method cheapest weighs heads by the gradient of a loss, and that of --objective "
+            "distill is zero where the model starts. Use --method l0, or an objective with labels."
+        )
     rows, collate = batches(objective, net, tokenizer, data, config)
     loss: Loss = labelled
     if objective is Objective.DISTILL:
@@ -136,7 +142,7 @@ def train_gates(
     trainer = GateTrainer(
         config,
         sparsity,
-        plan_rounds(steps, _round_count(config, sizes), config.settle),
+        plan_rounds(steps, _round_count(config, sizes), _settle(config)),
         GatedModel(net, gates, loss),
         args=training_arguments(config, output / "checkpoints", steps),
         train_dataset=rows,
@@ -213,16 +219,23 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
     if config.target_heads is not None:
-        return HeadTarget(head_budget(config.target_heads, sizes), sizes, config.warmup)
+        kind = HeadTarget if config.method is Method.L0 else CheapestFirst
+        return kind(head_budget(config.target_heads, sizes), sizes, config.warmup)
     assert config.l0_penalty is not None
     return ConstantPenalty(config.l0_penalty, modules)
 
 
 def _round_count(config: TrainGatesConfig, sizes: list[int]) -> int:
     # units of unequal size might not add up to the target any more after an earlier round
-    if config.target_heads is None or len(set(sizes)) > 1:
+    if config.target_heads is None or config.method is Method.CHEAPEST or len(set(sizes)) > 1:
         return 1
     return config.rounds or default_count(1 - head_budget(config.target_heads, sizes) / sum(sizes))
+
+
+def _settle(config: TrainGatesConfig) -> float:
+    if config.settle is not None:
+        return config.settle
+    return 0.6 if config.method is Method.L0 else 0.3
 
 
 def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Objective:

@@ -11,20 +11,26 @@ from torch import Tensor, nn
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
+from headprune.training.saliency import Saliency
 
 BELOW_LATER_ROUNDS = 100.0
 
 
 class Gates(nn.Module):
-    """One hard-concrete gate per unit, over all attention modules in order.
+    """One gate per unit, over all attention modules in order.
 
-    While gates are being chosen they are drawn anew for every sequence of a batch: each sequence
-    then measures another set of heads, which cuts the variance of the gradient by the batch size
-    (Voita et al. 2019 draw once per batch). After ``choose`` the gates that stay are plain factors,
-    trained on as such: they fold into W_O whatever their value, so nothing binds them to [0, 1].
-    ``reopen`` begins another round of choosing among the heads that are left.
+    Hard-concrete gates are drawn anew for every sequence of a batch while they are being chosen:
+    each sequence then measures another set of heads, which cuts the variance of the gradient by
+    the batch size (Voita et al. 2019 draw once per batch). After ``choose`` the gates that stay are
+    plain factors, trained on as such: they fold into W_O whatever their value, so nothing binds
+    them to [0, 1]. ``reopen`` begins another round of choosing among the heads that are left.
+
+    Gates that are not ``drawn`` are plain factors from the start, and ``close`` takes them away one
+    by one by their ``saliency``.
 
     Attributes:
+        drawn: Whether gates are drawn from the hard-concrete distribution while they are chosen.
+        saliency: What closing the gates would cost, as the steps have shown; of plain factors only.
         log_alpha: Location of every gate, shape (units,), float32.
         scale: Factor of every gate once the heads are chosen, shape (units,).
         kept: Which units are left, shape (units,).
@@ -44,8 +50,10 @@ class Gates(nn.Module):
         unit: Unit,
         init_log_alpha: float,
         temperature: float,
+        drawn: bool = True,
     ) -> None:
         super().__init__()
+        self.drawn = drawn
         units, heads = 0, list[int]()
         self._rows: list[slice] = []
         for attention in attentions:
@@ -64,16 +72,30 @@ class Gates(nn.Module):
         self.register_buffer("sizes", torch.bincount(self.unit_of_head, minlength=units).float())
         self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
         self.register_buffer("chosen", torch.tensor(False))
+        self.saliency = Saliency(units)
         self._gates: Tensor | None = None
+        self._copies: Tensor | None = None
 
     def draw(self, batch: int) -> None:
         """Sets the gates of the next forward: one draw per sequence, or the settled values."""
         if self.chosen:
             gates = self.values()[None]
-        else:
+        elif self.drawn:
             drawn = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
             gates = drawn * (self.scale * self.kept).detach()
+        else:  # a copy per sequence, for the gradient of each
+            gates = self.values().repeat(batch, 1)
+            gates.retain_grad()
+            self._copies = gates
         self._gates = gates.index_select(1, self.unit_of_head)
+
+    def take_saliency(self) -> None:
+        """Adds the gradients of the last backward to what closing the gates would cost."""
+        assert self._copies is not None
+        assert self._copies.grad is not None
+        # the loss is a mean over sequences
+        self.saliency.add(self._copies.grad * len(self._copies))
+        self._copies = None
 
     def release(self) -> None:
         """Leaves the model ungated in the next forward."""
@@ -85,16 +107,17 @@ class Gates(nn.Module):
 
     def values(self) -> Float[Tensor, " units"]:
         """The gates at test time; exactly 0 for units that do not stay."""
-        open_ = torch.ones_like(self.scale) if self.chosen else hard_concrete.value(self.log_alpha)
-        return open_ * self.scale * self.kept
+        if self.chosen or not self.drawn:
+            return self.scale * self.kept
+        return hard_concrete.value(self.log_alpha) * self.scale * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
         """Expected number of open query heads: the L0 norm."""
         return (self.open_probability() * self.sizes).sum()
 
     def open_probability(self) -> Float[Tensor, " units"]:
-        """How likely every gate is open; 1 or 0 once the heads are chosen."""
-        if self.chosen:
+        """How likely every gate is open; 1 or 0 of plain factors."""
+        if self.chosen or not self.drawn:
             return self.kept.to(self.sizes)
         return hard_concrete.open_probability(self.log_alpha, self.temperature) * self.kept
 
@@ -102,8 +125,23 @@ class Gates(nn.Module):
         """Fixes which units stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
-        self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
+        if self.drawn:
+            self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
+        else:  # the dearest last of those that would go next
+            self.log_alpha.data[kept] = (
+                self.saliency.cost(self.values())[kept].argsort().argsort() + 1.0
+            )
         self.chosen.fill_(True)
+
+    @torch.no_grad()
+    def close(self, units: Sequence[int]) -> None:
+        """Takes plain factors away, the first of them first.
+
+        ``log_alpha`` goes on to say in which order heads would come back.
+        """
+        for unit in units:
+            self.log_alpha[unit] = -float(self.kept.sum())
+            self.kept[unit] = False
 
     def reopen(self) -> None:
         """Begins another round: the gates of the heads that are left are open and drawn again.

@@ -1,4 +1,4 @@
-"""How many gates are open: a Lagrangian towards an exact count, or a constant penalty.
+"""How many gates are open: an exact count, met in one of two ways, or a constant penalty.
 
 **Target.** Minimise the loss subject to
 
@@ -9,6 +9,8 @@ multipliers lag behind the gates and overshoot, which with a few hundred steps c
 heads do. The constraint is one equation in one multiplier, so it is solved instead: after every
 optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
 the target. The target itself falls linearly to that of the round during the round's warm-up.
+
+**Cheapest first.** The same count without draws: see ``training.saliency``.
 
 **Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads, here per
 attention module. Where it ends is for lambda to say.
@@ -75,12 +77,12 @@ class HeadTarget(Sparsity):
 
     def target(self, gates: Gates, now: Round, step: int) -> float:
         """Linear from the heads that are left to those of the round, during its warm-up."""
-        end = self.after_round(now.part)
         left = float((gates.kept * gates.sizes).sum())
-        if gates.chosen:
-            return left
+        return left if gates.chosen else self._falling(left, now, step)
+
+    def _falling(self, start: float, now: Round, step: int) -> float:
         share = min(1.0, now.share_chosen(step) / self.warmup) if self.warmup else 1.0
-        return left - (left - end) * share
+        return start - (start - self.after_round(now.part)) * share
 
     @torch.no_grad()
     def after_step(self, gates: Gates, now: Round, step: int) -> None:
@@ -93,6 +95,41 @@ class HeadTarget(Sparsity):
         scores = gates.log_alpha.detach()[gates.kept].tolist()
         sizes = [int(gates.sizes[unit]) for unit in left]
         return [left[i] for i in keep_best(scores, sizes, self.after_round(now.part))]
+
+
+class CheapestFirst(HeadTarget):
+    """Exactly ``heads`` query heads stay; the others go one by one, the cheapest to close first.
+
+    Every head that goes is chosen in a model whose factors have made up for those before it.
+    """
+
+    def target(self, gates: Gates, now: Round, step: int) -> float:
+        """Linear from all heads to those that are to stay."""
+        return float(self.heads) if gates.chosen else self._falling(float(self._total), now, step)
+
+    def after_step(self, gates: Gates, now: Round, step: int) -> None:
+        """Closes gates until no more heads are open than the target of this step."""
+        gates.take_saliency()
+        self._close(gates, self.target(gates, now, step))
+
+    def choice(self, gates: Gates, now: Round) -> list[int]:
+        """What is open once all are closed that have to be."""
+        self._close(gates, float(self.heads))
+        kept: list[int] = gates.kept.nonzero().flatten().tolist()
+        return kept
+
+    def _close(self, gates: Gates, target: float) -> None:
+        left = gates.kept.nonzero().flatten().tolist()
+        costs = gates.saliency.cost(gates.values())[left].tolist()
+        sizes = [int(gates.sizes[unit]) for unit in left]
+        # units of unequal size: only those go without which the exact count can still be met
+        stay = {left[i] for i in keep_best(costs, sizes, self.heads)}
+        count, closed = sum(sizes), list[int]()
+        for _, unit in sorted(zip(costs, left, strict=True)):
+            if unit not in stay and count - int(gates.sizes[unit]) >= target:
+                closed.append(unit)
+                count -= int(gates.sizes[unit])
+        gates.close(closed)
 
 
 class ConstantPenalty(Sparsity):
