@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from headprune import from_pretrained
-from headprune.config import DataConfig, Dtype, Method, ShapeOption, TrainGatesConfig
+from headprune.config import DataConfig, Dtype, Method, ShapeOption, Train, TrainGatesConfig
 from headprune.data.sources import read_examples
 from headprune.data.windows import packed_windows
 from headprune.evaluation import metrics
@@ -62,6 +62,7 @@ def main(
     keep: Annotated[str, typer.Option(help="Shares of heads to keep.")] = "0.75,0.5",
     units: Annotated[str, typer.Option(help="Units.")] = "head,kv-group",
     method: Annotated[Method, typer.Option(help="How heads are chosen.")] = Method.L0,
+    train: Annotated[Train, typer.Option(help="What is trained beside the gates.")] = Train.GATES,
     steps: Annotated[int, typer.Option(help="Steps of batch-size x seq-len tokens.")] = 300,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
@@ -82,6 +83,7 @@ def main(
                 target_heads=share,
                 unit=unit,
                 method=method,
+                train=train,
                 steps=steps,
                 batch_size=batch_size,
                 seq_len=seq_len,

@@ -16,10 +16,12 @@ from headprune.config import DataConfig, Method, Objective, Train, TrainGatesCon
 from headprune.errors import HeadpruneError
 from headprune.models.attention import attention_of
 from headprune.models.gating import gated
+from headprune.models.heads import read_output
 from headprune.pipelines.prune import prune
 from headprune.pipelines.train_gates import GatesRun, Interrupted, train_gates
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
+from headprune.training.channels import Channels
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
 from headprune.training.optimizer import GateOptimizer
@@ -331,7 +333,7 @@ def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:
 
 def test_gates_share_one_scale_and_the_rest_does_not() -> None:
     gates, scale, weight = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    optimizer = GateOptimizer(gates, scale, [weight], 1.0, 1.0, 1.0)
+    optimizer = GateOptimizer(gates, [scale], [weight], 1.0, 1.0, 1.0)
     for parameter in (gates, scale, weight):
         parameter.grad = torch.tensor([1.0, 0.1])
     optimizer.step()
@@ -358,3 +360,37 @@ def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
     assert (settled > 0).tolist() == [[True, True, False, False, False, False]]
     gates.release()
     assert gates.source(0) is None
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "falcon-new"])
+def test_channel_factors_end_up_in_w_o(case: str, text_file: Path, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    run(folder, text_file, tmp_path / "g", train=Train.CHANNELS)
+    prune(folder, tmp_path / "out", gates=tmp_path / "g")
+    original, trained = tiny.model(case), tiny.model(case)
+    weights = load_file(tmp_path / "g" / "weights.safetensors")
+    trained.load_state_dict(weights, strict=False)
+    before, after = attention_of(original), attention_of(trained)
+    assert len(weights) == len(before)
+    for old, new in zip(before, after, strict=True):
+        ratio = read_output(new)[0] / read_output(old)[0]  # (heads, hidden, head_dim)
+        torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4, atol=1e-4)
+        assert float(ratio[:, 0].std()) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "falcon-new"])
+def test_folded_channels_do_what_scaled_ones_did(case: str) -> None:
+    model = tiny.model(case)
+    channels = Channels(attention_of(model))
+    with torch.no_grad():
+        for factor in channels.factors:
+            factor.uniform_(0.5, 1.5)
+        ids = torch.randint(5, 60, (2, 8))
+        plain = model(input_ids=ids).logits
+        with channels.scaling(held=lambda: False):
+            scaled = model(input_ids=ids).logits
+        changed = channels.fold()
+        folded = model(input_ids=ids).logits
+    torch.testing.assert_close(folded, scaled)
+    assert not torch.allclose(plain, scaled, atol=1e-3)
+    assert len(changed) == len(channels.factors)

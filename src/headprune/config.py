@@ -52,6 +52,7 @@ class Train(str, Enum):
     """Which weights move beside the gates."""
 
     GATES = "gates"
+    CHANNELS = "channels"  # a factor per channel of what enters W_O
     ATTENTION = "attention"
     ALL = "all"
 
@@ -115,7 +116,8 @@ class TrainGatesConfig(_Config):
         unit: What is removed as one piece; None for "head" with one query per KV head and
             "kv-group" otherwise.
         method: How heads are chosen; "cheapest" has neither draws nor rounds, nor a penalty.
-        train: Which weights move beside the gates.
+        train: What moves beside the gates: "channels" is a factor per channel of what enters W_O,
+            with weights frozen, the others are weights.
         objective: The loss; "auto" is "task" for a classifier with labels, "lm" or "mlm" for a
             language model, and "distill" otherwise.
         steps: Optimiser steps; None for as many as ``epochs`` take.

@@ -6,6 +6,7 @@ import copy
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
 from headprune.training import processes
 from headprune.training.batches import batches
+from headprune.training.channels import Channels
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, Loss, labelled
 from headprune.training.rounds import default_count, plan_rounds
@@ -133,6 +135,7 @@ def train_gates(
         frozen = config.train is Train.GATES
         loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
     freeze(net, attentions, config.train)
+    channels = Channels(attentions) if config.train is Train.CHANNELS else None
     if config.gradient_checkpointing:
         # renamed in transformers 5.2x; the old name warns there and is the only one before
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
@@ -143,13 +146,17 @@ def train_gates(
         config,
         sparsity,
         plan_rounds(steps, _round_count(config, sizes), _settle(config)),
-        GatedModel(net, gates, loss),
+        GatedModel(net, gates, loss, channels),
         args=training_arguments(config, output / "checkpoints", steps),
         train_dataset=rows,
         data_collator=collate,
     )
     on_stage("training")
-    with gated(attentions, gates.source), stop_on_interrupt() as stopped:
+    with ExitStack() as stack:
+        stack.enter_context(gated(attentions, gates.source))
+        if channels is not None:
+            stack.enter_context(channels.scaling(held=lambda: gates.drawing))
+        stopped = stack.enter_context(stop_on_interrupt())
         callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
         trainer.add_callback(callback)
         checkpoint = None
@@ -270,6 +277,9 @@ def _finish(
     gates, net = trainer.gates.cpu(), trainer.model.model
     if not gates.chosen:  # settle = 0: the choice falls after the last step
         gates.choose(trainer.sparsity.choice(gates, trainer.rounds[-1]))
+    if trainer.model.channels is not None:
+        for weight in trainer.model.channels.fold():
+            weight.requires_grad_(True)  # it is a trained weight now
     weights = {
         name: parameter.detach().cpu().contiguous()
         for name, parameter in net.named_parameters()

@@ -80,7 +80,7 @@ class Gates(nn.Module):
         """Sets the gates of the next forward: one draw per sequence, or the settled values."""
         if self.chosen:
             gates = self.values()[None]
-        elif self.drawn:
+        elif self.drawing:
             drawn = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
             gates = drawn * (self.scale * self.kept).detach()
         else:  # a copy per sequence, for the gradient of each
@@ -107,9 +107,8 @@ class Gates(nn.Module):
 
     def values(self) -> Float[Tensor, " units"]:
         """The gates at test time; exactly 0 for units that do not stay."""
-        if self.chosen or not self.drawn:
-            return self.scale * self.kept
-        return hard_concrete.value(self.log_alpha) * self.scale * self.kept
+        open_ = hard_concrete.value(self.log_alpha) if self.drawing else 1.0
+        return open_ * self.scale * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
         """Expected number of open query heads: the L0 norm."""
@@ -117,9 +116,14 @@ class Gates(nn.Module):
 
     def open_probability(self) -> Float[Tensor, " units"]:
         """How likely every gate is open; 1 or 0 of plain factors."""
-        if self.chosen or not self.drawn:
+        if not self.drawing:
             return self.kept.to(self.sizes)
         return hard_concrete.open_probability(self.log_alpha, self.temperature) * self.kept
+
+    @property
+    def drawing(self) -> bool:
+        """Whether the next forward draws its gates."""
+        return self.drawn and not self.chosen
 
     def choose(self, kept: Sequence[int]) -> None:
         """Fixes which units stay; from here on only their factors are trained."""

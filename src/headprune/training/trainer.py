@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import Train, TrainGatesConfig
 from headprune.runtime.modeling_headprune import Attention
+from headprune.training.channels import Channels
 from headprune.training.gates import Gates
 from headprune.training.objectives import Batch, Loss
 from headprune.training.optimizer import GateOptimizer
@@ -48,12 +49,15 @@ class StepRecord(Step):
 
 
 class GatedModel(Trained):
-    """A model, its gates, and the loss they are trained on."""
+    """A model, its gates, the factors of its channels if they move, and the loss."""
 
-    def __init__(self, model: PreTrainedModel, gates: Gates, loss: Loss) -> None:
+    def __init__(
+        self, model: PreTrainedModel, gates: Gates, loss: Loss, channels: Channels | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.gates = gates
+        self.channels = channels
         self._loss = loss
         self.config = model.config
 
@@ -121,8 +125,10 @@ class GateTrainer(SlimTrainer):
         if self.optimizer is None:
             config, gates = self.gate_config, self.gates
             weights = [p for p in self.model.model.parameters() if p.requires_grad]
+            channels = self.model.channels
+            factors = [gates.scale, *(() if channels is None else channels.parameters())]
             rates = config.gate_lr, config.scale_lr, config.weight_lr
-            self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
+            self.optimizer = GateOptimizer(gates.log_alpha, factors, weights, *rates)
         return self.optimizer
 
     def forget_gate_moments(self) -> None:
@@ -187,5 +193,5 @@ def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> Tr
         config.seed,
         config.save_every,
         # clipping would tie the step of every gate to the largest gradient among them
-        max_grad_norm=0.0 if config.train is Train.GATES else 1.0,
+        max_grad_norm=0.0 if config.train in (Train.GATES, Train.CHANNELS) else 1.0,
     )
