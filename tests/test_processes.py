@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 
 from headprune.checkpoint.gates import read_metadata
 from headprune.cli import app as cli
-from headprune.config import ConvertConfig, DataConfig, HealConfig
+from headprune.config import ConvertConfig, DataConfig, HealConfig, Method, Train, TrainGatesConfig
 from headprune.errors import HeadpruneError
 from headprune.pipelines.convert_gqa import convert_gqa
 from headprune.pipelines.heal import heal
 from headprune.pipelines.prune import prune
+from headprune.pipelines.train_gates import train_gates
 from headprune.pipelines.verify import verify
 from headprune.training import processes
 from tests import tiny
@@ -90,6 +91,23 @@ def test_two_processes_train_gates(folder: Path) -> None:
     assert not (folder / "gates" / "checkpoints").exists()
     pruned = prune(folder / "model", folder / "pruned", gates=folder / "gates")
     assert pruned.plan.kept_heads == 12
+
+
+def test_two_processes_choose_as_one_does(folder: Path) -> None:
+    how = ("--method", "cheapest", "--train", "channels", "--target-heads", "0.5")
+    done = launched(folder, "train-gates", "model", *how, "--output", "cheapest")
+    assert done.returncode == 0, done.stderr
+    text, shared = DataConfig(source=str(folder / "text.txt")), SETTINGS | {"target_heads": 0.5}
+    shared |= {"method": Method.CHEAPEST, "train": Train.CHANNELS}
+    del shared["learning_rate"]
+    found = [load_file(folder / "cheapest" / "gates.safetensors")]
+    for name, seed in (("cheapest-one", 0), ("cheapest-other", 1)):
+        train_gates(folder / "model", text, folder / name, TrainGatesConfig(**shared, seed=seed))
+        found.append(load_file(folder / name / "gates.safetensors"))
+    two, one, other = found
+    assert torch.equal(two["kept"], one["kept"])
+    torch.testing.assert_close(two["value"], one["value"], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(two["value"], other["value"], rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:

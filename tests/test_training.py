@@ -394,3 +394,12 @@ def test_folded_channels_do_what_scaled_ones_did(case: str) -> None:
     torch.testing.assert_close(folded, scaled)
     assert not torch.allclose(plain, scaled, atol=1e-3)
     assert len(changed) == len(channels.factors)
+
+
+def test_what_does_not_go_with_cheapest_is_said(text_file: Path, tmp_path: Path) -> None:
+    for settings in ({"target_heads": None, "l0_penalty": 0.1}, {"rounds": 2}):
+        with pytest.raises(ValueError, match="method l0"):
+            TrainGatesConfig(**{"target_heads": 0.5, "method": Method.CHEAPEST} | settings)
+    encoder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
+    with pytest.raises(HeadpruneError, match="Use --method l0"):
+        run(encoder, text_file, tmp_path / "g", method=Method.CHEAPEST)
