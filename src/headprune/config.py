@@ -179,7 +179,7 @@ class TrainGatesConfig(_Config):
         if self.method is Method.CHEAPEST and self.l0_penalty is not None:
             raise ValueError("l0_penalty goes with method l0; give target_heads")
         if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
-            raise ValueError("rounds go with method l0; cheapest chooses head by head")
+            raise ValueError("rounds goes with method l0; cheapest chooses head by head")
         return self
 
 
@@ -407,8 +407,11 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> Any:
             raise HeadpruneError(
                 f"There is no setting '{name}'.{did_you_mean(name, list(model.model_fields))}"
             ) from None
-        option = f"--{name.replace('_', '-')}" if name else "These settings"
-        raise HeadpruneError(f"{option}: {first['msg']} (got {first['input']!r}).") from None
+        message = first["msg"].removeprefix("Value error, ")
+        if not name:  # of several settings; all that was given would say nothing more
+            raise HeadpruneError(f"These settings: {message}.") from None
+        option = f"--{name.replace('_', '-')}"
+        raise HeadpruneError(f"{option}: {message} (got {first['input']!r}).") from None
 
 
 def read_train_gates(path: Path) -> dict[str, Any]:
