@@ -98,7 +98,7 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
     sizes = [int(size) for size in gates.sizes]
     sparsity = HeadTarget(sum(sizes) * 3 // 4, sizes, warmup=0.5)
     (only,) = plan_rounds(100, 1, settle=0.4)
-    optimizer = GateOptimizer(gates.log_alpha, gates.scale, [], 0.5, 0.02, 0.02)
+    optimizer = GateOptimizer(gates.log_alpha, [gates.scale], [], 0.5, 0.02, 0.02)
     trained = GatedModel(model, gates, labelled).train()
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 
