@@ -17,7 +17,7 @@ from headprune.errors import HeadpruneError
 from headprune.models.attention import attention_of
 from headprune.models.gating import gated
 from headprune.models.heads import read_output
-from headprune.pipelines.prune import prune
+from headprune.pipelines.prune import preview, prune
 from headprune.pipelines.train_gates import GatesRun, Interrupted, train_gates
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
@@ -120,7 +120,7 @@ def state_of(output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("train", "method"),
-    [*((train, Method.L0) for train in Train), (Train.GATES, Method.CHEAPEST)],
+    [*((train, Method.L0) for train in Train), (Train.CHANNELS, Method.CHEAPEST)],
 )
 def test_a_resumed_run_ends_where_an_unbroken_one_does(
     train: Train, method: Method, llama_folder: Path, text_file: Path, tmp_path: Path
@@ -143,6 +143,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
     assert resumed.metadata == whole.metadata
     for name, value in state_of(tmp_path / "whole").items():
         assert torch.equal(value, state_of(tmp_path / "broken")[name]), name
+    assert whole.metadata.method is method
     if train is not Train.GATES:
         weights = load_file(tmp_path / "whole" / "weights.safetensors")
         again = load_file(tmp_path / "broken" / "weights.safetensors")
@@ -387,19 +388,36 @@ def test_folded_channels_do_what_scaled_ones_did(case: str) -> None:
             factor.uniform_(0.5, 1.5)
         ids = torch.randint(5, 60, (2, 8))
         plain = model(input_ids=ids).logits
-        with channels.scaling(held=lambda: False):
+        gates = settled_gates(model)
+        with channels.scaling(gates):
+            released = model(input_ids=ids).logits
+            gates.draw(2)
             scaled = model(input_ids=ids).logits
         changed = channels.fold()
         folded = model(input_ids=ids).logits
     torch.testing.assert_close(folded, scaled)
+    assert torch.equal(released, plain)
     assert not torch.allclose(plain, scaled, atol=1e-3)
     assert len(changed) == len(channels.factors)
 
 
 def test_what_does_not_go_with_cheapest_is_said(text_file: Path, tmp_path: Path) -> None:
-    for settings in ({"target_heads": None, "l0_penalty": 0.1}, {"rounds": 2}):
+    penalty = {"target_heads": None, "l0_penalty": 0.1}
+    for settings in (penalty, {"rounds": 2}, {"objective": Objective.DISTILL}):
         with pytest.raises(ValueError, match="method l0"):
             TrainGatesConfig(**{"target_heads": 0.5, "method": Method.CHEAPEST} | settings)
     encoder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
+    run(encoder, text_file, tmp_path / "g")
+    before = state_of(tmp_path / "g")
     with pytest.raises(HeadpruneError, match="Use --method l0"):
-        run(encoder, text_file, tmp_path / "g", method=Method.CHEAPEST)
+        run(encoder, text_file, tmp_path / "g", method=Method.CHEAPEST, overwrite=True)
+    assert all(torch.equal(value, before[name]) for name, value in state_of(tmp_path / "g").items())
+
+
+def test_cheapest_says_what_is_open(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    run(llama_folder, text_file, tmp_path / "g", method=Method.CHEAPEST, steps=30)
+    shown = preview(llama_folder, gates=tmp_path / "g")
+    assert shown.shapes[0].evidence == 1.0
+    fewer = preview(llama_folder, gates=tmp_path / "g", keep=4).plan
+    for path, part in fewer.attentions.items():
+        assert set(part.keep) <= set(shown.plan.attentions[path].keep)

@@ -61,7 +61,7 @@ class Method(str, Enum):
     """How training chooses the heads that go."""
 
     L0 = "l0"  # hard-concrete gates, drawn, and a Lagrangian
-    CHEAPEST = "cheapest"  # gates are plain factors; what costs least to close goes, one by one
+    CHEAPEST = "cheapest"  # gates are plain factors; what costs least to close goes, bit by bit
 
 
 class Dtype(str, Enum):
@@ -125,8 +125,8 @@ class TrainGatesConfig(_Config):
         batch_size: Sequences per step, of all processes together.
         seq_len: Tokens per sequence; documents are packed for language models and cut off at
             this length otherwise.
-        gate_lr: Learning rate of the gates.
-        scale_lr: Learning rate of the factors of the heads that stay, once they are chosen.
+        gate_lr: Learning rate of drawn gates.
+        scale_lr: Learning rate of the factors: of heads once they are chosen, and of channels.
         weight_lr: Learning rate of the weights, if any move.
         temperature: beta of the hard-concrete distribution.
         init_log_alpha: Where the gates start; 3 is open with probability 0.99.
@@ -179,7 +179,9 @@ class TrainGatesConfig(_Config):
         if self.method is Method.CHEAPEST and self.l0_penalty is not None:
             raise ValueError("l0_penalty goes with method l0; give target_heads")
         if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
-            raise ValueError("rounds goes with method l0; cheapest chooses head by head")
+            raise ValueError("rounds goes with method l0; cheapest has none")
+        if self.method is Method.CHEAPEST and self.objective is Objective.DISTILL:
+            raise ValueError("objective distill goes with method l0")
         return self
 
 

@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headprune.checkpoint.folders import write_error, write_whole
+from headprune.config import Method
 from headprune.errors import CheckpointError, PlanError
 from headprune.plan import ModelIdentity
+from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit
 
 TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safetensors"
@@ -33,6 +35,7 @@ class GatesMetadata(BaseModel):
         headprune_version: Version that wrote them.
         model: The model they were trained on.
         unit: What one gate opens and closes.
+        method: How heads were chosen.
         temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
         heads: Ids of the query heads of every module; empty in older files, as is the next.
@@ -52,6 +55,7 @@ class GatesMetadata(BaseModel):
     headprune_version: str
     model: ModelIdentity
     unit: Unit
+    method: Method = Method.L0
     temperature: float
     modules: tuple[str, ...]
     heads: tuple[tuple[int, ...], ...] = ()
@@ -75,6 +79,12 @@ class TrainedGates(BaseModel):
     value: Tensor
     kept: Tensor
     weights: dict[str, Tensor] | None
+
+    def open_probability(self) -> Tensor:
+        """How likely each gate is open; where none is drawn ``log_alpha`` is but an order."""
+        if self.metadata.method is Method.CHEAPEST:
+            return self.kept.float()
+        return hard_concrete.open_probability(self.log_alpha, self.metadata.temperature)
 
 
 def write_gates(

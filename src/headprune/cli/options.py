@@ -53,7 +53,7 @@ AttentionKinds = Annotated[
     list[str] | None,
     typer.Option(
         help="Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable). The heads of the others all stay."
+        "(repeatable). The others stay as they are."
     ),
 ]
 HeadsToKeep = Annotated[
@@ -64,7 +64,7 @@ WhichScores = Annotated[str | None, typer.Option(help="Which of the scores, if t
 
 # how much of the data is used, and how
 CalibrationTokens = Annotated[
-    int, typer.Option(help="How much of the data is used, spread evenly.")
+    int, typer.Option(help="How much of the text is used, spread evenly.")
 ]
 SeqLen = Annotated[int, typer.Option(help="Tokens per sequence.")]
 MaxWindows = Annotated[

@@ -55,12 +55,16 @@ def train_gates(
         cfg.Method,
         typer.Option(
             help="How heads are chosen. l0: hard-concrete gates. cheapest: gates are plain "
-            "factors, and what costs the loss least goes, head by head."
+            "factors, and what costs the loss least goes, a few heads at a time."
         ),
     ] = _GATES.method,
-    train: Annotated[cfg.Train, typer.Option(help="What is trained beside the gates.")] = (
-        _GATES.train
-    ),
+    train: Annotated[
+        cfg.Train,
+        typer.Option(
+            help="What is trained beside the gates. channels: a factor per channel of what enters "
+            "W_O, with weights frozen."
+        ),
+    ] = (_GATES.train),
     objective: Annotated[
         cfg.Objective,
         typer.Option(help="The loss. distill needs no labels: it matches the ungated model."),
@@ -71,14 +75,16 @@ def train_gates(
     ),
     batch_size: StepBatch = _GATES.batch_size,
     seq_len: SeqLen = _GATES.seq_len,
-    gate_lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = _GATES.gate_lr,
+    gate_lr: Annotated[
+        float, typer.Option(help="Learning rate of gates that are drawn (l0).")
+    ] = _GATES.gate_lr,
     scale_lr: Annotated[
-        float, typer.Option(help="Learning rate of the factors of the heads that stay.")
+        float, typer.Option(help="Learning rate of the factors of heads and channels.")
     ] = _GATES.scale_lr,
     weight_lr: Annotated[float, typer.Option(help="Learning rate of the weights.")] = (
         _GATES.weight_lr
     ),
-    temperature: Annotated[float, typer.Option(help="beta of the hard-concrete gates.")] = (
+    temperature: Annotated[float, typer.Option(help="beta of the hard-concrete gates (l0).")] = (
         _GATES.temperature
     ),
     rounds: Annotated[
@@ -98,7 +104,7 @@ def train_gates(
     gradient_checkpointing: GradientCheckpointing = False,
     dtype: DtypeOption = _GATES.dtype,
     init_log_alpha: Annotated[
-        float, typer.Option(help="Where gates start; 3 is open nearly always.")
+        float, typer.Option(help="Where drawn gates start (l0); 3 is open nearly always.")
     ] = _GATES.init_log_alpha,
     seed: Seed = _GATES.seed,
     config_file: Annotated[
@@ -121,7 +127,7 @@ def train_gates(
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
 ) -> None:
-    """Train hard-concrete gates on every head, towards an exact number of heads."""
+    """Train a gate on every head, towards an exact number of heads."""
     config = cfg.build(
         cfg.TrainGatesConfig,
         {

@@ -1,4 +1,4 @@
-"""Trained hard-concrete gates through the same door as the other criteria."""
+"""Trained gates through the same door as the other criteria."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _fitted(
         both.append(Moments.of(x, real_tokens(wanted[part] - offset, own)))
     fitted, judged = (m.centred() if bias is not None else m for m in both)
     whole = both[0] + both[1]
-    refuse_singular(attention, whole.tokens, int(kept.sum()), "leave out --refit")
+    refuse_singular(attention, whole.tokens, int(kept.sum()), "cut without a refit")
     target = whole.centred() if bias is not None else whole
     try:
         errors = [judged.error(w) for w in ridge_path(fitted, start[:, kept], RIDGES)]

@@ -144,7 +144,7 @@ def training_gates(step: TrainGatesStep, recipe: Recipe, sizes: Sizes) -> Estima
     """train-gates."""
     trained = {
         Train.GATES: 0,
-        Train.CHANNELS: 0,
+        Train.CHANNELS: 0,  # but for a factor per column of W_O
         Train.ATTENTION: sizes.attention_parameters,
         Train.ALL: sizes.parameters,
     }[step.train]

@@ -32,7 +32,6 @@ from headprune.models.transfer import native_twin
 from headprune.pipelines.calibration import calibration as calibration_of
 from headprune.plan import ModelIdentity, Plan, Shape, read_plan
 from headprune.runtime.modeling_headprune import Attention
-from headprune.tensors.hard_concrete import open_probability
 from headprune.tensors.units import Unit, members
 
 Stage = Callable[[str], None]
@@ -324,7 +323,7 @@ def _shape_costs(
 ) -> tuple[ShapeCost, ...]:
     """What every shape would keep of the evidence."""
     trained, costs = read_gates(gates, source), []
-    evidence = open_probability(trained.log_alpha, trained.metadata.temperature)
+    evidence = trained.open_probability()
     attentions = _gated(net, trained.metadata.modules)
     for shape in ShapeOption:
         try:
@@ -472,7 +471,7 @@ def _plan_from_gates(
     whole = [a for a in attention_of(net) if a.path not in trained.metadata.modules]
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
-    # units that training kept come first; one that --keep brings back is open as in the original
+    # units that training kept come first; one that --keep brings back is fully open
     scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
     if shape is ShapeOption.NATIVE:

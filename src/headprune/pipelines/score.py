@@ -235,9 +235,7 @@ def _with_grams(
             gate = gates[position].to(x)
             x = (x.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
         rows = real_tokens(x, token_mask(batch, attention.kind))
-        refuse_singular(
-            attention, len(rows), rows.shape[1], f"score by other criteria than {needing[0]}"
-        )
+        refuse_singular(attention, len(rows), rows.shape[1], f"leave out {_listed(needing)}")
         part = replace(evidence[position], gram=outer_sum(rows, rows).cpu())
         units = members(unit, attention.group_sizes)
         try:

@@ -105,7 +105,12 @@ def train_gates(
     processes.share_of(config.batch_size)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
-    processes.on_main(lambda: _prepare(output, model, data, config, resume, overwrite))
+    settings = {
+        "model": str(model),
+        "data": data.model_dump(mode="json"),
+        "train_gates": config.model_dump(mode="json"),
+    }
+    processes.on_main(lambda: _check_output(output, settings, resume, overwrite))
     on_stage("loading the model")
     net = from_pretrained(
         model, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
@@ -126,13 +131,13 @@ def train_gates(
     objective = _objective(config.objective, net, data)
     if not drawn and objective is Objective.DISTILL:
         raise HeadpruneError(
-            "--method cheapest weighs heads by the gradient of a loss, and that of --objective "
-            "distill is zero where the model starts. Use --method l0, or an objective with labels."
+            "--method cheapest weighs heads by the gradient of a loss, and that of the objective "
+            "distill is zero where the model starts. Use --method l0."
         )
     rows, collate = batches(objective, net, tokenizer, data, config)
     loss: Loss = labelled
     if objective is Objective.DISTILL:
-        frozen = config.train is Train.GATES
+        frozen = config.train in (Train.GATES, Train.CHANNELS)
         loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
     freeze(net, attentions, config.train)
     channels = Channels(attentions) if config.train is Train.CHANNELS else None
@@ -151,11 +156,13 @@ def train_gates(
         train_dataset=rows,
         data_collator=collate,
     )
+    if not resume:
+        processes.on_main(lambda: _begin(output, settings))
     on_stage("training")
     with ExitStack() as stack:
         stack.enter_context(gated(attentions, gates.source))
         if channels is not None:
-            stack.enter_context(channels.scaling(held=lambda: gates.drawing))
+            stack.enter_context(channels.scaling(gates))
         stopped = stack.enter_context(stop_on_interrupt())
         callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
         trainer.add_callback(callback)
@@ -180,19 +187,7 @@ def _say_nothing(_: object) -> None:
     """What the processes beside the main one tell."""
 
 
-def _prepare(
-    output: Path,
-    model: str | Path,
-    data: DataConfig,
-    config: TrainGatesConfig,
-    resume: bool,
-    overwrite: bool,
-) -> None:
-    settings = {
-        "model": str(model),
-        "data": data.model_dump(mode="json"),
-        "train_gates": config.model_dump(mode="json"),
-    }
+def _check_output(output: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
     path = output / "config.yaml"
     if resume and path.is_file():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -206,11 +201,14 @@ def _prepare(
     if resume:
         raise CheckpointError(f"There is no run in '{output}' to resume; leave out --resume.")
     check_output(output, overwrite)
-    if overwrite:
-        shutil.rmtree(output, ignore_errors=True)
+
+
+def _begin(output: Path, settings: dict[str, Any]) -> None:
+    """Makes room for a run that nothing stands in the way of any more."""
+    shutil.rmtree(output, ignore_errors=True)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        write_yaml(settings, path)
+        write_yaml(settings, output / "config.yaml")
     except OSError as error:
         raise CheckpointError(f"Could not write '{output}': {error}.") from None
 
@@ -289,6 +287,7 @@ def _finish(
         headprune_version=__version__,
         model=source,
         unit=unit,
+        method=trainer.gate_config.method,
         temperature=gates.temperature,
         modules=tuple(a.path for a in attentions),
         heads=tuple(tuple(a.query_ids) for a in attentions),

@@ -10,7 +10,6 @@ from headprune.report.discovery import GatesFolder, ResultFolder, ScoresFolder
 from headprune.report.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
 from headprune.report.histories import frames
 from headprune.report.view import HeadMap
-from headprune.tensors.hard_concrete import open_probability
 from headprune.tensors.units import Unit, members
 
 
@@ -48,7 +47,7 @@ def _gate_evidence(
     gates: GatesFolder, rows: Sequence[Row], scores: ScoresFolder | None = None
 ) -> Evidence:
     trained = gates.trained
-    chances = open_probability(trained.log_alpha, trained.metadata.temperature).tolist()
+    chances = trained.open_probability().tolist()
     others: dict[str, Sequence[float]] = {
         "gate open with probability": chances,
         "gate factor": trained.value.tolist(),

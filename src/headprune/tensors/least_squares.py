@@ -23,7 +23,7 @@ _ROWS = 4096  # tokens whose products are taken at once: what bounds the copies 
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """What products of tokens are taken in: float64 on the CPU, float32 elsewhere.
+    """What products of tokens are taken in: float64 on the CPU, float32 on a GPU.
 
     Most GPUs take float64 at a 32nd or a 64th of the speed of float32.
     """
@@ -31,11 +31,19 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def outer_sum(a: Float[Tensor, "tokens m"], b: Float[Tensor, "tokens n"]) -> Float[Tensor, "m n"]:
-    """Sum over tokens of a b^T: products in ``product_dtype``, their sums in float64."""
+    """Sum over tokens of a b^T: products in ``product_dtype``, their sums in float64.
+
+    Means are taken off before the products and added again as sums, or a large mean would leave
+    float32 no digits for what varies.
+    """
     dtype = product_dtype(a.device)
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
     for some, others in zip(a.split(_ROWS), b.split(_ROWS), strict=True):
-        total += some.to(dtype).T @ others.to(dtype)
+        if not len(some):
+            continue
+        means = some.mean(0, dtype=torch.float64), others.mean(0, dtype=torch.float64)
+        total += ((some - means[0]).to(dtype).T @ (others - means[1]).to(dtype)).double()
+        total += len(some) * torch.outer(*means)
     return total
 
 

@@ -1,1 +1,1 @@
-"""Training hard-concrete gates, on transformers.Trainer."""
+"""Training gates, on transformers.Trainer."""

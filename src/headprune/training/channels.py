@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headprune.models.heads import read_output, write_output
 from headprune.runtime.modeling_headprune import Attention
+from headprune.training.gates import Gates
 
 
 class Channels(nn.Module):
@@ -31,15 +32,15 @@ class Channels(nn.Module):
         self._attentions = [a for a in attentions if a.query_heads]
 
     @contextmanager
-    def scaling(self, held: Callable[[], bool]) -> Iterator[None]:
+    def scaling(self, gates: Gates) -> Iterator[None]:
         """Scales what enters every output projection for the time of a ``with`` block.
 
-        Args:
-            held: Asked at every forward whether the factors stay as they are in this step.
+        Where the gates are released the factors are as well, and while gates are drawn they rest:
+        they would learn to make up for the noise.
         """
         handles = []
         for attention, factor in zip(self._attentions, self._present(), strict=True):
-            hook = _hook(factor, held)
+            hook = _hook(factor, gates)
             handles.append(attention.output_projection.register_forward_pre_hook(hook))
         try:
             yield
@@ -63,10 +64,12 @@ class Channels(nn.Module):
 
 
 def _hook(
-    factor: nn.Parameter, held: Callable[[], bool]
-) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        scale = factor.detach() if held() else factor
+    factor: nn.Parameter, gates: Gates
+) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...] | None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if gates.released:
+            return None
+        scale = factor.detach() if gates.drawing else factor
         return args[0] * scale.to(args[0]), *args[1:]
 
     return hook

@@ -25,8 +25,8 @@ class Gates(nn.Module):
     plain factors, trained on as such: they fold into W_O whatever their value, so nothing binds
     them to [0, 1]. ``reopen`` begins another round of choosing among the heads that are left.
 
-    Gates that are not ``drawn`` are plain factors from the start, and ``close`` takes them away one
-    by one by their ``saliency``.
+    Gates that are not ``drawn`` are plain factors from the start, and ``close`` takes them away
+    by their ``saliency``.
 
     Attributes:
         drawn: Whether gates are drawn from the hard-concrete distribution while they are chosen.
@@ -101,6 +101,11 @@ class Gates(nn.Module):
         """Leaves the model ungated in the next forward."""
         self._gates = None
 
+    @property
+    def released(self) -> bool:
+        """Whether the next forward is that of the ungated model."""
+        return self._gates is None
+
     def source(self, position: int) -> Tensor | None:
         """The current gates of one attention module, shape (1 or batch, query heads)."""
         return None if self._gates is None else self._gates[:, self._rows[position]]
@@ -131,7 +136,7 @@ class Gates(nn.Module):
         self.kept[list(kept)] = True
         if self.drawn:
             self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
-        else:  # the dearest last of those that would go next
+        else:  # in the order in which they would go on to be closed
             self.log_alpha.data[kept] = (
                 self.saliency.cost(self.values())[kept].argsort().argsort() + 1.0
             )

@@ -43,6 +43,8 @@ class Distillation:
         """Divergence of the gated model from the teacher, averaged over real tokens."""
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         gates.release()
+        if self.teacher is not None:
+            self.teacher.to(batch["input_ids"].device)
         with torch.no_grad():
             wanted = (self.teacher or model)(**inputs)
         gates.draw(batch["input_ids"].shape[0])

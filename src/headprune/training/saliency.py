@@ -42,7 +42,7 @@ class Saliency(nn.Module):
 
     @torch.no_grad()
     def add(self, gradients: Float[Tensor, "batch units"]) -> None:
-        """Takes in the gradients of a step, one row per sequence; several processes take turns."""
+        """Takes in the gradients of a step, a row per sequence; averaged over processes."""
         new = processes.mean(gradients.float().square().mean(0).tolist())
         self.squares.lerp_(torch.tensor(new).to(self.squares), 1 - self.memory)
         self.weight.lerp_(torch.ones_like(self.weight), 1 - self.memory)

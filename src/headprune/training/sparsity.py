@@ -98,9 +98,10 @@ class HeadTarget(Sparsity):
 
 
 class CheapestFirst(HeadTarget):
-    """Exactly ``heads`` query heads stay; the others go one by one, the cheapest to close first.
+    """Exactly ``heads`` query heads stay; at every step those go that cost least to close.
 
-    Every head that goes is chosen in a model whose factors have made up for those before it.
+    No more go in a step than the target falls by, so that the factors of those that are left can
+    make up for them before the next ones are chosen.
     """
 
     def target(self, gates: Gates, now: Round, step: int) -> float:
@@ -122,8 +123,9 @@ class CheapestFirst(HeadTarget):
         left = gates.kept.nonzero().flatten().tolist()
         costs = gates.saliency.cost(gates.values())[left].tolist()
         sizes = [int(gates.sizes[unit]) for unit in left]
-        # units of unequal size: only those go without which the exact count can still be met
-        stay = {left[i] for i in keep_best(costs, sizes, self.heads)}
+        # of units of unequal size only those go without which the exact count can still be met
+        unequal = len(set(sizes)) > 1
+        stay = {left[i] for i in keep_best(costs, sizes, self.heads)} if unequal else set[int]()
         count, closed = sum(sizes), list[int]()
         for _, unit in sorted(zip(costs, left, strict=True)):
             if unit not in stay and count - int(gates.sizes[unit]) >= target:

@@ -134,7 +134,8 @@ class GateTrainer(SlimTrainer):
     def forget_gate_moments(self) -> None:
         """Lets the optimiser start anew with gates and factors, as their losses are new."""
         assert self.optimizer is not None
-        for parameter in (self.gates.log_alpha, self.gates.scale):
+        gates, factors = self.optimizer.param_groups[:2]
+        for parameter in (*gates["params"], *factors["params"]):
             self.optimizer.state.pop(parameter, None)
 
     def create_scheduler(
