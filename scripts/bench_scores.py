@@ -115,7 +115,7 @@ def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
 
 
 def calibration_of(
-    net: PreTrainedModel, model: str, data: str | None, tokens: int, seed: int
+    net: PreTrainedModel, model: str, data: str | None, tokens: int, length: int, seed: int
 ) -> Calibration:
     """Another part of the calibration text per seed."""
     if data is None:
@@ -126,7 +126,6 @@ def calibration_of(
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
         return Calibration("causal-lm", rows, collate, 8, len(rows) * OWN_LENGTH, (0, 1, 2, 3))
-    length = 512 if task_of(net) == "causal-lm" else 128
     config = CalibrationConfig(tokens=10**9, seq_len=length)
     every = calibration(net, model, DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)
@@ -150,6 +149,7 @@ def main(
     windows: Annotated[int, typer.Option(help="Test windows (or pairs / 25).")] = 40,
     cost: Annotated[bool, typer.Option(help="Time scoring and refit, nothing else.")] = False,
     repeats: Annotated[int, typer.Option(help="With --cost: timings, after one to warm up.")] = 2,
+    seq_len: Annotated[int, typer.Option(help="Tokens per calibration sequence.")] = 512,
     products: Annotated[
         str, typer.Option(help="What sums over tokens multiply in: float64, or as a GPU float32.")
     ] = "float64",
@@ -159,7 +159,7 @@ def main(
     least_squares.product_dtype = lambda device: getattr(torch, products)
     net = from_pretrained(model, dtype="float32").requires_grad_(False)
     if cost:
-        _cost(net, calibration_of(net, model, data, tokens, 0), repeats)
+        _cost(net, calibration_of(net, model, data, tokens, seq_len, 0), repeats)
         return
     if test is None:
         quality = own_likelihood(net)
@@ -188,7 +188,7 @@ def main(
 
     shares = sorted(map(float, keep.split(",")), reverse=True)
     for seed in range(seeds):
-        examples = calibration_of(net, model, data, tokens, seed)
+        examples = calibration_of(net, model, data, tokens, seq_len, seed)
         wanted = {*names, *(r.criterion for r in RIVALS.values() if rivals)} - {"taylor"}
         evidence = gather(net, attentions, Unit.HEAD, sorted(wanted), examples, seed)
         scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}

@@ -63,7 +63,10 @@ def prune(
         int, typer.Option(help="With --refit: how much of the text is used.")
     ] = _CALIBRATION.tokens,
     seq_len: Annotated[
-        int, typer.Option(help="With --refit: tokens per sequence.")
+        int,
+        typer.Option(
+            help="With --refit: tokens per sequence, about as many as the model will see."
+        ),
     ] = _CALIBRATION.seq_len,
     shape: Annotated[
         cfg.ShapeOption,
