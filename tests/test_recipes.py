@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from headprune.checkpoint.runs import digest_of_data
 from headprune.config import DataConfig
 from headprune.errors import HeadpruneError
+from headprune.pipelines import estimates
 from headprune.pipelines.forecast import forecast
 from headprune.pipelines.run import run as run_recipe
 from headprune.pipelines.steps import ROWS
@@ -190,7 +191,10 @@ def test_an_interrupted_step_with_other_settings_starts_anew(
 
 
 def test_dry_run_counts_and_writes_nothing(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code, text, err = run(capsys, "run", job, "--dry-run", "--json")
     assert code == 0, err
@@ -203,6 +207,8 @@ def test_dry_run_counts_and_writes_nothing(
     prune = ahead["steps"][1]["estimate"]
     assert prune["disk_bytes"] == 4 * built.num_parameters()
     assert all(s["estimate"]["seconds"] > 0 for s in ahead["steps"])
+
+    monkeypatch.setattr(estimates, "_flops", lambda: 1e9)  # whatever this machine reaches
 
     def seconds(*overrides: str) -> float:
         (gates, *_) = forecast(read_recipe(job, overrides)).steps
