@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.models.heads import read_output, write_output
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.training.gates import Gates
 
 
@@ -22,14 +22,15 @@ class Channels(nn.Module):
     """The factors of all attention modules, 1 to begin with.
 
     Attributes:
-        factors: Per attention module, shape (query heads x head_dim,), float32.
+        factors: Per attention module with heads, shape (query heads x head_dim,), float32.
     """
 
     def __init__(self, attentions: Sequence[Attention]) -> None:
         super().__init__()
-        widths = [read_output(a)[0].shape[::2].numel() if a.query_heads else 0 for a in attentions]
-        self.factors = nn.ParameterList(torch.ones(width) for width in widths)
         self._attentions = [a for a in attentions if a.query_heads]
+        projections = [a.output_projection for a in self._attentions]
+        widths = [p.get_parameter("weight").shape[input_dim(p)] for p in projections]
+        self.factors = nn.ParameterList(torch.ones(width) for width in widths)
 
     @contextmanager
     def scaling(self, gates: Gates) -> Iterator[None]:
@@ -39,7 +40,7 @@ class Channels(nn.Module):
         they would learn to make up for the noise.
         """
         handles = []
-        for attention, factor in zip(self._attentions, self._present(), strict=True):
+        for attention, factor in zip(self._attentions, self.factors, strict=True):
             hook = _hook(factor, gates)
             handles.append(attention.output_projection.register_forward_pre_hook(hook))
         try:
@@ -52,15 +53,12 @@ class Channels(nn.Module):
     def fold(self) -> list[nn.Parameter]:
         """Makes the factors part of W_O; returns the weights that changed."""
         changed = []
-        for attention, factor in zip(self._attentions, self._present(), strict=True):
+        for attention, factor in zip(self._attentions, self.factors, strict=True):
             heads, _ = read_output(attention)
             scaled = heads * factor.to(heads).unflatten(0, (len(heads), 1, -1))
             write_output(attention, scaled, None)
             changed.append(attention.output_projection.get_parameter("weight"))
         return changed
-
-    def _present(self) -> list[nn.Parameter]:
-        return [factor for factor in self.factors if len(factor)]
 
 
 def _hook(

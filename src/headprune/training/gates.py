@@ -137,9 +137,8 @@ class Gates(nn.Module):
         if self.drawn:
             self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
         else:  # in the order in which they would go on to be closed
-            self.log_alpha.data[kept] = (
-                self.saliency.cost(self.values())[kept].argsort().argsort() + 1.0
-            )
+            costs = self.saliency.cost(self.values())[self.kept]
+            self.log_alpha.data[self.kept] = costs.argsort().argsort() + 1.0
         self.chosen.fill_(True)
 
     @torch.no_grad()

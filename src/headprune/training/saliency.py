@@ -6,8 +6,9 @@ costs
 
     1/2 z^2 d2L/dz2,    with E[(dL/dz)^2] over sequences in place of d2L/dz2
 
-which is what its Fisher information is (Kwon et al. 2022, arXiv 2204.09656, eq. 8). All sequences
-have about as many tokens, so that their number is left out: costs are there to be ranked.
+which is what its Fisher information is (Kwon et al. 2022, arXiv 2204.09656, eq. 8). Costs are there to
+be ranked, so that factors which all of them share are left out: the half, the tokens of a sequence
+(about as many in all of them), and what an average over the first steps lacks.
 """
 
 from __future__ import annotations
@@ -27,27 +28,22 @@ class Saliency(nn.Module):
         memory: Share of the average that stays at every step; 0.95 looks back some twenty.
 
     Attributes:
-        squares: The running sum, shape (units,).
-        weight: What the running sum of ones is.
+        squares: The running average, shape (units,).
     """
 
     squares: Float[Tensor, " units"]
-    weight: Float[Tensor, ""]
 
     def __init__(self, units: int, memory: float = 0.95) -> None:
         super().__init__()
         self.memory = memory
         self.register_buffer("squares", torch.zeros(units))
-        self.register_buffer("weight", torch.tensor(0.0))
 
     @torch.no_grad()
     def add(self, gradients: Float[Tensor, "batch units"]) -> None:
         """Takes in the gradients of a step, a row per sequence; averaged over processes."""
         new = processes.mean(gradients.float().square().mean(0).tolist())
         self.squares.lerp_(torch.tensor(new).to(self.squares), 1 - self.memory)
-        self.weight.lerp_(torch.ones_like(self.weight), 1 - self.memory)
 
     def cost(self, values: Float[Tensor, " units"]) -> Float[Tensor, " units"]:
-        """What closing each gate would cost, given what it is open by."""
-        cost: Tensor = values.detach().square() * self.squares / self.weight.clamp(min=1e-30) / 2
-        return cost
+        """What closing each gate would cost, given what it is open by; up to a common factor."""
+        return values.detach().square() * self.squares
