@@ -6,8 +6,8 @@ Everything happens in memory and at equal head counts: heads are closed by gates
 equals (every ``prune`` proves it). Language models are measured as in bench_quality.py (windows of
 512 tokens, the first token of each unscored, float32); encoders on scored sentence pairs (Spearman)
 and on the correlation of their pairwise similarities with the original's. A causal model without a
-tokenizer is measured on sequences that it writes itself, where neither data nor test is given. Seeds take other parts of
-the calibration text.
+tokenizer is measured on sequences that it writes itself, where neither data nor test is given.
+Seeds take other parts of the calibration text.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ costs
 
     1/2 z^2 d2L/dz2,    with E[(dL/dz)^2] over sequences in place of d2L/dz2
 
-which is what its Fisher information is (Kwon et al. 2022, arXiv 2204.09656, eq. 8). Costs are there to
-be ranked, so that factors which all of them share are left out: the half, the tokens of a sequence
-(about as many in all of them), and what an average over the first steps lacks.
+which is what its Fisher information is (Kwon et al. 2022, arXiv 2204.09656, eq. 8). Costs are there
+to be ranked, so that factors which all of them share are left out: the half, the tokens of a
+sequence (about as many in all of them), and what an average over the first steps lacks.
 """
 
 from __future__ import annotations
