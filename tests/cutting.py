@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 import headprune
@@ -42,13 +43,20 @@ def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
 
 def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
     """Gates, cuts, writes, reloads and compares."""
-    inputs, dtype = proof.probe_inputs(model), model.dtype
-    wanted = proof.probe_gated(model, cuts, inputs)
-    control = proof.probe_control(model, cuts, inputs)
-    rounding = proof.probe_rounding(model, cuts, inputs, wanted)
+    expected = proof.expect(model, cuts)
     cut_heads(model, cuts)
-    cut = proof.probe(model, inputs)
+    cut = proof.probe(model, expected.inputs)
     model.save_pretrained(folder)
     attn = model.config._attn_implementation
     reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
-    return proof.conclude(wanted, cut, proof.probe(reloaded, inputs), control, dtype, rounding)
+    return proof.conclude(expected, cut, proof.probe(reloaded, expected.inputs))
+
+
+def expecting(
+    wanted: proof.Outputs,
+    control: proof.Outputs | None = None,
+    rounding: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> proof.Expectation:
+    """What a proof compares with, from outputs."""
+    return proof.Expectation({}, wanted, control, rounding, dtype)

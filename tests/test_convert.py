@@ -395,7 +395,7 @@ def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
     cut_heads(model, cuts)
     got = proof.probe(model, inputs)
     with pytest.raises(ProofError, match="differ by"):
-        proof.conclude(wanted, got, got, None, torch.float32)
+        proof.conclude(expecting(wanted), got, got)
 
 
 def healing(folder: Path, output: str = "healed", **options: Any) -> Any:

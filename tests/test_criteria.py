@@ -266,7 +266,7 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     floor = made(keep=0.25, min_per_layer=1)
     assert all(a.keep for a in floor.attentions.values())
     assert floor.kept_heads == heads // 4
-    cached = cache_prices(model, attention_of(model))
+    cached = cache_prices(model, attention_of(model), torch.float32)
     small = made(max_kv_bytes=int(cached.total([(6, 1)] * 4)))
     groups = [
         len({kv_of_query(a, q) for q in small.attentions[a.path].keep}) for a in attention_of(model)

@@ -32,7 +32,7 @@ from headprune.pipelines.train_gates import train_gates
 from headprune.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.cutting import prove, uneven_plan
+from tests.cutting import expecting, prove, uneven_plan
 
 KINDS = ("encoder", "decoder", "cross")
 EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
@@ -76,7 +76,7 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
     cut_heads(model, cuts)
     cut = proof.probe(model, inputs)
     with pytest.raises(ProofError, match="nothing was written"):
-        proof.conclude(wanted, cut, cut, None, model.dtype)
+        proof.conclude(expecting(wanted), cut, cut)
 
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)

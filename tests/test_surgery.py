@@ -17,7 +17,7 @@ from headprune.models.surgery import cut_heads, resolve, result_shape
 from headprune.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.cutting import prove, uneven_plan
+from tests.cutting import expecting, prove, uneven_plan
 
 
 @pytest.mark.parametrize("empty", [(), (0,), (-1,)], ids=["none", "first", "last"])
@@ -38,18 +38,21 @@ def test_a_proof_that_rounding_hides_is_none() -> None:
     wanted, near = {"logits": torch.tensor([1.0, 2.0])}, {"logits": torch.tensor([1.0, 2.0001])}
     other = {"logits": torch.tensor([2.0, 1.0])}
     with pytest.raises(ProofError, match="differ by 4.99e-05"):
-        proof.conclude(wanted, near, near, other, torch.float32)
-    amplified = proof.conclude(wanted, near, near, other, torch.float32, rounding=2e-5)
+        proof.conclude(expecting(wanted, other), near, near)
+    amplified = proof.conclude(expecting(wanted, other, rounding=2e-5), near, near)
     assert amplified.tolerance == 8e-5
-    with pytest.raises(ProofError, match="shows nothing.*Cut it with --dtype float32"):
-        proof.conclude(wanted, near, near, other, torch.float32, rounding=0.1)
+    hidden = expecting(wanted, other, rounding=0.1)
+    with pytest.raises(ProofError, match="would show nothing.*--dtype float64"):
+        hidden.refuse_inconclusive()
+    with pytest.raises(ProofError, match="would show nothing"):
+        proof.conclude(hidden, near, near)
 
 
 def test_the_proof_fails_on_nan() -> None:
     good = {"logits": torch.ones(2, 3)}
     bad = {"logits": torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])}
     with pytest.raises(ProofError):
-        proof.conclude(good, bad, good, None, torch.float32)
+        proof.conclude(expecting(good), bad, good)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])

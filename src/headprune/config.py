@@ -65,7 +65,7 @@ class Method(str, Enum):
 
 
 class Dtype(str, Enum):
-    """Element type that the model is loaded in; "auto" is that of the checkpoint."""
+    """An element type; what "auto" stands for is said where it is asked for."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -138,7 +138,8 @@ class TrainGatesConfig(_Config):
             factors of those that stay are trained; None for 0.6, and for 0.3 with "cheapest", which
             trains them all the way.
         gradient_checkpointing: Recompute activations in the backward pass, to save memory.
-        dtype: Element type of the model's weights.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+            On a GPU a bfloat16 checkpoint stays in bfloat16 where its weights do not move.
         seed: Seed of the gates' noise and the order of the data.
         save_every: Steps between checkpoints that ``--resume`` can go on from; None for a tenth
             of the run.
@@ -205,7 +206,8 @@ class ConvertConfig(_Config):
         attention: Kinds of attention to convert ("encoder", "decoder", "cross"); empty for all.
         calibration_tokens: How much of the calibration text is used.
         seq_len: Tokens per calibration window.
-        dtype: Element type of the model's weights.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
         seed: Seed of merges that draw.
     """
 
@@ -217,6 +219,7 @@ class ConvertConfig(_Config):
     calibration_tokens: Count = 16_384
     seq_len: Annotated[int, Field(ge=2)] = 512
     dtype: Dtype = Dtype.AUTO
+    out_dtype: Dtype = Dtype.AUTO
     seed: int = 0
 
     @model_validator(mode="after")
@@ -248,6 +251,7 @@ class HealConfig(_Config):
             to zero along a cosine.
         bf16: Compute in bfloat16 (autocast); weights and optimiser stay in float32.
         gradient_checkpointing: Recompute activations in the backward pass, to save memory.
+        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
         seed: Seed of the order of the data.
         save_every: Steps between checkpoints that ``--resume`` can go on from; None for a tenth
             of the run.
@@ -261,6 +265,7 @@ class HealConfig(_Config):
     learning_rate: Positive = 5e-4
     bf16: bool = False
     gradient_checkpointing: bool = False
+    out_dtype: Dtype = Dtype.AUTO
     seed: int = 0
     save_every: Count | None = None
 
@@ -272,7 +277,7 @@ class CalibrationConfig(_Config):
         tokens: How much of it is used, spread evenly over all of it.
         seq_len: Tokens per sequence.
         batch_size: Sequences per forward pass; no result depends on it.
-        dtype: Element type of the model's weights.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
         seed: Seed of masked positions and of what is random.
     """
 
@@ -324,7 +329,7 @@ class EvaluateConfig(_Config):
         speed: Whether to time prefill and decoding.
         decode_batches: Batch sizes at which decoding is timed.
         memory: Bytes of memory, also as "24GiB"; the report then says how long a context fits.
-        dtype: Element type of the model's weights.
+        dtype: Element type that the model is measured in; "auto" is the checkpoint's.
         seed: Seed of masked positions and of the bootstrap.
     """
 
@@ -358,8 +363,10 @@ class CheckConfig(_Config):
         seq_len: As for ``EvaluateConfig``; so are the settings after it.
         batch_size: Sequences per forward pass.
         max_windows: Use only the first so many windows or examples; None for all.
-        dtype: Element type of the model's weights.
+        dtype: Element type that the model is measured in; "auto" is the checkpoint's.
         seed: Seed of masked positions and of the bootstrap.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
     """
 
     model: str
@@ -378,6 +385,7 @@ class CheckConfig(_Config):
     max_windows: Count | None = None
     dtype: Dtype = Dtype.AUTO
     seed: int = 0
+    drop_unexpected: bool = False
 
     def data_config(self) -> DataConfig:
         """Where the examples come from."""

@@ -180,7 +180,8 @@ class PruneStep(ModelStep):
         refit: The recipe's source of text on which W_O makes up for the heads that go.
         calibration: How much of that text is used.
         shape: What the result may look like.
-        dtype: Element type to load, and so to write.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
     """
 
     makes = Made.MODEL
@@ -193,6 +194,7 @@ class PruneStep(ModelStep):
     calibration: CalibrationConfig = CalibrationConfig()
     shape: ShapeOption = ShapeOption.AUTO
     dtype: Dtype = Dtype.AUTO
+    out_dtype: Dtype = Dtype.AUTO
 
 
 class ConvertStep(ModelStep, ConvertConfig):
@@ -296,6 +298,8 @@ class Recipe(BaseModel):
         data: Named sources of examples.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the model's config has settings that are not in the table.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         steps: The steps by name, in order.
     """
 
@@ -308,6 +312,7 @@ class Recipe(BaseModel):
     data: dict[str, DataConfig] = {}
     trust_remote_code: bool = False
     assume_supported: bool = False
+    drop_unexpected: bool = False
     steps: dict[str, SerializeAsAny[Step]]
 
     def as_yaml(self) -> str:

@@ -76,11 +76,14 @@ def what(manifest: Manifest) -> str:
 
 def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
     """What was counted, before and after."""
-    return [
+    rows = [
         ("query heads", *manifest.query_heads),
         ("KV heads", *manifest.kv_heads),
         ("parameters", *manifest.parameters),
     ]
+    if manifest.weight_bytes is not None:
+        rows.append((f"bytes of weights ({manifest.dtype})", *manifest.weight_bytes))
+    return rows
 
 
 def size_cells(rows: Sequence[tuple[str, int, int]]) -> list[tuple[str, str, str, str]]:
@@ -126,6 +129,8 @@ def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
     ]
     if proof["control"] is not None:
         rows.append(("one head wrong would show", f"{proof['control']:.1e}"))
+    if proof.get("cast"):
+        rows.append((f"cost of writing {manifest.dtype}", f"{proof['cast']:.1e}"))
     return rows
 
 

@@ -27,7 +27,10 @@ class Manifest(BaseModel):
         source: The model it was made from.
         lineage: Manifests of the source, oldest first, if headprune made that as well.
         shape: "native" if a plain config describes the result, else "runtime".
-        auto_class: The Auto class of transformers that loads it; None in older manifests.
+        auto_class: The Auto class of transformers that loads it; None in older manifests, as are
+            the next two.
+        dtype: Element types of the weights on disk, the commonest first.
+        weight_bytes: Bytes of the weights on disk, before and after.
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
@@ -50,6 +53,8 @@ class Manifest(BaseModel):
     lineage: tuple[dict[str, Any], ...]
     shape: Shape
     auto_class: str | None = None
+    dtype: str | None = None
+    weight_bytes: tuple[int, int] | None = None
     query_heads: tuple[int, int]
     kv_heads: tuple[int, int]
     parameters: tuple[int, int]

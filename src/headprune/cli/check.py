@@ -15,11 +15,12 @@ from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
     Confidence,
-    DtypeOption,
+    Drop,
     EvaluateBatch,
     Json,
     LabelColumn,
     MaxWindows,
+    MeasuredDtype,
     Seed,
     SeqLen,
     Split,
@@ -87,13 +88,14 @@ def check(
     seq_len: SeqLen = _CHECK.seq_len,
     batch_size: EvaluateBatch = _CHECK.batch_size,
     max_windows: MaxWindows = None,
-    dtype: DtypeOption = _CHECK.dtype,
+    dtype: MeasuredDtype = _CHECK.dtype,
     seed: Seed = 0,
     split: Split = "test",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Hold a model to limits, against a stored baseline and the original. For CI.
 
@@ -117,6 +119,7 @@ def check(
         "split": split,
         "text_column": text_column,
         "label_column": label_column,
+        "drop_unexpected": drop_unexpected,
     }
     try:
         with _never_one():

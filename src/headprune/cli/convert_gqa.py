@@ -15,9 +15,11 @@ from headprune.cli.options import (
     Assume,
     AttentionKinds,
     CalibrationTokens,
+    Drop,
     DtypeOption,
     Json,
     Model,
+    OutDtype,
     Output,
     Overwrite,
     Seed,
@@ -83,11 +85,13 @@ def convert_gqa(
     seed: Seed = 0,
     overwrite: Overwrite = False,
     dtype: DtypeOption = cfg.Dtype.AUTO,
+    out_dtype: OutDtype = cfg.Dtype.AUTO,
     split: Split = "train",
     text_column: TextColumn = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Share KV heads among more queries (GQA, MQA), prove the result, and write it."""
     config = cfg.build(
@@ -101,6 +105,7 @@ def convert_gqa(
             "calibration_tokens": calibration_tokens,
             "seq_len": seq_len,
             "dtype": dtype,
+            "out_dtype": out_dtype,
             "seed": seed,
         },
     )
@@ -125,6 +130,7 @@ def convert_gqa(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
             on_stage=lambda stage: progress.update(task, description=stage),
             on_module=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -151,5 +157,7 @@ def convert_gqa(
         json_=json_,
         trust_remote_code=trust_remote_code,
         assume_supported=assume_supported,
+        drop_unexpected=drop_unexpected,
+        out_dtype=out_dtype,
     )
     shutil.rmtree(converted_to, ignore_errors=True)

@@ -12,11 +12,12 @@ from headprune.cli import terminal
 from headprune.cli.options import (
     Confidence,
     Data,
-    DtypeOption,
+    Drop,
     EvaluateBatch,
     Json,
     LabelColumn,
     MaxWindows,
+    MeasuredDtype,
     Model,
     Seed,
     SeqLen,
@@ -50,13 +51,14 @@ def evaluate(
         str | None,
         typer.Option(help="Memory such as 24GiB: say how long a context fits beside the weights."),
     ] = None,
-    dtype: DtypeOption = cfg.Dtype.AUTO,
+    dtype: MeasuredDtype = cfg.Dtype.AUTO,
     seed: Seed = 0,
     split: Split = "test",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Measure quality, size and speed, also against another model."""
     config = cfg.build(
@@ -85,6 +87,7 @@ def evaluate(
             config,
             against=against,
             trust_remote_code=trust_remote_code,
+            drop_unexpected=drop_unexpected,
             progress=progress,
         )
     if output is not None:

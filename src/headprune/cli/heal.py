@@ -12,9 +12,11 @@ from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
     Data,
+    Drop,
     GradientCheckpointing,
     Json,
     Model,
+    OutDtype,
     Output,
     Overwrite,
     Resume,
@@ -51,6 +53,7 @@ def heal(
         bool, typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32.")
     ] = False,
     gradient_checkpointing: GradientCheckpointing = False,
+    out_dtype: OutDtype = _HEAL.out_dtype,
     seed: Seed = _HEAL.seed,
     save_every: SaveEvery = None,
     resume: Resume = False,
@@ -60,6 +63,7 @@ def heal(
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Train a cut or converted model to match the model it came from, on plain text."""
     config = cfg.build(
@@ -73,6 +77,7 @@ def heal(
             "learning_rate": learning_rate,
             "bf16": bf16,
             "gradient_checkpointing": gradient_checkpointing,
+            "out_dtype": out_dtype,
             "seed": seed,
             "save_every": save_every,
         },
@@ -99,6 +104,7 @@ def heal(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
             on_step=on_step,
             on_stage=lambda stage: progress.update(task, description=stage),
         )

@@ -9,7 +9,16 @@ import typer
 
 from headprune import config as cfg
 from headprune.cli import terminal
-from headprune.cli.options import Assume, DtypeOption, Json, Model, Overwrite, Trust
+from headprune.cli.options import (
+    Assume,
+    Drop,
+    DtypeOption,
+    Json,
+    Model,
+    OutDtype,
+    Overwrite,
+    Trust,
+)
 
 
 def migrate(
@@ -17,9 +26,11 @@ def migrate(
     output: Annotated[Path, typer.Argument(help="Folder for the result.", metavar="OUT")],
     overwrite: Overwrite = False,
     dtype: DtypeOption = cfg.Dtype.AUTO,
+    out_dtype: OutDtype = cfg.Dtype.AUTO,
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
     terminal.quiet_libraries()
@@ -28,7 +39,15 @@ def migrate(
 
     with terminal.stages() as on_stage:
         result = pipeline.migrate(
-            model, output, overwrite, dtype, trust_remote_code, assume_supported, on_stage
+            model,
+            output,
+            overwrite=overwrite,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
+            on_stage=on_stage,
         )
     if json_:
         typer.echo(result.manifest.model_dump_json(indent=2))

@@ -42,7 +42,29 @@ Assume = Annotated[
         "The risk: heads may mean something else there, and the proof sees only its probe inputs.",
     ),
 ]
-DtypeOption = Annotated[cfg.Dtype, typer.Option(help="Element type the model is loaded in.")]
+Drop = Annotated[
+    bool,
+    typer.Option(
+        "--drop-unexpected",
+        help="Go on where the checkpoint has tensors that the model's class does not take; they "
+        "will be missing from a result.",
+    ),
+]
+DtypeOption = Annotated[
+    cfg.Dtype,
+    typer.Option(
+        help="Element type to compute in. auto: float32 for a checkpoint in half precision, since "
+        "its weights are float32 numbers as well."
+    ),
+]
+MeasuredDtype = Annotated[
+    cfg.Dtype,
+    typer.Option(help="Element type that the model is measured in. auto: the checkpoint's."),
+]
+OutDtype = Annotated[
+    cfg.Dtype,
+    typer.Option(help="Element type to write. auto: the checkpoint's, tensor by tensor."),
+]
 
 # what is cut, and what decides it
 UnitOption = Annotated[

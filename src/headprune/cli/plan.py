@@ -12,6 +12,7 @@ from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
+    Drop,
     HeadsToKeep,
     Json,
     Model,
@@ -61,6 +62,7 @@ def plan(
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
     budget = cfg.build(
@@ -90,6 +92,7 @@ def plan(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
             watch=watch,
         )
     if json_:

@@ -12,10 +12,12 @@ from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.cli.options import (
     Assume,
+    Drop,
     DtypeOption,
     Json,
     LabelColumn,
     Model,
+    OutDtype,
     Overwrite,
     Split,
     TextColumn,
@@ -81,12 +83,14 @@ def prune(
     ] = False,
     overwrite: Overwrite = False,
     dtype: DtypeOption = cfg.Dtype.AUTO,
+    out_dtype: OutDtype = cfg.Dtype.AUTO,
     split: Split = "train",
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Cut heads out for real, prove that the result is the gated model, and write it."""
     if output is None and not dry_run:
@@ -109,6 +113,7 @@ def prune(
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
         "assume_supported": assume_supported,
+        "drop_unexpected": drop_unexpected,
     }
     if dry_run:
         preview = pipeline.preview(model, **what)
@@ -125,6 +130,7 @@ def prune(
             refit=None if refit is None else data_config(refit, split, text_column, label_column),
             calibration=calibration,
             overwrite=overwrite,
+            out_dtype=out_dtype,
             on_stage=on_stage,
             **what,
         )

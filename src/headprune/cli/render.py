@@ -117,8 +117,7 @@ def pruned(console: Console, result: Pruned) -> None:
     """The heads that are left, the sizes, and the proof."""
     manifest = result.manifest
     plan_picture(console, result.plan)
-    counts = [("query heads", *manifest.query_heads), ("KV heads", *manifest.kv_heads)]
-    console.print(before_after([*counts, *_parameters(manifest)]))
+    _sizes(console, manifest)
     if manifest.refit is not None:
         made = manifest.refit
         console.print(
@@ -148,7 +147,7 @@ def converted(console: Console, result: Converted) -> None:
             "a norm stands between them and the scores, or the attention cannot be listened to: V "
             "is merged as asked, K is averaged or taken from one head of the group."
         )
-    console.print(before_after([("KV heads", *manifest.kv_heads), *_parameters(manifest)]))
+    _sizes(console, manifest)
     _proof(console, manifest)
     console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
 
@@ -174,8 +173,10 @@ def _proof(console: Console, manifest: Manifest) -> None:
     console.print(grid)
 
 
-def _parameters(manifest: Manifest) -> list[tuple[str, int, int]]:
-    return [("parameters", *manifest.parameters)]
+def _sizes(console: Console, manifest: Manifest) -> None:
+    from headprune.checkpoint.card import sizes
+
+    console.print(before_after(sizes(manifest)))
 
 
 def verification(console: Console, result: Verification) -> None:

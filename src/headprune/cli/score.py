@@ -13,6 +13,7 @@ from headprune.cli.options import (
     Assume,
     AttentionKinds,
     CalibrationTokens,
+    Drop,
     DtypeOption,
     Json,
     LabelColumn,
@@ -75,6 +76,7 @@ def score(
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Score every head by one or more criteria, without training."""
     if show is not None:
@@ -114,6 +116,7 @@ def score(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
             watch=watch,
         )
     if json_:

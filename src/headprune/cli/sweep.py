@@ -14,6 +14,7 @@ from headprune.cli.options import (
     Assume,
     CalibrationTokens,
     Data,
+    Drop,
     DtypeOption,
     Json,
     LabelColumn,
@@ -75,6 +76,7 @@ def sweep(
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Cut a model to several sizes and measure each: the curve of quality against size."""
     calibration = cfg.build(
@@ -119,6 +121,7 @@ def sweep(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
             watch=watch,
         )
     if json_:

@@ -13,6 +13,7 @@ from headprune.cli.options import (
     Assume,
     AttentionKinds,
     Data,
+    Drop,
     DtypeOption,
     GradientCheckpointing,
     HeadsToKeep,
@@ -126,6 +127,7 @@ def train_gates(
     json_: Json = False,
     trust_remote_code: Trust = False,
     assume_supported: Assume = False,
+    drop_unexpected: Drop = False,
 ) -> None:
     """Train a gate on every head, towards an exact number of heads."""
     config = cfg.build(
@@ -181,6 +183,7 @@ def train_gates(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
             on_step=on_step,
             on_stage=lambda stage: progress.update(task, description=stage),
         )

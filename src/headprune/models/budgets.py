@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.models.attention import attention_of, family_of
-from headprune.models.cost import GENERATES, model_cost
+from headprune.models.cost import GENERATES, kv_cache_elements_per_token
 from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
 from headprune.plan import AttentionPlan, Plan
@@ -64,8 +65,15 @@ def parameter_prices(model: PreTrainedModel, attentions: Sequence[Attention]) ->
     return Prices(float(model.num_parameters() - mine), tuple(prices))
 
 
-def cache_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Prices:
-    """Bytes of KV cache per token, in the model's dtype.
+def cache_prices(
+    model: PreTrainedModel, attentions: Sequence[Attention], dtype: torch.dtype
+) -> Prices:
+    """Bytes of KV cache per token.
+
+    Args:
+        model: The model.
+        attentions: The modules that may lose heads.
+        dtype: Element type of the cache.
 
     Raises:
         PlanError: If the model keeps no cache, or one that no KV head has a share of.
@@ -78,11 +86,12 @@ def cache_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Pri
             f"--max-kv-bytes: the cache of {family.model_type} is not a sum over its KV heads. "
             "Give --keep or --max-params."
         )
-    size = 2 * model.dtype.itemsize
+    size = 2 * dtype.itemsize
     cached = ("self", "decoder", "text")
     prices = [Price(0.0, float(size * a.head_dim) if a.kind in cached else 0.0) for a in attentions]
     mine = sum(p.kv_head * a.kv_heads for p, a in zip(prices, attentions, strict=True))
-    return Prices(float(model_cost(model).kv_cache_bytes_per_token - mine), tuple(prices))
+    whole = kv_cache_elements_per_token(model) * dtype.itemsize
+    return Prices(float(whole - mine), tuple(prices))
 
 
 def time_prices(

@@ -18,6 +18,7 @@ from headprune.models.refusals import (
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
+    refuse_unexpected,
 )
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
@@ -41,15 +42,17 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
         model: A folder or a hub id.
         **kwargs: As for ``AutoModel.from_pretrained``, for instance ``dtype``, ``device_map``,
             ``attn_implementation``. ``auto_class="AutoModelForSequenceClassification"`` asks for
-            another head than the one in the config.
+            another head than the one in the config; ``drop_unexpected=True`` goes on where the
+            checkpoint has tensors that the class does not take.
 
     Returns:
         The model in eval mode; with ``output_loading_info=True`` the loading info beside it.
 
     Raises:
-        CheckpointError: If there is nothing to load, only pickles, or tensors are missing.
+        CheckpointError: If there is nothing to load, only pickles, tensors are missing, or some
+            are there that would be thrown away.
     """
-    auto_class = kwargs.pop("auto_class", None)
+    auto_class, dropping = kwargs.pop("auto_class", None), kwargs.pop("drop_unexpected", False)
     wants_info = kwargs.pop("output_loading_info", False)
     if "torch_dtype" in kwargs:
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
@@ -74,7 +77,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     try:
         net, info = cls.from_pretrained(str(model), config=config, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         why = _first_line(error)
         if "ignore_mismatched_sizes" in why:
             why = "some of its tensors have other shapes than its config describes"
@@ -90,6 +93,9 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
             "the first, and random numbers would take their place. The folder is incomplete or "
             "damaged; get it again."
         )
+    # asking for another head means to leave the present one out
+    if auto_class is None and not dropping:
+        refuse_unexpected(model, net, info["unexpected_keys"])
     restore_ids(net, folder)
     return (net.eval(), info) if wants_info else net.eval()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from headprune.errors import CheckpointError, FamilyError
@@ -104,6 +107,46 @@ def refuse_bad_description(model: str | Path, description: Any) -> None:
             f"The description of heads in the config of '{model}' ('headprune') is damaged. Get "
             "the folder again."
         )
+
+
+def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection[str]) -> None:
+    """Refuses to throw away tensors of a checkpoint that the model's class does not take.
+
+    Args:
+        model: Folder or hub id.
+        net: The model as it was loaded.
+        names: The tensors left over.
+
+    Raises:
+        CheckpointError: Naming them, and the class that takes them if there is one.
+    """
+    if not names:
+        return
+    taking = _class_that_takes(net, names)
+    listed = ", ".join(f"'{name}'" for name in sorted(names)[:2]) + ", ..." * (len(names) > 2)
+    if taking is None:
+        where = f"No class of transformers for {net.config.model_type} takes them; "
+        where += "if the result can do without them, --drop-unexpected leaves them out."
+    else:
+        where = f'They belong to {taking}: put "architectures": ["{taking}"] into its config.json, '
+        where += "or leave them out with --drop-unexpected."
+    raise CheckpointError(
+        f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and the "
+        f"result would lack them: {listed}. {where}"
+    )
+
+
+def _class_that_takes(net: PreTrainedModel, names: Collection[str]) -> str | None:
+    """The class for this kind of config whose tensors include the given ones."""
+    for cls in dict.fromkeys(modeling_headprune.auto_classes(type(net.config)).values()):
+        try:
+            with torch.device("meta"):
+                tensors = cls(copy.deepcopy(net.config)).state_dict()
+        except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
+            continue  # needs settings that this config lacks
+        if set(names) <= set(tensors):
+            return cls.__name__
+    return None
 
 
 def refuse_without_text(model: PreTrainedModel, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -181,6 +181,28 @@ def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
                 IndexMap(f"{attention.path}.{name}", 0, torch.tensor(kept[role], dtype=torch.long))
             )
     return maps
+
+
+@torch.no_grad()
+def fold_gates(cuts: Sequence[Cut]) -> list[Cut]:
+    """Multiplies the gate values of heads that stay into W_O of the uncut model, in place.
+
+    Returns:
+        The same cuts with gates that are 1; with them the model computes what it did before.
+    """
+    folded = []
+    for cut in cuts:
+        if cut.scale is not None:
+            module = cut.attention.output_projection
+            gate = torch.ones(cut.attention.query_heads)  # heads that go stay for the control
+            gate[list(cut.query_positions)] = torch.tensor(cut.scale)
+            gate = gate.repeat_interleave(cut.attention.head_dim)
+            shape = (-1, 1) if input_dim(module) == 0 else (1, -1)
+            weight = module.get_parameter("weight")
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            weight.copy_(weight.to(wide) * gate.to(weight.device, wide).view(shape))
+        folded.append(replace(cut, scale=None))
+    return folded
 
 
 def _pick_modules(cut: Cut, family: Family) -> None:

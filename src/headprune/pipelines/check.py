@@ -184,7 +184,14 @@ def update_baseline(
 
 def _load(config: CheckConfig, against: str | None, trust_remote_code: bool) -> Loaded:
     settings = config.evaluate_config()
-    return load(config.model, config.data_config(), settings, against, trust_remote_code)
+    return load(
+        config.model,
+        config.data_config(),
+        settings,
+        against,
+        trust_remote_code,
+        config.drop_unexpected,
+    )
 
 
 def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | None, str | None]:

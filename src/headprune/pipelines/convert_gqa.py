@@ -27,7 +27,15 @@ from headprune.models.loading import load_tokenizer, task_of
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve, result_shape
 from headprune.models.transfer import has_twin
-from headprune.pipelines.prune import Pruned, Stage, check_shape, load, write_proven
+from headprune.pipelines.prune import (
+    Pruned,
+    Stage,
+    check_shape,
+    load,
+    refuse_unprovable,
+    result_dtypes,
+    write_proven,
+)
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
@@ -71,6 +79,7 @@ def convert_gqa(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
     on_module: OnModule = lambda done, total: None,
 ) -> Converted:
@@ -85,6 +94,8 @@ def convert_gqa(
         overwrite: Replace an existing output.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         on_stage: Called with a few words before every stage.
         on_module: Called after every attention module.
 
@@ -101,7 +112,8 @@ def convert_gqa(
             "Without text there is procrustes, or mean with training afterwards (--heal)."
         )
     on_stage("loading the model")
-    net, source = load(model, config.dtype, trust_remote_code, assume_supported)
+    net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
+    stored = result_dtypes(net, model, config.out_dtype)
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     counts = None if config.kv_heads is None else _counts(config.kv_heads, attentions)
@@ -144,6 +156,8 @@ def convert_gqa(
         on_module(len(groups), len(attentions))
         return merged
 
+    on_stage("trying the proof")
+    refuse_unprovable(net, _plan(net, source, {}))
     on_stage(f"merging KV heads ({name})")
     if inputs:
         convert_in_sequence(net, attentions, inputs, converted)
@@ -160,7 +174,7 @@ def convert_gqa(
         check_shape(shape, result_shape(cuts, net.config))
     tokens = sum(t.numel() for n, t in inputs.items() if n == "input_ids")
     facts = {"merge": name, "grouping": config.grouping.value, "calibration_tokens": tokens}
-    pruned = write_proven(net, source, model, plan, cuts, output, True, on_stage, facts)
+    pruned = write_proven(net, source, model, plan, cuts, output, stored, True, on_stage, facts)
     before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
     kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}
     return Converted(pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens)

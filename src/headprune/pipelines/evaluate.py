@@ -40,6 +40,7 @@ from headprune.models.loading import (
     parse_dtype,
     task_of,
 )
+from headprune.models.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.models.refusals import refuse_without_text
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
@@ -141,6 +142,7 @@ def evaluate(
     config: EvaluateConfig,
     against: str | Path | None = None,
     trust_remote_code: bool = False,
+    drop_unexpected: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Evaluates a model, and its paired difference to a base.
@@ -151,12 +153,14 @@ def evaluate(
         config: How to evaluate.
         against: The base model.
         trust_remote_code: Allow code that comes with the models.
+        drop_unexpected: Go on without tensors of the checkpoints that the models' classes do
+            not take.
         progress: Called with windows done and windows in all, for each model.
 
     Raises:
         HeadpruneError: If model, base and data do not fit together.
     """
-    loaded = load(model, data, config, against, trust_remote_code)
+    loaded = load(model, data, config, against, trust_remote_code, drop_unexpected)
     return run(loaded, data, config, progress).report
 
 
@@ -166,18 +170,24 @@ def load(
     config: EvaluateConfig,
     against: str | Path | None = None,
     trust_remote_code: bool = False,
+    drop_unexpected: bool = False,
 ) -> Loaded:
     """The first half of ``evaluate``, which finds what does not fit before any work is done."""
     examples = read_examples(data)
     names = [str(name) for name in (model, against) if name is not None]
-    nets = [
-        from_pretrained(
-            name, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
-        ).to("cuda" if torch.cuda.is_available() else "cpu")
-        for name in names
-    ]
-    for net in nets:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    nets = []
+    for name in names:
+        net = from_pretrained(
+            name,
+            dtype=parse_dtype(config.dtype.value),
+            trust_remote_code=trust_remote_code,
+            drop_unexpected=drop_unexpected,
+        )
+        refuse_missing_dtype(net.dtype, device)
         refuse_without_text(net, "evaluate")
+        nets.append(net.to(device))
+        refuse_not_finite(net, name)
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
     _check(nets, names, examples, config)
     if against is not None:

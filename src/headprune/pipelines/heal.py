@@ -21,7 +21,14 @@ from headprune.models.loading import from_pretrained, load_tokenizer, task_of
 from headprune.models.planning import plan_from_scores
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve
-from headprune.pipelines.prune import Pruned, Stage, load, write_proven
+from headprune.pipelines.prune import (
+    Pruned,
+    Stage,
+    load,
+    refuse_unprovable,
+    result_dtypes,
+    write_proven,
+)
 from headprune.tensors.units import Unit
 from headprune.training import processes
 from headprune.training.batches import batches
@@ -72,6 +79,7 @@ def heal(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     on_step: Callable[[Step], None] = lambda record: None,
     on_stage: Stage = lambda stage: None,
 ) -> Healed:
@@ -91,6 +99,8 @@ def heal(
         overwrite: Replace an existing output.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         on_step: Called after every optimiser step.
         on_stage: Called with a few words before every stage.
 
@@ -112,12 +122,19 @@ def heal(
     }
     _check_work(work, settings, resume, overwrite)
     on_stage("loading both models")
-    net, source = load(model, Dtype.AUTO, trust_remote_code, assume_supported)
-    stored_dtype, net = net.dtype, net.float()
+    net, source = load(model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected)
+    stored = result_dtypes(net, model, config.out_dtype)
     refuse_without_text(net, "heal")
     dtype = "bfloat16" if config.bf16 else "float32"
-    original = from_pretrained(teacher, dtype=dtype, trust_remote_code=trust_remote_code)
+    original = from_pretrained(
+        teacher,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        drop_unexpected=drop_unexpected,
+    )
     _check_pair(net, original)
+    plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
+    refuse_unprovable(net, plan)
     on_stage("reading the data")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
@@ -156,13 +173,22 @@ def heal(
     def finish() -> Healed:
         on_stage("measuring after")
         after = _divergence(healed, held_out, collate)
-        net = merged(student, config).cpu().to(stored_dtype).eval()
-        plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
+        net = merged(student, config).cpu().eval()
         cuts = resolve(plan.model_copy(update={"model": None}), net)
         steps = trainer.state.global_step
         facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
         pruned = write_proven(
-            net, source, model, plan, cuts, output, True, on_stage, healing=facts, history=work
+            net,
+            source,
+            model,
+            plan,
+            cuts,
+            output,
+            stored,
+            True,
+            on_stage,
+            healing=facts,
+            history=work,
         )
         shutil.rmtree(work, ignore_errors=True)
         return Healed(pruned, before, after, steps)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from headprune.models import cost
 from headprune.models.attention import attention_of, family_of
-from headprune.models.loading import from_pretrained, parse_dtype, task_of
+from headprune.models.loading import from_pretrained, task_of
 from headprune.models.planning import default_unit, unit_sizes
 from headprune.tensors.units import Unit
 
@@ -89,17 +89,23 @@ class Inspection(_Record):
     notes: tuple[str, ...]
 
 
-def inspect(model: str | Path, trust_remote_code: bool = False) -> Inspection:
+def inspect(
+    model: str | Path, trust_remote_code: bool = False, drop_unexpected: bool = False
+) -> Inspection:
     """Describes a model's attention.
 
     Args:
         model: Folder or hub id.
         trust_remote_code: Allow code that comes with the model.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
 
     Raises:
         HeadpruneError: If it cannot be loaded or its family is not supported.
     """
-    net = from_pretrained(model, dtype=parse_dtype("auto"), trust_remote_code=trust_remote_code)
+    net = from_pretrained(
+        model, trust_remote_code=trust_remote_code, drop_unexpected=drop_unexpected
+    )
     attentions = attention_of(net)
     sizes = cost.model_cost(net)
     unit = default_unit(attentions)

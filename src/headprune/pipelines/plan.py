@@ -21,6 +21,7 @@ from headprune.models.budgets import cache_prices, parameter_prices, time_prices
 from headprune.models.heads import read_output, write_output
 from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
 from headprune.models.refit import refit as refit_outputs
+from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.pipelines.calibration import calibration
 from headprune.pipelines.prune import load
 from headprune.pipelines.score import Watch, gather, scores_of
@@ -59,6 +60,7 @@ def plan(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     watch: Watch | None = None,
 ) -> Planned:
     """Makes a plan from scores.
@@ -75,6 +77,8 @@ def plan(
         overwrite: Replace an existing output.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         watch: Told how far it is.
 
     Raises:
@@ -88,7 +92,7 @@ def plan(
         )
     watch.stage("loading the model")
     dtype = read_scores(scores).metadata.calibration.dtype
-    net, source = load(model, dtype, trust_remote_code, assume_supported)
+    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     found = read_scores(scores, source)
     planned = make_plan(
         net, source, model, found, budget, criterion, rounds, refit, watch, trust_remote_code
@@ -125,7 +129,8 @@ def make_plan(
     attentions = [a for a in everything if a.path in scores.metadata.modules]
     whole = [a for a in everything if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
-    limits = _limits(net, attentions, budget, watch)
+    stored = stored_dtypes(net, stored_tensors(model)).default
+    limits = _limits(net, attentions, budget, stored, watch)
     target = None if budget.keep is None else head_budget(budget.keep, sizes)
     kept = set(range(len(sizes)))
     again = None
@@ -278,7 +283,11 @@ class _Again:
 
 
 def _limits(
-    net: PreTrainedModel, attentions: Sequence[Attention], budget: BudgetConfig, watch: Watch
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    budget: BudgetConfig,
+    stored: torch.dtype,
+    watch: Watch,
 ) -> list[Limit]:
     limits = []
     if budget.max_params is not None:
@@ -287,7 +296,7 @@ def _limits(
             Limit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
         )
     if budget.max_kv_bytes is not None:
-        prices = cache_prices(net, attentions)
+        prices = cache_prices(net, attentions, stored)
         limits.append(
             Limit(prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}")
         )

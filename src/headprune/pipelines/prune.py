@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -24,10 +25,26 @@ from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
 from headprune.models.legacy import has_pruned_heads
-from headprune.models.loading import auto_class_of, from_pretrained, load_config, parse_dtype
+from headprune.models.loading import auto_class_of, from_pretrained, load_config
 from headprune.models.planning import even_units, head_budget, plan_from_scores, unit_sizes
+from headprune.models.precision import (
+    compute_dtype,
+    refuse_missing_dtype,
+    refuse_not_finite,
+    refuse_quantised,
+    refuse_unwritable,
+    widened,
+)
 from headprune.models.refit import refit as refit_outputs
-from headprune.models.surgery import Cut, cut_heads, resolve, result_shape
+from headprune.models.stored import (
+    StoredDtypes,
+    commonest_dtype,
+    refuse_quantised_tensors,
+    stored_bytes,
+    stored_dtypes,
+    stored_tensors,
+)
+from headprune.models.surgery import Cut, cut_heads, fold_gates, resolve, result_shape
 from headprune.models.transfer import native_twin
 from headprune.pipelines.calibration import calibration as calibration_of
 from headprune.plan import ModelIdentity, Plan, Shape, read_plan
@@ -108,8 +125,10 @@ def prune(
     shape: ShapeOption = ShapeOption.AUTO,
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
+    out_dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
 ) -> Pruned:
     """Cuts heads out of a model and writes the result, proven, to ``output``.
@@ -127,9 +146,12 @@ def prune(
         calibration: How much of that text is used.
         shape: What the result may look like.
         overwrite: Replace an existing output.
-        dtype: Element type to load, and so to write.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         on_stage: Called with a few words before every stage.
 
     Raises:
@@ -138,7 +160,8 @@ def prune(
     """
     check_output(output, overwrite)
     on_stage("loading the model")
-    net, source = load(model, dtype, trust_remote_code, assume_supported)
+    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
+    stored = result_dtypes(net, model, out_dtype)
     evidence = _Evidence(gates, plan, scores, criterion, keep)
     chosen, weights = _plan(net, source, evidence, shape)
     if refit is not None and weights:
@@ -151,6 +174,8 @@ def prune(
     _load_weights(net, weights)
     refitted = None
     if refit is not None:
+        on_stage("trying the proof")
+        refuse_unprovable(net, chosen)
         on_stage("refitting W_O")
         refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code)
     return write_proven(
@@ -160,6 +185,7 @@ def prune(
         chosen,
         cuts,
         output,
+        stored,
         bool(weights) or refitted is not None,
         on_stage,
         refit=refitted,
@@ -171,8 +197,10 @@ def migrate(
     output: Path,
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
+    out_dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
 ) -> Pruned:
     """Rewrites a folder in which transformers 4 pruned heads, so that transformers 5 loads it.
@@ -181,9 +209,12 @@ def migrate(
         model: A folder whose config has ``pruned_heads``, or a result of headprune.
         output: Folder to write; it appears whole or not at all.
         overwrite: Replace an existing output.
-        dtype: Element type to load, and so to write.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         on_stage: Called with a few words before every stage.
 
     Raises:
@@ -198,11 +229,12 @@ def migrate(
             "it is."
         )
     on_stage("loading the model")
-    net, source = load(model, dtype, trust_remote_code, assume_supported)
+    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
+    stored = result_dtypes(net, model, out_dtype)
     attentions = attention_of(net)
     chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
     cuts = resolve(chosen, net)
-    return write_proven(net, source, model, chosen, cuts, output, False, on_stage)
+    return write_proven(net, source, model, chosen, cuts, output, stored, False, on_stage)
 
 
 def write_proven(
@@ -212,6 +244,7 @@ def write_proven(
     plan: Plan,
     cuts: list[Cut],
     output: Path,
+    stored: StoredDtypes,
     trained_weights: bool,
     on_stage: Stage,
     sharing: dict[str, Any] | None = None,
@@ -228,6 +261,7 @@ def write_proven(
         plan: What stays.
         cuts: The plan, resolved on ``net``.
         output: Folder to write.
+        stored: Element types to write.
         trained_weights: Whether ``net`` has other weights than ``origin``.
         on_stage: Called with a few words before every stage.
         sharing: How KV heads were merged, if they were.
@@ -244,10 +278,12 @@ def write_proven(
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
 
     on_stage("probing the gated original")
-    inputs = proof.probe_inputs(net)
-    wanted = proof.probe_gated(net, cuts, inputs)
-    control = proof.probe_control(net, cuts, inputs)
-    rounding = proof.probe_rounding(net, cuts, inputs, wanted)
+    inputs = proof.probe_inputs(widened(net))
+    exact = proof.probe_gated(net, cuts, inputs) if stored.narrows(net) else None
+    cuts = fold_gates(cuts)
+    changed = stored.round(net)
+    expected = proof.expect(net, cuts, inputs)
+    cast = proof.difference(exact, expected.wanted) if exact is not None and changed else 0.0
 
     on_stage("cutting")
     shape = cut_heads(net, cuts)
@@ -260,23 +296,26 @@ def write_proven(
 
     with whole_folder(output) as folder:
         on_stage("writing")
+        stored.cast(net)
         net.save_pretrained(folder)
         copy_companions(home, folder)
         plan.write(folder / "plan.json")
         if history is not None:
             shutil.copyfile(history / "history.jsonl", folder / "heal.jsonl")
-        auto_class, model_dtype = auto_class_of(net), net.dtype
+        auto_class = auto_class_of(net)
         del net
 
         on_stage("proving the folder")
-        reloaded = proof.probe(from_pretrained(folder), inputs)
-        proven = proof.conclude(wanted, cut_outputs, reloaded, control, model_dtype, rounding)
+        reloaded = proof.probe(from_pretrained(folder, dtype=expected.dtype), inputs)
+        proven = proof.conclude(expected, cut_outputs, reloaded, cast)
         manifest = write_manifest(
             folder,
             source=source,
             lineage=lineage,
             shape=shape,
             auto_class=auto_class,
+            dtype=stored.names,
+            weight_bytes=(stored_bytes(origin), stored_bytes(folder)),
             query_heads=(plan.query_heads, plan.kept_heads),
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
@@ -286,7 +325,7 @@ def write_proven(
             healing=healing,
             refit=refit,
             proof=asdict(proven),
-            probe=proof.sample(inputs, wanted).as_json(),
+            probe=proof.sample(inputs, expected.wanted).as_json(),
         )
         write_card(folder, output.name, plan, manifest)
     return Pruned(output, plan, manifest)
@@ -303,9 +342,10 @@ def preview(
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    net, source = load(model, dtype, trust_remote_code, assume_supported)
+    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     evidence = _Evidence(gates, plan, scores, criterion, keep)
     chosen, _ = _plan(net, source, evidence, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
@@ -347,6 +387,17 @@ def _shape_costs(
     return tuple(costs)
 
 
+def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
+    """Refuses, before long work, a plan whose proof would show nothing.
+
+    Raises:
+        ProofError: If rounding hides what one head contributes.
+    """
+    wide = net if net.dtype in proof.TOLERANCE else widened(copy.deepcopy(net))
+    cuts = resolve(plan.model_copy(update={"model": None}), wide, ragged=True)
+    proof.expect(wide, cuts).refuse_inconclusive()
+
+
 def check_shape(asked: ShapeOption, stored: Shape) -> None:
     """Refuses a result that is not stored as asked.
 
@@ -363,15 +414,62 @@ def check_shape(asked: ShapeOption, stored: Shape) -> None:
 
 
 def load(
-    model: str | Path, dtype: Dtype, trust_remote_code: bool, assume_supported: bool
+    model: str | Path,
+    dtype: Dtype,
+    trust_remote_code: bool,
+    assume_supported: bool,
+    drop_unexpected: bool = False,
+    keep_bfloat16: bool = False,
 ) -> tuple[PreTrainedModel, ModelIdentity]:
-    """Loads a model to be cut, and says who it is."""
+    """Loads a model to be worked on, and says who it is.
+
+    Args:
+        model: Folder or hub id.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+        trust_remote_code: Allow code that comes with the model.
+        assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
+        keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
+
+    Raises:
+        HeadpruneError: If it cannot be loaded as a whole, or does not compute finite numbers.
+    """
+    config = load_config(model, trust_remote_code=trust_remote_code)
+    refuse_quantised(model, config)
+    tensors = stored_tensors(model)
+    refuse_quantised_tensors(model, tensors)
+    held = commonest_dtype(tensors) or getattr(config, "dtype", None)
+    computing = compute_dtype(dtype, held, keep_bfloat16)
+    refuse_missing_dtype(computing, "cpu")
     net = from_pretrained(
-        model, dtype=parse_dtype(dtype.value), trust_remote_code=trust_remote_code
+        model,
+        dtype=computing,
+        trust_remote_code=trust_remote_code,
+        drop_unexpected=drop_unexpected,
     )
     if not assume_supported:
         refuse_unknown_settings(net.config)
+    refuse_not_finite(net, model)
     return net, identity(net, model)
+
+
+def result_dtypes(net: PreTrainedModel, model: str | Path, out_dtype: Dtype) -> StoredDtypes:
+    """The element types that a result is written in.
+
+    Args:
+        net: The model.
+        model: Where it came from.
+        out_dtype: The value of ``--out-dtype``; "auto" keeps those of the checkpoint.
+
+    Raises:
+        CheckpointError: If the model overflows in them.
+    """
+    stored = stored_dtypes(net, stored_tensors(model))
+    if out_dtype is not Dtype.AUTO:
+        stored = StoredDtypes(getattr(torch, out_dtype.value))
+    refuse_unwritable(net, model, stored)
+    return stored
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,10 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
     inputs: dict[str, Any] = {
         "step": step.step,
         "settings": _settings(step),
-        "loading": {n: getattr(recipe, n) for n in ("trust_remote_code", "assume_supported")},
+        "loading": {
+            name: getattr(recipe, name)
+            for name in ("trust_remote_code", "assume_supported", "drop_unexpected")
+        },
         "versions": versions(),
     }
     if step.takes_all:

@@ -59,6 +59,7 @@ def score(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     watch: Watch | None = None,
 ) -> Scores:
     """Scores the heads of a model and writes the scores to ``output``.
@@ -75,6 +76,8 @@ def score(
         overwrite: Replace an existing output.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         watch: Told how far it is.
 
     Raises:
@@ -88,7 +91,7 @@ def score(
     if ("gates" in needs) != (gates is not None):
         raise PlanError("--criterion gates and --gates DIR (from train-gates) go together.")
     watch.stage("loading the model")
-    net, source = load(model, config.dtype, trust_remote_code, assume_supported)
+    net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
     attentions = of_kinds(attention_of(net), attention)
     if gates is not None:
         attentions, unit, trained = _trained_gates(gates, source, attentions, unit)

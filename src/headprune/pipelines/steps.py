@@ -111,6 +111,7 @@ class Job:
         return {
             "trust_remote_code": self.recipe.trust_remote_code,
             "assume_supported": self.recipe.assume_supported,
+            "drop_unexpected": self.recipe.drop_unexpected,
         }
 
     def loading(self) -> dict[str, Any]:
@@ -204,6 +205,7 @@ def _prune(job: Job) -> Result:
         calibration=step.calibration,
         shape=step.shape,
         dtype=step.dtype,
+        out_dtype=step.out_dtype,
         **job.loading(),
     )
     before, after = pruned.manifest.query_heads
@@ -250,6 +252,7 @@ def _evaluate(job: Job) -> Result:
         job.step.config(EvaluateConfig),
         against=job.inputs.get("against"),
         trust_remote_code=job.recipe.trust_remote_code,
+        drop_unexpected=job.recipe.drop_unexpected,
         progress=job.watch.on_progress,
     )
     measured.write(job.output / str(job.step.file))
@@ -264,7 +267,7 @@ def _check(job: Job) -> Result:
     step: CheckStep = job.step
     job.watch.on_stage("evaluating")
     found = check(
-        _check_config(step, job.model, job.data(), job.inputs),
+        _check_config(step, job.model, job.data(), job.inputs, job.recipe.drop_unexpected),
         trust_remote_code=job.recipe.trust_remote_code,
         progress=job.watch.on_progress,
     )
@@ -278,11 +281,16 @@ def _check(job: Job) -> Result:
 
 
 def _check_config(
-    step: CheckStep, model: str, data: DataConfig | None, inputs: dict[str, str]
+    step: CheckStep,
+    model: str,
+    data: DataConfig | None,
+    inputs: dict[str, str],
+    drop_unexpected: bool = False,
 ) -> CheckConfig:
     examples = data or DataConfig(source="")
     values = {n: getattr(step, n) for n in CheckConfig.model_fields if n in CheckStep.model_fields}
     values |= examples.model_dump(exclude={"source"}) | {"data": examples.source, "model": model}
+    values["drop_unexpected"] = drop_unexpected
     values |= {slot: inputs.get(slot) for slot in ("against", "baseline")}
     config: CheckConfig = build(CheckConfig, values)
     return config

@@ -110,6 +110,7 @@ def sweep(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     watch: Watch | None = None,
 ) -> Sweep:
     """Scores, cuts and measures a model at several sizes.
@@ -131,6 +132,8 @@ def sweep(
         overwrite: Start anew in an existing ``output``.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         watch: Told how far it is.
 
     Raises:
@@ -141,7 +144,7 @@ def sweep(
     test = test or data
     if not keep:
         raise HeadpruneError("Give --keep the shares of heads to keep, such as 0.9,0.75,0.5.")
-    net, source = load(model, config.dtype, trust_remote_code, assume_supported)
+    net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
     positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     room = min(positions or evaluation.seq_len, evaluation.seq_len)
     evaluation = evaluation.model_copy(update={"seq_len": room})
@@ -164,6 +167,7 @@ def sweep(
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "assume_supported": assume_supported,
+        "drop_unexpected": drop_unexpected,
     }
     folder = output / "scores"
     if not folder.is_dir() or set(read_scores(folder).scores) != set(criteria):
@@ -193,6 +197,7 @@ def sweep(
                 evaluation,
                 against=against,
                 trust_remote_code=trust_remote_code,
+                drop_unexpected=drop_unexpected,
             )
         return _point(name, criterion, share, refit and bool(criterion), report.model)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import PreTrainedModel
 
@@ -19,16 +20,12 @@ from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import GatesMetadata, write_gates
 from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig, write_yaml
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.models.attention import attention_of, identity, of_kinds, refuse_unknown_settings
+from headprune.models.attention import attention_of, of_kinds
 from headprune.models.gating import gated
-from headprune.models.loading import (
-    from_pretrained,
-    load_tokenizer,
-    parse_dtype,
-    task_of,
-)
+from headprune.models.loading import load_tokenizer, task_of
 from headprune.models.planning import default_unit, head_budget, unit_sizes
 from headprune.models.refusals import refuse_without_text
+from headprune.pipelines.prune import load
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
 from headprune.training import processes
@@ -79,6 +76,7 @@ def train_gates(
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
+    drop_unexpected: bool = False,
     on_step: Callable[[StepRecord], None] = lambda record: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> GatesRun:
@@ -95,6 +93,8 @@ def train_gates(
         overwrite: Start anew in an existing ``output``.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
+        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
+            take.
         on_step: Called after every optimiser step.
         on_stage: Called with a few words before every stage.
 
@@ -112,13 +112,16 @@ def train_gates(
     }
     processes.on_main(lambda: _check_output(output, settings, resume, overwrite))
     on_stage("loading the model")
-    net = from_pretrained(
-        model, dtype=parse_dtype(config.dtype.value), trust_remote_code=trust_remote_code
+    frozen = config.train in (Train.GATES, Train.CHANNELS)
+    net, source = load(
+        model,
+        config.dtype,
+        trust_remote_code,
+        assume_supported,
+        drop_unexpected,
+        keep_bfloat16=frozen and torch.cuda.is_available(),
     )
     refuse_without_text(net, "train-gates")
-    if not assume_supported:
-        refuse_unknown_settings(net.config)
-    source = identity(net, model)
     attentions = of_kinds(attention_of(net), config.attention)
     unit = config.unit or default_unit(attentions)
     drawn = config.method is Method.L0
@@ -137,7 +140,6 @@ def train_gates(
     rows, collate = batches(objective, net, tokenizer, data, config)
     loss: Loss = labelled
     if objective is Objective.DISTILL:
-        frozen = config.train in (Train.GATES, Train.CHANNELS)
         loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
     freeze(net, attentions, config.train)
     channels = Channels(attentions) if config.train is Train.CHANNELS else None

@@ -20,7 +20,8 @@ from headprune.errors import HeadpruneError
 from headprune.models import proof
 from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
 from headprune.models.proof import Outputs, Sample
-from headprune.models.surgery import resolve
+from headprune.models.stored import stored_dtypes, stored_tensors
+from headprune.models.surgery import fold_gates, resolve
 from headprune.plan import Shape, read_plan
 from headprune.runtime import RUNTIME
 
@@ -108,7 +109,9 @@ def verify(
         return outputs
 
     trust = {"trust_remote_code": True} if trust_remote_code else {}
-    outputs = compare("headprune.from_pretrained", lambda: from_pretrained(folder, **trust))
+    outputs = compare(
+        "headprune.from_pretrained", lambda: from_pretrained(folder, dtype=dtype, **trust)
+    )
     ours = importlib.import_module("headprune.runtime.modeling_headprune").__file__
     not_run = None
     if not (trust_remote_code or _runs_only(folder, Path(str(ours)))):
@@ -118,13 +121,13 @@ def verify(
             "--trust-remote-code runs it."
         )
     elif outputs is not None:
-        net = from_pretrained(folder, **trust)
+        net = from_pretrained(folder, dtype=dtype, **trust)
         name, remote = auto_class_of(net), manifest.shape is Shape.RUNTIME
         auto = getattr(transformers, name)
         extra = {"trust_remote_code": True} if remote else {}
         compare(
             f"{name}.from_pretrained" + (", trust_remote_code=True" if remote else ""),
-            lambda: auto.from_pretrained(folder, dtype="auto", **extra).eval(),
+            lambda: auto.from_pretrained(folder, dtype=dtype, **extra).eval(),
         )
     if against is not None and manifest.trained_weights:
         why = "its KV heads were merged" if manifest.sharing else "its weights were trained"
@@ -163,7 +166,8 @@ def _against(
     folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
 ) -> Check:
     base = from_pretrained(against, dtype=dtype)
-    cuts = resolve(read_plan(folder / "plan.json", {}), base, ragged=True)
+    cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
+    stored_dtypes(base, stored_tensors(folder)).round(base)
     wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))
     gap = proof.difference(wanted, outputs)
     allowed = float(manifest.proof["tolerance"])

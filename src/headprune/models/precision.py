@@ -1,0 +1,170 @@
+"""What a command computes in: float32 where the checkpoint is in half precision.
+
+bfloat16 and float16 numbers are float32 numbers as well, so that a model read into float32 is the
+same model. Its outputs then differ from those of another order of summation by 1e-6, where bfloat16
+would leave 1e-2, in which a wrong cut could hide.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headprune.config import Dtype
+from headprune.errors import CheckpointError, FamilyError, HeadpruneError
+from headprune.models import proof
+from headprune.models.stored import StoredDtypes
+
+
+def compute_dtype(
+    asked: Dtype, stored: torch.dtype | None, keep_bfloat16: bool = False
+) -> torch.dtype:
+    """The element type that a command computes in.
+
+    Args:
+        asked: The value of ``--dtype``.
+        stored: Element type of the checkpoint; None if unknown.
+        keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
+    """
+    if asked is not Dtype.AUTO:
+        return getattr(torch, asked.value)  # type: ignore[no-any-return]
+    if keep_bfloat16 and stored is torch.bfloat16:
+        return stored
+    return torch.promote_types(stored or torch.float32, torch.float32)
+
+
+def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None:
+    """Refuses an element type that a device cannot compute in.
+
+    Raises:
+        HeadpruneError: Naming both.
+    """
+    try:
+        ones = torch.ones(2, 2, device=device, dtype=dtype)
+        nn.functional.softmax(ones @ ones, dim=-1)
+    except (RuntimeError, TypeError, NotImplementedError):
+        name = str(dtype).removeprefix("torch.")
+        raise HeadpruneError(
+            f"--dtype {name}: the device '{device}' cannot compute in {name}. Use --dtype float32."
+        ) from None
+
+
+@torch.no_grad()
+def refuse_not_finite(
+    net: PreTrainedModel,
+    model: str | Path,
+    instead: str = "Compute in another type: --dtype float32, or bfloat16.",
+) -> None:
+    """Runs a model once on made-up inputs, and refuses one that gives no finite numbers.
+
+    Args:
+        net: The model.
+        model: Its folder or hub id.
+        instead: What to do about an overflow.
+
+    Raises:
+        CheckpointError: Naming the first module that overflows, or the tensor that is damaged.
+    """
+    try:
+        inputs = proof.probe_inputs(net)
+    except FamilyError:  # nothing to try it on
+        return
+    inputs = {
+        k: v.to(net.device, net.dtype if v.is_floating_point() else v.dtype)
+        for k, v in inputs.items()
+    }
+    overflowed: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not _finite(output):
+                overflowed.append(name)
+
+        return hook
+
+    leaves = [(n, m) for n, m in net.named_modules() if n and not list(m.children())]
+    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    try:
+        result = net(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if all(_finite(output) for output in result.values() if isinstance(output, Tensor)):
+        return  # T5 in float16 has modules that overflow, and clamps what they give
+    for name, parameter in net.named_parameters():
+        if not _finite(parameter):
+            raise CheckpointError(
+                f"'{name}' of '{model}' holds NaN or infinity: the checkpoint is damaged, or was "
+                "cast to a type that cannot hold it. Get it again."
+            )
+    dtype = str(net.dtype).removeprefix("torch.")
+    where = overflowed[0] if overflowed else type(net).__name__
+    raise CheckpointError(
+        f"'{model}' overflows in {dtype}: '{where}' is the first module whose output is not "
+        f"finite (the largest number is {torch.finfo(net.dtype).max:,.0f}). {instead}"
+    )
+
+
+def _finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(values.isfinite().all())
+
+
+def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDtypes) -> None:
+    """Refuses a model that overflows in what it is going to be written in, before any work.
+
+    Weights are looked at; and a model in float16, whose numbers end at 65,504, is run in it.
+
+    Raises:
+        CheckpointError: Naming the weight, or the module whose output is not finite.
+    """
+    stored.refuse_overflow(net)
+    if stored.default is torch.float16 and net.dtype is not torch.float16:
+        trial = copy.deepcopy(net).half()
+        try:
+            refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
+        finally:
+            del trial
+
+
+def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
+    """Refuses a checkpoint whose weights are packed.
+
+    Raises:
+        CheckpointError: Naming the method.
+    """
+    packed = getattr(config, "quantization_config", None)
+    if packed is None:
+        return
+    settings = packed if isinstance(packed, dict) else packed.to_dict()
+    method = settings.get("quant_method") or "an unknown method"
+    raise CheckpointError(
+        f"'{model}' is quantised ({getattr(method, 'value', method)}): its heads cannot be cut or "
+        "merged as they are packed. Give the unquantised model that it was made from, and quantise "
+        "the result."
+    )
+
+
+def widened(net: PreTrainedModel) -> PreTrainedModel:
+    """The same model in float32 at least, in place, as it would be had it been loaded so.
+
+    Weights are the same numbers. Buffers that no checkpoint holds are made anew, since a constant
+    that was rounded when the model was made in half precision is not the one of a float32 model.
+    """
+    wide = torch.promote_types(net.dtype, torch.float32)
+    if net.dtype is wide:
+        return net
+    with init_empty_weights(include_buffers=False):
+        fresh = dict(type(net)(net.config).named_buffers())
+    net.to(wide)
+    saved = net.state_dict()
+    for name, buffer in net.named_buffers():
+        if name not in saved and buffer.is_floating_point():
+            buffer.data = fresh[name].to(buffer.device)
+    return net

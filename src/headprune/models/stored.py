@@ -1,0 +1,239 @@
+"""The tensors of a checkpoint on disk, and the element types that a result keeps.
+
+Work is done in float32 (``models.precision``); a result is written as its original was, every
+tensor in the element type that it had there. Nothing here reads more of a file than its header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from headprune.errors import CheckpointError
+
+# as safetensors names them; other ones (F8_E4M3, F4) are those of quantised weights
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_ITEMSIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Element type as safetensors names it ("BF16").
+        elements: How many.
+    """
+
+    dtype: str
+    elements: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on disk."""
+        return self.elements * _ITEMSIZE.get(self.dtype, 1)
+
+
+def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by their names on disk; empty for a hub id not in the cache.
+
+    Args:
+        model: Folder or hub id.
+        subfolder: Folder within it.
+
+    Raises:
+        CheckpointError: If a file is damaged.
+    """
+    found = {}
+    for file in _weight_files(model, subfolder):
+        try:
+            with safe_open(file, "pt") as content:
+                for name in content.keys():  # noqa: SIM118  (it is no mapping)
+                    part = content.get_slice(name)
+                    elements = torch.Size(part.get_shape()).numel()
+                    found[name] = StoredTensor(part.get_dtype(), elements)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"'{file}' is damaged: {error}. Get it again.") from None
+    return found
+
+
+def stored_bytes(model: str | Path) -> int:
+    """Bytes of a checkpoint's tensors."""
+    return sum(tensor.bytes for tensor in stored_tensors(model).values())
+
+
+def _weight_files(model: str | Path, subfolder: str) -> list[Path]:
+    """The files that transformers reads, one or those that the index names."""
+
+    def find(name: str) -> Path | None:
+        folder = Path(model)
+        if folder.is_dir():
+            return folder / subfolder / name if (folder / subfolder / name).is_file() else None
+        inside = f"{subfolder}/{name}" if subfolder else name
+        cached = try_to_load_from_cache(str(model), inside)
+        return Path(cached) if isinstance(cached, str) else None
+
+    whole, index = find(SAFE_WEIGHTS_NAME), find(SAFE_WEIGHTS_INDEX_NAME)
+    if whole is not None or index is None:
+        return [whole] if whole is not None else []
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [find(shard) for shard in sorted(shards)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise CheckpointError(f"'{index}' is no index of weights. Get it again.") from None
+    return [file for file in files if file is not None]
+
+
+@dataclass(frozen=True)
+class StoredDtypes:
+    """The element types that a model's tensors are written in.
+
+    Attributes:
+        default: That of most elements.
+        exceptions: Those of other tensors, by the name in the live model.
+    """
+
+    default: torch.dtype
+    exceptions: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def of(self, name: str) -> torch.dtype:
+        """The element type of one tensor."""
+        return self.exceptions.get(name, self.default)
+
+    @property
+    def names(self) -> str:
+        """The types for readers, the commonest first."""
+        every = dict.fromkeys((self.default, *self.exceptions.values()))
+        return ", ".join(str(dtype).removeprefix("torch.") for dtype in every)
+
+    def narrows(self, net: PreTrainedModel) -> bool:
+        """Whether some weight has more digits than what is stored of it."""
+        return any(_bits(self.of(name)) < _bits(tensor.dtype) for name, tensor in _floating(net))
+
+    def refuse_overflow(self, net: PreTrainedModel) -> None:
+        """Refuses finite weights that these types cannot hold.
+
+        Raises:
+            CheckpointError: Naming the first such tensor.
+        """
+        for name, tensor in _floating(net):
+            limit = torch.finfo(self.of(name)).max
+            largest = float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
+            if limit < largest < math.inf:
+                raise CheckpointError(
+                    f"'{name}' holds {largest:.3g}, and {self.names} ends at {limit:,.0f}: the "
+                    "weight would overflow. Write another type: --out-dtype bfloat16."
+                )
+
+    @torch.no_grad()
+    def round(self, net: PreTrainedModel) -> bool:
+        """Rounds every weight to what will be stored of it, in place; whether any changed.
+
+        Raises:
+            CheckpointError: If a weight overflows.
+        """
+        self.refuse_overflow(net)
+        changed = False
+        for name, tensor in _floating(net):
+            if _bits(self.of(name)) < _bits(tensor.dtype):
+                rounded = tensor.to(self.of(name)).to(tensor.dtype)
+                changed |= not torch.equal(rounded, tensor)
+                tensor.copy_(rounded)
+        return changed
+
+    @torch.no_grad()
+    def cast(self, net: PreTrainedModel) -> None:
+        """Turns every weight into the type that it is stored in, in place, one after the other."""
+        for name, tensor in _floating(net):
+            tensor.data = tensor.data.to(self.of(name))
+        for config in _configs(net):
+            config.dtype = self.default
+
+
+def stored_dtypes(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> StoredDtypes:
+    """The element types of a loaded model's checkpoint.
+
+    Args:
+        net: The model.
+        tensors: What its checkpoint holds; empty where that cannot be seen, as for a model that
+            was made in memory, and then the types are those of ``net``.
+    """
+    floats = {name: _FLOATS[t.dtype] for name, t in tensors.items() if t.dtype in _FLOATS}
+    if not floats:
+        return StoredDtypes(net.dtype)
+    counts: Counter[torch.dtype] = Counter()
+    for name, dtype in floats.items():
+        counts[dtype] += tensors[name].elements
+    default = counts.most_common(1)[0][0]
+    exceptions = {}
+    if len(counts) > 1:
+        for name, tensor in _floating(net):
+            kinds = {floats[n] for n in _names_on_disk(net, name, tensor) if n in floats}
+            if len(kinds) == 1 and kinds != {default}:
+                exceptions[name] = kinds.pop()
+    return StoredDtypes(default, exceptions)
+
+
+def commonest_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """The element type of most elements; None without any."""
+    counts: Counter[str] = Counter()
+    for tensor in tensors.values():
+        counts[tensor.dtype] += tensor.elements if tensor.dtype in _FLOATS else 0
+    return _FLOATS.get(counts.most_common(1)[0][0]) if counts else None
+
+
+def refuse_quantised_tensors(model: str | Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuses weights in a type that no model computes in.
+
+    Raises:
+        CheckpointError: Naming the first such tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype.startswith(("F8", "F4", "F6")):
+            raise CheckpointError(
+                f"'{model}' is quantised: '{name}' is stored in {tensor.dtype}. Give the "
+                "unquantised model that it was made from, and quantise the result."
+            )
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
+def _names_on_disk(net: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
+    """What a tensor of the live model is called in the checkpoint that it was read from."""
+    prefix = f"{net.base_model_prefix}."
+    names = [name, name.removeprefix(prefix), prefix + name]
+    with contextlib.suppress(Exception):  # a conversion that one tensor alone does not undergo
+        names += revert_weight_conversion(net, {name: torch.empty_like(tensor, device="meta")})
+    return names
+
+
+def _floating(net: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are saved, that hold floating-point numbers."""
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+def _configs(net: PreTrainedModel) -> list[PreTrainedConfig]:
+    parts = [getattr(net.config, name, None) for name in net.config.sub_configs]
+    return [net.config, *(part for part in parts if part is not None)]
