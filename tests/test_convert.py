@@ -37,6 +37,7 @@ from headprune.pipelines.verify import verify
 from headprune.plan import AttentionPlan, Plan, Shape
 from headprune.tensors.units import Unit
 from tests import tiny
+from tests.cutting import expecting
 
 TEXT_TOKENS = 640
 
