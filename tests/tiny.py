@@ -246,6 +246,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def untied(built: PreTrainedModel) -> PreTrainedModel:
+    """The same model with an output embedding of its own, where it has one."""
+    built.config.tie_word_embeddings = False
+    apart = type(built)(built.config)
+    apart.load_state_dict(built.state_dict())
+    return apart
+
+
 def save(built: PreTrainedModel, folder: Path) -> Path:
     """Writes a model with its tokenizer."""
     built.save_pretrained(folder)

@@ -122,31 +122,42 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
     """
     if not names:
         return
-    taking = _class_that_takes(net, names)
+    taking = _classes_that_take(net, names)
     listed = ", ".join(f"'{name}'" for name in sorted(names)[:2]) + ", ..." * (len(names) > 2)
-    if taking is None:
+    if not taking:
         where = f"No class of transformers for {net.config.model_type} takes them; "
         where += "if the result can do without them, --drop-unexpected leaves them out."
     else:
-        where = f'They belong to {taking}: put "architectures": ["{taking}"] into its config.json, '
-        where += "or leave them out with --drop-unexpected."
+        where = f"They belong to {' or '.join(taking[:2])}: put "
+        where += f'"architectures": ["{taking[0]}"] into its config.json, or leave them out with '
+        where += "--drop-unexpected."
     raise CheckpointError(
         f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and the "
         f"result would lack them: {listed}. {where}"
     )
 
 
-def _class_that_takes(net: PreTrainedModel, names: Collection[str]) -> str | None:
-    """The class for this kind of config whose tensors include the given ones."""
-    for cls in dict.fromkeys(modeling_headprune.auto_classes(type(net.config)).values()):
+def _classes_that_take(net: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """The classes for this kind of config that take these tensors as well, and miss none.
+
+    Some have the same tensors, as those for sequences and for tokens do; the likelier comes first.
+    """
+    prefix = f"{net.base_model_prefix}."
+    there = {name.removeprefix(prefix) for name in (*net.state_dict(), *names)}
+    known, found = modeling_headprune.auto_classes(type(net.config)), []
+    likely = ("AutoModelForMaskedLM", "AutoModelForSequenceClassification")
+    for auto in (*(name for name in likely if name in known), *known):
+        cls = known[auto]
         try:
             with torch.device("meta"):
-                tensors = cls(copy.deepcopy(net.config)).state_dict()
+                other = cls(copy.deepcopy(net.config))
         except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
             continue  # needs settings that this config lacks
-        if set(names) <= set(tensors):
-            return cls.__name__
-    return None
+        tensors, tied = set(other.state_dict()), set(other.all_tied_weights_keys)
+        missing = {n for n in tensors - tied if n.removeprefix(prefix) not in there}
+        if set(names) <= tensors and all("pooler" in name for name in missing):
+            found.append(cls.__name__)
+    return list(dict.fromkeys(found))
 
 
 def refuse_without_text(model: PreTrainedModel, what: str) -> None:

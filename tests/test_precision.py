@@ -1,0 +1,441 @@
+"""Half precision, from checkpoint to result: computed in float32, written as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headprune
+from headprune.config import (
+    CalibrationConfig,
+    ConvertConfig,
+    DataConfig,
+    Dtype,
+    EvaluateConfig,
+    HealConfig,
+    ShapeOption,
+    TrainGatesConfig,
+)
+from headprune.errors import CheckpointError, HeadpruneError, ProofError
+from headprune.models import proof
+from headprune.models.attention import attention_of
+from headprune.models.precision import refuse_missing_dtype, widened
+from headprune.models.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
+from headprune.models.surgery import cut_heads, fold_gates, resolve
+from headprune.pipelines import prune as pruning
+from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.heal import heal
+from headprune.pipelines.prune import Pruned, prune
+from headprune.pipelines.score import score
+from headprune.pipelines.train_gates import train_gates
+from headprune.pipelines.verify import verify
+from headprune.plan import Plan
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.cutting import uneven_plan
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SMALL = CalibrationConfig(tokens=600, seq_len=16)
+CONVERT = ConvertConfig(kv_heads=1, calibration_tokens=600, seq_len=16)
+
+
+@pytest.fixture(params=HALVES)
+def half(request: pytest.FixtureRequest) -> torch.dtype:
+    return HALVES[request.param]
+
+
+@pytest.fixture
+def data(text_file: Path) -> DataConfig:
+    return DataConfig(source=str(text_file))
+
+
+def saved(case: str, dtype: torch.dtype, folder: Path) -> Path:
+    return tiny.save(tiny.model(case, dtype), folder)
+
+
+def dtypes_on_disk(folder: Path) -> set[torch.dtype]:
+    tensors = load_file(folder / "model.safetensors").values()
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+
+
+def sound(result: Pruned, dtype: torch.dtype, base: Path | None = None) -> None:
+    """What every result in half precision must be."""
+    found = result.manifest.proof
+    assert found["dtype"] == "float32"
+    assert found["gated_vs_reloaded"] <= found["tolerance"] < 1e-3
+    assert found["control"] > 1e2 * found["tolerance"]
+    assert dtypes_on_disk(result.output) == {dtype}
+    assert json.loads((result.output / "config.json").read_text())["dtype"] == str(dtype)[6:]
+    assert result.manifest.weight_bytes is not None
+    before, after = result.manifest.weight_bytes
+    assert after <= before
+    assert after == stored_bytes(result.output)
+    checked = verify(result.output, against=base)
+    assert checked.passed, checked
+    assert len(checked.checks) == 3 + (base is not None)
+    loaded = headprune.from_pretrained(result.output)
+    assert loaded.dtype is dtype
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm", "t5"])
+def test_a_plan_with_gate_values(case: str, half: torch.dtype, tmp_path: Path) -> None:
+    base = saved(case, half, tmp_path / "model")
+    plan = uneven_plan(headprune.from_pretrained(base))
+    result = prune(base, tmp_path / "out", plan=plan)
+    sound(result, half, base)
+    assert 1e-6 < result.manifest.proof["cast"] < 0.1  # the gate values that W_O took up
+    bare = plan.model_copy(
+        update={
+            "attentions": {
+                p: a.model_copy(update={"scale": None}) for p, a in plan.attentions.items()
+            }
+        }
+    )
+    assert prune(base, tmp_path / "bare", plan=bare).manifest.proof["cast"] == 0.0
+
+
+def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
+    base = saved("llama-gqa", half, tmp_path / "model")
+    settings = TrainGatesConfig(target_heads=0.5, unit=Unit.HEAD, steps=4, batch_size=2, seq_len=16)
+    train_gates(base, data, tmp_path / "gates", settings)
+    out = tmp_path / "out"
+    sound(prune(base, out, gates=tmp_path / "gates", shape=ShapeOption.RAGGED), half, base)
+
+
+def test_trained_weights_are_kept_in_float32_until_they_are_written(
+    half: torch.dtype, data: DataConfig, tmp_path: Path
+) -> None:
+    base = saved("llama-gqa", half, tmp_path / "model")
+    settings = {"target_heads": 0.5, "train": "attention", "steps": 4, "seq_len": 16}
+    train_gates(base, data, tmp_path / "gates", TrainGatesConfig(**settings))
+    weights = load_file(tmp_path / "gates" / "weights.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    result = prune(base, tmp_path / "out", gates=tmp_path / "gates")
+    sound(result, half)
+    assert result.manifest.proof["cast"] > 1e-6
+
+
+def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
+    base = saved("llama-gqa", half, tmp_path / "model")
+    score(base, tmp_path / "scores", ["compensated", "fisher"], data, SMALL, Unit.HEAD)
+    result = prune(
+        base,
+        tmp_path / "out",
+        scores=tmp_path / "scores",
+        criterion="compensated",
+        keep=0.5,
+        refit=data,
+        calibration=SMALL,
+        shape=ShapeOption.RAGGED,
+    )
+    sound(result, half)
+    assert result.manifest.proof["cast"] > 1e-6
+
+
+def test_a_refit_is_that_of_the_float32_copy(
+    half: torch.dtype, data: DataConfig, tmp_path: Path
+) -> None:
+    base = saved("llama-gqa", half, tmp_path / "half")
+    model = headprune.from_pretrained(base, dtype=torch.float32)
+    wide, plan = tiny.save(model, tmp_path / "wide"), uneven_plan(model)
+    options: dict[str, Any] = {"plan": plan, "refit": data, "calibration": SMALL}
+    prune(base, tmp_path / "a", **options)
+    prune(wide, tmp_path / "b", **options)
+    ours = load_file(tmp_path / "a" / "model.safetensors")
+    theirs = load_file(tmp_path / "b" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name].to(half)) for name in theirs)
+    prune(base, tmp_path / "c", **options, dtype=Dtype(str(half)[6:]))  # computed in half
+    others = load_file(tmp_path / "c" / "model.safetensors")
+    assert any(not torch.equal(others[name], ours[name]) for name in ours)
+
+
+@pytest.mark.parametrize("merge", ["mean", "first", "procrustes", "medoid", "norm-mean", "lowrank"])
+@pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
+def test_every_merge(
+    case: str, merge: str, half: torch.dtype, data: DataConfig, tmp_path: Path
+) -> None:
+    base = saved(case, half, tmp_path / "model")
+    config = CONVERT.model_copy(update={"merge": merge})
+    calibrate = data if merge == "lowrank" else None
+    result = convert_gqa(base, tmp_path / "out", config, calibrate)
+    sound(result.pruned, half)
+
+
+def test_healing(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
+    base = saved("llama-gqa", half, tmp_path / "model")
+    convert_gqa(base, tmp_path / "mqa", CONVERT)
+    config = HealConfig(steps=3, seq_len=16)
+    result = heal(tmp_path / "mqa", base, data, tmp_path / "out", config)
+    sound(result.pruned, half)
+    assert result.pruned.manifest.proof["cast"] > 1e-6
+
+
+def test_evaluation_is_in_what_the_checkpoint_holds(
+    half: torch.dtype, data: DataConfig, tmp_path: Path
+) -> None:
+    base = saved("llama-gqa", half, tmp_path / "model")
+    out = prune(base, tmp_path / "out", plan=uneven_plan(headprune.from_pretrained(base))).output
+    report = evaluate(out, data, EvaluateConfig(seq_len=16, speed=False), against=base)
+    assert report.model.dtype == str(half)[6:]
+    again = prune(out, tmp_path / "again", plan=uneven_plan(headprune.from_pretrained(out)))
+    sound(again, half, out)
+
+
+def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    net = headprune.from_pretrained(base, dtype=torch.float32)
+    expected = proof.expect(net, resolve(uneven_plan(net), net))
+    shifted = {
+        path: part.model_copy(update={"keep": part.keep, "scale": part.scale and part.scale[::-1]})
+        for path, part in uneven_plan(net).attentions.items()
+    }
+    cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=shifted), net))
+    outputs = proof.probe(net, expected.inputs)
+    with pytest.raises(ProofError, match="differ by"):
+        proof.conclude(expected, outputs, outputs)
+
+
+@pytest.mark.parametrize("case", tiny.present("gemma3_text", "llama-gqa", "gpt2", "falcon-alibi"))
+def test_widened_is_what_loading_in_float32_gives(case: str, tmp_path: Path) -> None:
+    base = saved(case, torch.bfloat16, tmp_path / "model")
+    loaded = headprune.from_pretrained(base, dtype=torch.float32)
+    half = headprune.from_pretrained(base)
+    inputs = proof.probe_inputs(loaded)
+    wanted = proof.probe(loaded, inputs)
+    rounded = proof.difference(wanted, proof.probe(half, inputs))
+    assert rounded > 1e-3
+    assert proof.difference(wanted, proof.probe(widened(half), inputs)) == 0.0
+
+
+@pytest.mark.parametrize("computed", list(HALVES))
+def test_computing_in_half_precision_is_proven_in_float32(
+    computed: str, half: torch.dtype, data: DataConfig, tmp_path: Path
+) -> None:
+    base = saved("llama-gqa", half, tmp_path / "model")
+    plan = uneven_plan(headprune.from_pretrained(base))
+    options: dict[str, Any] = {"refit": data, "calibration": SMALL, "dtype": Dtype(computed)}
+    sound(prune(base, tmp_path / "out", plan=plan, **options), half)
+
+
+def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    plan = uneven_plan(headprune.from_pretrained(base))
+    result = prune(base, tmp_path / "wide", plan=plan, out_dtype=Dtype.FLOAT32)
+    assert dtypes_on_disk(result.output) == {torch.float32}
+    assert result.manifest.proof["cast"] == 0.0
+    assert result.manifest.weight_bytes is not None
+    before, after = result.manifest.weight_bytes
+    assert after > before
+    # what is computed in is not what is written
+    same = prune(base, tmp_path / "same", plan=plan, dtype=Dtype.FLOAT64)
+    assert dtypes_on_disk(same.output) == {torch.bfloat16}
+    assert same.manifest.proof["dtype"] == "float64"
+
+
+def test_a_mixed_checkpoint_is_kept_tensor_by_tensor(data: DataConfig, tmp_path: Path) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    weights = load_file(base / "model.safetensors")
+    wide = {n for n in weights if "norm" in n} | {"model.layers.1.self_attn.o_proj.weight"}
+    mixed = {n: t.float() + 1e-4 if n in wide else t for n, t in weights.items()}
+    save_file(mixed, base / "model.safetensors", metadata={"format": "pt"})
+    net = headprune.from_pretrained(base, dtype=torch.float32)
+    plan = uneven_plan(net)
+    out = prune(base, tmp_path / "out", plan=plan, refit=data, calibration=SMALL)
+    written = load_file(out.output / "model.safetensors")
+    assert {n for n, t in written.items() if t.dtype is torch.float32} == wide
+    assert out.manifest.dtype == "bfloat16, float32"
+    assert json.loads((out.output / "config.json").read_text())["dtype"] == "bfloat16"
+    untouched = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(written[untouched], mixed[untouched])  # to the last bit of float32
+    assert verify(out.output).passed
+
+
+@pytest.mark.parametrize("case", tiny.present("qwen3_moe", "gpt_neox", "vit"))
+def test_types_are_found_under_the_names_on_disk(case: str, tmp_path: Path) -> None:
+    base = saved(case, torch.bfloat16, tmp_path / "model")
+    weights = load_file(base / "model.safetensors")
+    # the output projections, whatever they are called there
+    wide = {
+        n
+        for n in weights
+        if any(
+            part in n
+            for part in ("o_proj.weight", "attention.dense.weight", "attention.output.dense.weight")
+        )
+    }
+    assert wide
+    mixed = {n: t.float() if n in wide else t for n, t in weights.items()}
+    save_file(mixed, base / "model.safetensors", metadata={"format": "pt"})
+    net = headprune.from_pretrained(base, dtype=torch.float32)
+    stored = stored_dtypes(net, stored_tensors(base))
+    assert stored.default is torch.bfloat16
+    assert len(stored.exceptions) == len(wide)
+    stored.cast(net)
+    net.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert {n: t.dtype for n, t in again.items()} == {n: t.dtype for n, t in mixed.items()}
+
+
+def test_rounding_says_whether_it_changed_anything() -> None:
+    net = tiny.model("llama-gqa")
+    assert StoredDtypes(torch.bfloat16).round(net)
+    assert not StoredDtypes(torch.bfloat16).round(net)
+    assert not StoredDtypes(torch.float32).narrows(net)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
+def test_folded_gates_compute_what_gates_do(case: str) -> None:
+    net = tiny.model(case)
+    cuts, inputs = resolve(uneven_plan(net), net), proof.probe_inputs(net)
+    wanted = proof.probe_gated(net, cuts, inputs)
+    folded = fold_gates(cuts)
+    assert all(cut.scale is None for cut in folded)
+    assert proof.difference(wanted, proof.probe_gated(net, folded, inputs)) < 1e-6
+    assert proof.difference(wanted, proof.probe_gated(net, cuts, inputs)) > 1e-3  # twice
+
+
+def overflowing(tmp_path: Path, weight: float) -> Path:
+    model = tiny.model("llama-gqa")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight.fill_(weight)
+        model.model.layers[2].mlp.up_proj.weight.fill_(weight)
+    return tiny.save(model.to(torch.bfloat16), tmp_path / "model")
+
+
+COMMANDS: dict[str, Callable[[Path, DataConfig, Path, Dtype], Any]] = {
+    "score": lambda m, d, o, t: score(m, o, ["fisher"], d, SMALL.model_copy(update={"dtype": t})),
+    "train-gates": lambda m, d, o, t: train_gates(
+        m, d, o, TrainGatesConfig(target_heads=0.5, steps=2, seq_len=16, dtype=t)
+    ),
+    "convert-gqa": lambda m, d, o, t: convert_gqa(m, o, CONVERT.model_copy(update={"dtype": t}), d),
+    "evaluate": lambda m, d, o, t: evaluate(m, d, EvaluateConfig(seq_len=16, speed=False, dtype=t)),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_overflow_is_refused_before_any_work(
+    command: str, data: DataConfig, tmp_path: Path
+) -> None:
+    base = overflowing(tmp_path, 300.0)
+    with pytest.raises(CheckpointError, match=r"overflows in float16: 'model.layers.2.mlp"):
+        COMMANDS[command](base, data, tmp_path / "out", Dtype.FLOAT16)
+    assert not (tmp_path / "out").exists()
+    COMMANDS[command](base, data, tmp_path / "out", Dtype.AUTO)
+
+
+def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path: Path) -> None:
+    base = overflowing(tmp_path, 300.0)
+    plan = uneven_plan(headprune.from_pretrained(base))
+    with pytest.raises(CheckpointError, match="down_proj.*--out-dtype bfloat16"):
+        prune(base, tmp_path / "out", plan=plan, out_dtype=Dtype.FLOAT16)
+    base = overflowing(tmp_path, 70_000.0)
+    with pytest.raises(CheckpointError, match=r"holds 7.01e\+04, and float16 ends at 65,504"):
+        prune(base, tmp_path / "out", plan=plan, out_dtype=Dtype.FLOAT16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_weights_are_named(data: DataConfig, tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa", torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    base = tiny.save(model, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight'.*holds NaN"):
+        score(base, tmp_path / "scores", ["fisher"], data, SMALL)
+
+
+def test_a_type_that_the_device_lacks_is_refused() -> None:
+    refuse_missing_dtype(torch.bfloat16, "cpu")
+    with pytest.raises(HeadpruneError, match="'cpu' cannot compute in float8_e4m3fn"):
+        refuse_missing_dtype(torch.float8_e4m3fn, "cpu")
+
+
+def test_quantised_checkpoints_are_refused_by_name(data: DataConfig, tmp_path: Path) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    config = json.loads((base / "config.json").read_text())
+    packed = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (base / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(CheckpointError, match=r"quantised \(gptq\).*Give the unquantised model"):
+        score(base, tmp_path / "scores", ["fisher"], data, SMALL)
+    (base / "config.json").write_text(json.dumps(config))
+    weights = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"'{name}' is stored in F8_E4M3"):
+        score(base, tmp_path / "scores", ["fisher"], data, SMALL)
+
+
+def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
+    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    monkeypatch.setattr(proof, "probe_rounding", lambda *_: 0.5)
+
+    def worked(*_: Any, **__: Any) -> None:
+        raise AssertionError("it went to work")
+
+    monkeypatch.setattr(pruning, "refit_outputs", worked)
+    monkeypatch.setattr("headprune.pipelines.convert_gqa.convert_in_sequence", worked)
+    plan = uneven_plan(headprune.from_pretrained(base))
+    with pytest.raises(ProofError, match="would show nothing"):
+        prune(base, tmp_path / "out", plan=plan, refit=data, calibration=SMALL)
+    with pytest.raises(ProofError, match="would show nothing"):
+        convert_gqa(base, tmp_path / "out", CONVERT, data)
+    mqa = saved("llama-mqa", torch.bfloat16, tmp_path / "mqa")
+    with pytest.raises(ProofError, match="would show nothing"):
+        heal(mqa, base, data, tmp_path / "out", HealConfig(steps=3, seq_len=16))
+    assert not (tmp_path / "out").exists()
+
+
+# --- nothing is thrown away -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["bert-mlm", "bert-classifier", "gpt2"])
+@pytest.mark.parametrize("named", [None, "BertForSomethingElse"])
+def test_tensors_without_a_place_are_refused(case: str, named: str | None, tmp_path: Path) -> None:
+    base = tiny.save(tiny.untied(tiny.model(case)), tmp_path / "model")
+    config = json.loads((base / "config.json").read_text())
+    cls = config["architectures"][0]
+    (base / "config.json").write_text(json.dumps({**config, "architectures": named and [named]}))
+    with pytest.raises(CheckpointError, match=rf'"architectures": \["{cls}"\]') as refused:
+        headprune.from_pretrained(base)
+    assert len(str(refused.value)) <= 400 + len(str(base))
+    headprune.from_pretrained(base, drop_unexpected=True)
+    (base / "config.json").write_text(json.dumps({**config, "architectures": [cls]}))
+    plan = uneven_plan(headprune.from_pretrained(base))
+    out = prune(base, tmp_path / "out", plan=plan).output
+    assert set(stored_tensors(out)) == set(stored_tensors(base))
+
+
+def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    weights = load_file(base / "model.safetensors")
+    weights["adapter.up.weight"] = torch.ones(3, 3)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    plan = uneven_plan(headprune.from_pretrained(base, drop_unexpected=True))
+    with pytest.raises(CheckpointError, match=r"'adapter.up.weight'.*No class.*--drop-unexpected"):
+        prune(base, tmp_path / "out", plan=plan)
+    result = prune(base, tmp_path / "out", plan=plan, drop_unexpected=True)
+    assert set(stored_tensors(base)) - set(stored_tensors(result.output)) == {"adapter.up.weight"}
+
+
+@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+def test_a_result_has_every_tensor_of_its_original(case: str, tmp_path: Path) -> None:
+    base = tiny.save(tiny.model(case), tmp_path / "model")
+    net = headprune.from_pretrained(base)
+    cut_heads(net, resolve(uneven_plan(net, 0), net))
+    net.save_pretrained(tmp_path / "out")
+    per_head = {
+        name
+        for name in set(stored_tensors(base)) - set(stored_tensors(tmp_path / "out"))
+        if "layernorm.norms" in name  # one norm per head, which goes with its head
+    }
+    assert set(stored_tensors(base)) - per_head == set(stored_tensors(tmp_path / "out"))
+    assert attention_of(net)
