@@ -12,9 +12,14 @@ WEIGHTS, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 # of a training that was cut short; what the Trainer, accelerate and DeepSpeed call them
-_TRAINING = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "random_states*")
-_TRAINING += ("scaler*", "*_states.pt")
-_OTHER_WEIGHTS = ("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data", "*.gguf", "*.tflite")
+_TRAINING = (
+    *("training_args*", "optimizer*", "scheduler*", "rng_state*", "random_states*", "scaler*"),
+    "*_states.pt",
+)
+_OTHER_WEIGHTS = (
+    *("*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data", "*.gguf", "*.tflite"),
+    "*.index.json",  # of shards
+)
 _MODULES = "[0-9]*_*"  # folders of sentence-transformers: pooling and dense layers
 _CODE = ("*.py", "*.pyc", "*.so", "*.sh")
 
@@ -73,13 +78,13 @@ def survey(folder: Path) -> Contents:
         for name in everything
         if name.endswith(f"/{WEIGHTS}") and name.replace(WEIGHTS, SAFE) not in everything
     ]
-    read = {*weights, *(f"{module}/{WEIGHTS}" for module in modules)}
+    read = {*weights, INDEX, *(f"{module}/{WEIGHTS}" for module in modules)}
     other = [n for n in everything if _matches(n, (*PICKLES, *_OTHER_WEIGHTS, *_CODE))]
     return Contents(
         weights={name: _safe_name(name, bool(names)) for name in weights},
         names=names,
         modules=tuple(modules),
-        kept=tuple(name for name in everything if name not in other and name != INDEX),
+        kept=tuple(name for name in everything if name not in other),
         left_out=tuple(name for name in other if name not in read),
     )
 

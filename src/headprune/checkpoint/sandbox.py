@@ -139,14 +139,24 @@ def confine(cpu_s: int) -> list[str]:
     if sys.platform != "win32":
         import resource
 
-        for what, most in (("NPROC", 0), ("CORE", 0), ("CPU", _cpu_seconds_used() + cpu_s)):
-            _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{what}"))
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (most, most))
+        most = _cpu_seconds_used() + cpu_s
+        _limit(resource.RLIMIT_NPROC, 0, 0)
+        _limit(resource.RLIMIT_CORE, 0, 0)
+        _limit(resource.RLIMIT_CPU, most, most + 5)  # SIGXCPU first, which says why
         on.append("resource limits")
     if seccomp.install():
         on.append("seccomp")
     return on
+
+
+def _limit(what: int, soft: int, hard: int) -> None:
+    """Lowers a limit; one that is lower already stays."""
+    import resource
+
+    _, ceiling = resource.getrlimit(what)
+    if ceiling != resource.RLIM_INFINITY:
+        soft, hard = min(soft, ceiling), min(hard, ceiling)
+    resource.setrlimit(what, (soft, hard))
 
 
 def _cpu_seconds_used() -> int:

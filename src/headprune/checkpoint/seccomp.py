@@ -16,8 +16,10 @@ import struct
 import sys
 from collections.abc import Iterable
 
-# name: number on x86_64, number on aarch64 (None: there is none)
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
+# by machine, as in MACHINES; None: there is none
+_Numbers = tuple[int | None, int | None]
+
+_REFUSED: dict[str, _Numbers] = {
     # programs and processes
     **{"execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None)},
     **{"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)},
@@ -49,21 +51,22 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
 }
 # flags in a struct, which a filter cannot read: libc turns to the older call
-_ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}
+_ABSENT: dict[str, _Numbers] = {"clone3": (435, 435), "openat2": (437, 437)}
 _FIRST_UNKNOWN = 463  # x32, the other set of calls of x86_64, lies beyond it as well
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-# numbers, position of an argument, bits: refused if any of them is set
-_IF_SET = {
-    "open": (2, None, 1, _WRITES),
-    "openat": (257, 56, 2, _WRITES),
-    "prlimit64": (302, 261, 0, 0xFFFFFFFF),  # of another process
+# numbers, position of an argument, bits of it: refused if any of them is set
+_IF_SET: dict[str, tuple[_Numbers, int, int]] = {
+    "open": ((2, None), 1, _WRITES),
+    "openat": ((257, 56), 2, _WRITES),
+    "prlimit64": ((302, 261), 0, 0xFFFFFFFF),  # of another process
 }
 _CLONE_THREAD = 0x10000
-_UNLESS_SET = {"clone": (56, 220, 0, _CLONE_THREAD)}  # a process, not a thread
+# refused if none is set: a process, not a thread
+_UNLESS_SET: dict[str, tuple[_Numbers, int, int]] = {"clone": ((56, 220), 0, _CLONE_THREAD)}
 
 # column of the tables, the kernel's name for the architecture, number of seccomp(2)
-_MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
+MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
 
 # BPF: load a word of struct seccomp_data, compare it with k, return
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -74,7 +77,7 @@ _SET_MODE_FILTER, _ALL_THREADS = 1, 1
 
 
 class _Program(ctypes.Structure):
-    """struct sock_fprog."""
+    """As struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
@@ -86,18 +89,18 @@ def install() -> bool:
         Whether it is on; False where the platform has no such filter, or refuses it.
     """
     machine = platform.machine()
-    if sys.platform != "linux" or machine not in _MACHINES:
+    if sys.platform != "linux" or machine not in MACHINES:
         return False
     instructions = program(machine)
     filter_ = _Program(len(instructions) // 8, instructions)
     call = ctypes.CDLL(None, use_errno=True).syscall
-    number = _MACHINES[machine][2]
+    number = MACHINES[machine][2]
     return bool(call(number, _SET_MODE_FILTER, _ALL_THREADS, ctypes.byref(filter_)) == 0)
 
 
 def program(machine: str) -> bytes:
     """The filter for "x86_64" or "aarch64", 8 bytes per instruction."""
-    column, architecture, _ = _MACHINES[machine]
+    column, architecture, _ = MACHINES[machine]
     refuse, absent = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
     rules = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -109,8 +112,8 @@ def program(machine: str) -> bytes:
         for numbers in table.values():
             if (number := numbers[column]) is not None:
                 rules += _if(_EQUAL, number, answer)
-    for table, if_set, if_not in ((_IF_SET, refuse, _ALLOW), (_UNLESS_SET, _ALLOW, refuse)):
-        for *numbers, position, bits in table.values():
+    for by_flags, if_set, if_not in ((_IF_SET, refuse, _ALLOW), (_UNLESS_SET, _ALLOW, refuse)):
+        for numbers, position, bits in by_flags.values():
             if (number := numbers[column]) is not None:
                 rules += [
                     (_EQUAL, 0, 4, number),  # else four further on
@@ -133,5 +136,5 @@ def _unless(test: int, value: int, answer: int) -> list[_Instruction]:
 
 
 def _packed(instructions: Iterable[_Instruction]) -> bytes:
-    """struct sock_filter: code, steps if true, steps if false, k."""
+    """As struct sock_filter: code, steps if true, steps if false, k."""
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)

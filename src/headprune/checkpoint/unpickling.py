@@ -9,29 +9,20 @@ storage and that no class ties are kept, for nothing would bring them back.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headprune.checkpoint.folders import write_error
 from headprune.checkpoint.sandbox import Say, confine, printable
+from headprune.checkpoint.streaming import DTYPES, bytes_of, write
 from headprune.errors import CheckpointError
 
-# as the format names them
-_DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
-    torch.bool: "BOOL",
-}
 # A file of honest weights is as large as its tensors, or smaller by names that share a storage.
 _MOST_TIMES_LARGER = 16
 _CPU_S, _CPU_S_PER_GIB = 300, 120  # several times what it takes
@@ -63,7 +54,8 @@ def main(job: dict[str, Any], say: Say) -> None:
             say({"stage": f"reading {source.name}"})
             wrapper, tensors = tensors_in(read(source), source.name)
             shards.append(tensors)
-        tied = _leave_out_tied(shards, job["tied"], [source.name for source in sources])
+        holders = _holders(shards, [source.name for source in sources])
+        tied = _leave_out_tied(holders, job["tied"])
         _refuse_bombs([t for tensors in shards for t in tensors.values()], read_bytes)
         written = {}
         for target, file, tensors in zip(targets, files, shards, strict=True):
@@ -170,27 +162,30 @@ def _listed(keys: list[Any]) -> str:
     return (", ".join(shown[:8]) or "none") + more
 
 
-def _leave_out_tied(
-    shards: list[dict[str, Tensor]], tied: dict[str, str], names: list[str]
-) -> dict[str, str]:
-    """Takes names that say the same as the one they are tied to out of the shards, in place."""
-    holder: dict[str, dict[str, Tensor]] = {}
-    for shard, file in zip(shards, names, strict=True):
+def _holders(shards: list[dict[str, Tensor]], files: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The shard of every name; refuses what safetensors cannot hold, and names given twice."""
+    holders: dict[str, dict[str, Tensor]] = {}
+    for shard, file in zip(shards, files, strict=True):
         for name, tensor in shard.items():
-            if name in holder:
+            if name in holders:
                 raise CheckpointError(f"'{printable(name)}' is in '{file}' and in another shard.")
-            if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPES:
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
                 raise CheckpointError(
                     f"'{printable(name)}' of '{file}' is a tensor that safetensors cannot hold: "
                     f"{tensor.layout}, {tensor.dtype}, on {tensor.device}."
                 )
-            holder[name] = shard
+            holders[name] = shard
+    return holders
+
+
+def _leave_out_tied(holders: dict[str, dict[str, Tensor]], tied: dict[str, str]) -> dict[str, str]:
+    """Takes out, in place, names that say the same as those that they are tied to."""
     left_out = {}
     for target, source in tied.items():
-        if {target, source} <= holder.keys() and target != source:
-            one, other = holder[target][target], holder[source][source]
+        if {target, source} <= holders.keys() and target != source:
+            one, other = holders[target][target], holders[source][source]
             if one.dtype == other.dtype and one.shape == other.shape and _same(one, other):
-                del holder.pop(target)[target]
+                del holders.pop(target)[target]
                 left_out[target] = source
     return left_out
 
@@ -210,47 +205,3 @@ def _refuse_larger(unpacked: int, packed: int) -> None:
             f"The pickle has {packed:,} bytes and would unpack to {unpacked:,}: no weights are "
             "packed like that."
         )
-
-
-def write(tensors: dict[str, Tensor], file: IO[bytes]) -> dict[str, list[Any]]:
-    """Writes tensors as safetensors to an open file, one at a time.
-
-    safetensors' own writer opens a file by its name, which a confined process cannot.
-
-    Args:
-        tensors: By name.
-        file: Open for writing.
-
-    Returns:
-        What ``describe`` says of each.
-    """
-    # the largest elements first: all are aligned then
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        offsets = [start, end]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    described = {}
-    for name, tensor in ordered:
-        raw = bytes_of(tensor)
-        described[name] = describe(tensor, raw)
-        file.write(raw.numpy().data)
-    file.flush()
-    return described
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor as bytes, in the order of its elements."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def describe(tensor: Tensor, raw: Tensor) -> list[Any]:
-    """Element type, shape, and the SHA-256 of the bytes: equal for tensors that are the same."""
-    digest = hashlib.sha256(raw.numpy().data).hexdigest()
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]

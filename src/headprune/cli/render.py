@@ -138,6 +138,8 @@ def imported(console: Console, result: Imported) -> None:
         f"[bold green]the same bytes[/]: {result.tensors:,} tensors of {result.weight_bytes:,} "
         f"bytes ({kinds}), from {escape(', '.join(result.files))}"
     )
+    if result.modules:
+        console.print(f"and the weights of {escape(', '.join(result.modules))}")
     if result.wrapper is not None:
         console.print(f"found under the key '{escape(result.wrapper)}'")
     for target, source in result.tied.items():

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from headprune.checkpoint.folders import check_output, whole_folder
 from headprune.checkpoint.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
 from headprune.checkpoint.sandbox import converse, printable
-from headprune.checkpoint.unpickling import bytes_of, describe
+from headprune.checkpoint.streaming import bytes_of, describe
 from headprune.errors import CheckpointError
 from headprune.models.refusals import refuse_links
 from headprune.models.ties import tied_names
@@ -34,7 +34,8 @@ class Imported:
     Attributes:
         output: The new folder.
         files: Pickle to safetensors file.
-        tensors: How many.
+        modules: Folders inside, of sentence-transformers, whose pickles were converted as well.
+        tensors: How many; those of modules are not counted.
         weight_bytes: Bytes of their numbers.
         dtypes: Tensors of each element type.
         tied: Names left out, as loading ties them to others: to which.
@@ -45,6 +46,7 @@ class Imported:
 
     output: Path
     files: dict[str, str]
+    modules: tuple[str, ...]
     tensors: int
     weight_bytes: int
     dtypes: dict[str, int]
@@ -83,35 +85,25 @@ def import_pickle(
     check_output(output, overwrite)
     _check_folder(folder, output)
     contents = survey(folder)
-    refuse_links(folder)
-    tied = tied_names(folder)
     with whole_folder(output) as new:
         for name in contents.kept:
             (new / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, new / name)
-        told = _convert(folder, new, contents.weights, tied, output, on_stage)
+        told = _convert(folder, new, contents.weights, tied_names(folder), output, on_stage)
+        if contents.names:
+            _refuse_missing(folder, contents.names, told)
+            _write_index(new, told["written"])
         for module in contents.modules:
             (new / module).mkdir(exist_ok=True)
             _convert(folder / module, new / module, {WEIGHTS: SAFE}, {}, output, on_stage)
-        described = {
-            name: facts for file in told["written"].values() for name, facts in file.items()
-        }
-        missing = sorted(contents.names - described.keys() - told["tied"].keys())
-        if missing:
-            raise CheckpointError(
-                f"The shards of '{folder}' lack {len(missing)} tensors of their index, "
-                f"'{printable(missing[0])}' the first. Get the folder again."
-            )
-        total = sum(_bytes_described(facts) for facts in described.values())
-        if contents.names:
-            _write_index(new, told["written"], total)
-    dtypes = Counter(facts[0] for facts in described.values())
+    described = [facts for tensors in told["written"].values() for facts in tensors.values()]
     return Imported(
         output=output,
         files=contents.weights,
+        modules=contents.modules,
         tensors=len(described),
-        weight_bytes=total,
-        dtypes=dict(dtypes.most_common()),
+        weight_bytes=sum(map(_bytes_of, described)),
+        dtypes=dict(Counter(dtype for dtype, *_ in described).most_common()),
         tied=told["tied"],
         wrapper=told["wrapper"],
         left_out=contents.left_out,
@@ -124,6 +116,7 @@ def _check_folder(folder: Path, output: Path) -> None:
         raise CheckpointError(
             f"'{folder}' is no folder; give one with the pickled weights and their config.json."
         )
+    refuse_links(folder)
     try:
         described = isinstance(json.loads((folder / "config.json").read_text("utf-8")), dict)
     except OSError:
@@ -187,19 +180,31 @@ def check_written(file: Path, expected: dict[str, list[Any]]) -> None:
                 found = None if tensor is None else describe(tensor, bytes_of(tensor))
                 if found != expected.get(name):
                     raise CheckpointError(
-                        f"'{printable(name)}' is not in '{file.name}' as it was in the pickle: {found} and "
-                        f"{expected.get(name)}. The disk may be failing; nothing was kept."
+                        f"'{printable(name)}' is not in '{file.name}' as it was in the pickle: "
+                        f"{found}, not {expected.get(name)}. Nothing was kept; is the disk sound?"
                     )
     except SafetensorError as error:
         raise CheckpointError(f"'{file.name}' was written and does not load: {error}.") from None
 
 
-def _bytes_described(facts: list[Any]) -> int:
+def _bytes_of(facts: list[Any]) -> int:
     dtype, shape, _ = facts
-    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
+    elements: int = math.prod(shape)
+    return elements * cast(torch.dtype, getattr(torch, dtype)).itemsize
 
 
-def _write_index(folder: Path, written: dict[str, dict[str, list[Any]]], total: int) -> None:
+def _refuse_missing(folder: Path, names: frozenset[str], told: dict[str, Any]) -> None:
+    found = {name for tensors in told["written"].values() for name in tensors}
+    missing = sorted(names - found - told["tied"].keys())
+    if missing:
+        raise CheckpointError(
+            f"The shards of '{folder}' lack {len(missing)} tensors of their index, "
+            f"'{printable(missing[0])}' the first. Get the folder again."
+        )
+
+
+def _write_index(folder: Path, written: dict[str, dict[str, list[Any]]]) -> None:
     where = {name: file for file, tensors in written.items() for name in sorted(tensors)}
+    total = sum(_bytes_of(facts) for tensors in written.values() for facts in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
