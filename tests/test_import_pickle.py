@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import struct
 import sys
 import zipfile
@@ -291,10 +292,29 @@ def test_what_belongs_to_a_model_comes_along(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("in_process")
-def test_another_name_for_the_weights(folder: Path, tmp_path: Path) -> None:
-    (folder / BIN).rename(folder / "model.ckpt")
-    assert import_pickle(folder, tmp_path / "new").files == {"model.ckpt": "model.safetensors"}
+def test_another_name_for_the_weights(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / BIN).rename(folder / "model[red].ckpt")  # at a terminal, no markup
+    code, out, err = run(capsys, "import-pickle", folder, tmp_path / "new", "--json")
+    assert (code, json.loads(out)["files"]) == (0, {"model[red].ckpt": "model.safetensors"})
+    assert "reading model[red].ckpt ..." in err
     assert headprune.from_pretrained(tmp_path / "new").config.model_type == "gpt2"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_snapshot_of_the_hub_cache(folder: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    import_pickle(snapshot, tmp_path / "new")
+    assert not any(file.is_symlink() for file in (tmp_path / "new").iterdir())
+    put(snapshot, [1])
+    with pytest.raises(CheckpointError, match="'pytorch_model.bin' holds a list"):  # not '5'
+        import_pickle(snapshot, tmp_path / "other")
 
 
 # ---- what does not
@@ -464,8 +484,8 @@ def main(job, say):
         "socket": lambda: socket.socket().close(),
         "socket pair": socket.socketpair,
         "fork": child,
-        "spawn": lambda: os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0),
-        "program": lambda: subprocess.run(["/bin/true"], check=True),
+        "spawn": lambda: os.waitpid(os.posix_spawn(job["true"], ["true"], {}), 0),
+        "program": lambda: subprocess.run([job["true"]], check=True),
         "signal": lambda: os.kill(os.getppid(), 0),
     }
     if job["confined"]:
@@ -483,7 +503,7 @@ def main(job, say):
     opened.write("still open")
     opened.close()
     try:
-        os.execv("/bin/true", ["true"])
+        os.execv(job["true"], ["true"])
     except OSError as error:
         say({"exec": type(error).__name__})
 """
@@ -505,7 +525,7 @@ def heard(module: str, **job: Any) -> dict[str, Any]:
 
 @needs_seccomp
 def test_a_confined_process_changes_nothing_and_reaches_nobody(place: Path) -> None:
-    told = heard("attempts", place=str(place), confined=True)
+    told = heard("attempts", place=str(place), true=shutil.which("true"), confined=True)
     assert told["on"] == ["no new privileges", "resource limits", "seccomp"]
     done = {name for name, result in told["results"].items() if result != "PermissionError"}
     assert done == {"unlink"}  # there was nothing to remove
@@ -515,7 +535,7 @@ def test_a_confined_process_changes_nothing_and_reaches_nobody(place: Path) -> N
 
 
 def test_the_same_process_unconfined_does_it_all(place: Path) -> None:
-    told = heard("attempts", place=str(place), confined=False)
+    told = heard("attempts", place=str(place), true=shutil.which("true"), confined=False)
     assert set(told["results"].values()) == {"done"}
     assert "exec" not in told  # it became another program
 
@@ -639,6 +659,7 @@ def test_the_advice_and_what_comes_next_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    folder = folder.rename(tmp_path / "a [red] folder")
     code, _, err = run(capsys, "inspect", folder)
     assert code == 2
     advice = shlex.split(err.partition("without running any: headprune ")[2])

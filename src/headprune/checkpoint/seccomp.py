@@ -27,6 +27,7 @@ _REFUSED: dict[str, _Numbers] = {
     **{"pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438)},
     **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
     **{"process_madvise": (440, 440), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
+    **{"shmat": (30, 196), "msgsnd": (69, 189), "mq_open": (240, 180), "mq_unlink": (241, 181)},
     # the network, and a way around every filter
     **{"socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200)},
     **{"io_uring_setup": (425, 425), "bpf": (321, 280)},
@@ -48,6 +49,7 @@ _REFUSED: dict[str, _Numbers] = {
     **{"open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430)},
     **{"mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268)},
     **{"init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106)},
+    **{"reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294)},
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
 }
 # flags in a struct, which a filter cannot read: libc turns to the older call

@@ -145,12 +145,12 @@ def _convert(
     on_stage: Stage,
 ) -> dict[str, Any]:
     """Has the pickles of one state dict converted, and checks every tensor that was written."""
-    files = [(str((folder / p).resolve()), str((target / s).resolve())) for p, s in weights.items()]
+    files = [(str(folder.absolute() / p), str(target.absolute() / s)) for p, s in weights.items()]
     told: dict[str, Any] = {}
     on_stage("starting a process without privileges")
     for message in converse(READER, {"files": files, "tied": tied, "output": str(output)}):
         if "stage" in message:
-            on_stage(message["stage"])
+            on_stage(printable(message["stage"]))
         told |= message
     if told.get("written", {}).keys() != set(weights.values()):
         raise CheckpointError(f"The process that read '{folder}' said nothing of its weights.")
