@@ -43,28 +43,31 @@ def main(job: dict[str, Any], say: Say) -> None:
     """
     sources, targets = [Path(s) for s, _ in job["files"]], [Path(t) for _, t in job["files"]]
     read_bytes = sum(source.stat().st_size for source in sources)
-    with ExitStack() as opened:
-        try:
+    written = {}
+    try:
+        with ExitStack() as opened:
             files = [opened.enter_context(target.open("wb")) for target in targets]
-        except OSError as error:
-            raise write_error(Path(job["output"]), error) from None
-        say({"protections": confine(_CPU_S + _CPU_S_PER_GIB * read_bytes // 2**30)})
-        shards: list[dict[str, Tensor]] = []
-        for source in sources:
-            say({"stage": f"reading {source.name}"})
-            wrapper, tensors = tensors_in(read(source), source.name)
-            shards.append(tensors)
-        holders = _holders(shards, [source.name for source in sources])
-        tied = _leave_out_tied(holders, job["tied"])
-        _refuse_bombs([t for tensors in shards for t in tensors.values()], read_bytes)
-        written = {}
-        for target, file, tensors in zip(targets, files, shards, strict=True):
-            say({"stage": f"writing {target.name}"})
-            try:
-                written[target.name] = write(tensors, file)
-            except OSError as error:
-                raise write_error(Path(job["output"]), error) from None
-    say({"written": written, "tied": tied, "wrapper": wrapper})
+            say({"protections": confine(_CPU_S + _CPU_S_PER_GIB * read_bytes // 2**30)})
+            shards = _read_all(sources, say)
+            tied = _leave_out_tied(_holders(shards, [s.name for s in sources]), job["tied"])
+            tensors = [tensor for shard in shards for tensor in shard.values()]
+            _refuse_larger(sum(t.numel() * t.element_size() for t in tensors), read_bytes)
+            for target, file, shard in zip(targets, files, shards, strict=True):
+                say({"stage": f"writing {target.name}"})
+                written[target.name] = write(shard, file)
+    except OSError as error:  # reading has its own
+        raise write_error(Path(job["output"]), error) from None
+    say({"written": written, "tied": tied})
+
+
+def _read_all(sources: list[Path], say: Say) -> list[dict[str, Tensor]]:
+    shards = []
+    for source in sources:
+        say({"stage": f"reading {source.name}"})
+        wrapper, tensors = tensors_in(read(source), source.name)
+        shards.append(tensors)
+    say({"wrapper": wrapper})
+    return shards
 
 
 def read(file: Path) -> Any:
@@ -193,10 +196,6 @@ def _leave_out_tied(holders: dict[str, dict[str, Tensor]], tied: dict[str, str])
 def _same(one: Tensor, other: Tensor) -> bool:
     same_view = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return same_view or torch.equal(bytes_of(one), bytes_of(other))
-
-
-def _refuse_bombs(tensors: list[Tensor], read_bytes: int) -> None:
-    _refuse_larger(sum(t.numel() * t.element_size() for t in tensors), read_bytes)
 
 
 def _refuse_larger(unpacked: int, packed: int) -> None:
