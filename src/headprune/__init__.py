@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headprune.pipelines.convert_gqa import convert_gqa as convert_gqa
     from headprune.pipelines.evaluate import evaluate as evaluate
     from headprune.pipelines.heal import heal as heal
+    from headprune.pipelines.import_pickle import import_pickle as import_pickle
     from headprune.pipelines.inspect import inspect as inspect
     from headprune.pipelines.prune import migrate as migrate
     from headprune.pipelines.prune import prune as prune
@@ -51,6 +52,7 @@ _LAZY = {
     "evaluate": "headprune.pipelines.evaluate",
     "from_pretrained": "headprune.models.loading",
     "heal": "headprune.pipelines.heal",
+    "import_pickle": "headprune.pipelines.import_pickle",
     "inspect": "headprune.pipelines.inspect",
     "migrate": "headprune.pipelines.prune",
     "prune": "headprune.pipelines.prune",

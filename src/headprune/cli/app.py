@@ -14,6 +14,7 @@ from headprune.cli.convert_gqa import convert_gqa
 from headprune.cli.evaluate import evaluate
 from headprune.cli.families import families
 from headprune.cli.heal import heal
+from headprune.cli.import_pickle import import_pickle
 from headprune.cli.init import init
 from headprune.cli.inspect import inspect
 from headprune.cli.migrate import migrate
@@ -64,6 +65,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "convert-gqa": convert_gqa,
     "heal": heal,
     "migrate": migrate,
+    "import-pickle": import_pickle,
     "verify": verify,
     "evaluate": evaluate,
     "score": score,

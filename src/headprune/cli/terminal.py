@@ -47,10 +47,10 @@ def quiet_libraries() -> None:
 def stages() -> Iterator[Callable[[str], None]]:
     """A spinner with a few words on what is being done; a line each where there is no terminal."""
     if not err.is_terminal:
-        yield lambda stage: err.print(f"{stage} ...")
+        yield lambda stage: err.print(f"{_escaped(stage)} ...")
         return
     with err.status("starting") as status:
-        yield lambda stage: status.update(f"{stage} ...")
+        yield lambda stage: status.update(f"{_escaped(stage)} ...")
 
 
 @contextmanager

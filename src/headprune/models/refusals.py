@@ -6,6 +6,7 @@ import copy
 import hashlib
 import inspect
 import json
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,8 @@ def refuse_pickles(model: str | Path) -> None:
     if pickles:
         raise CheckpointError(
             f"'{model}' holds its weights as a pickle only ({pickles[0]}), which can run code when "
-            "it is read. Convert it once where you trust it: safetensors.torch.save_file("
-            f"torch.load('{pickles[0]}', weights_only=True), 'model.safetensors', "
-            "metadata={'format': 'pt'})."
+            "it is read. Make safetensors of it, without running any: "
+            f"headprune import-pickle {shlex.quote(str(model))} OUT"
         )
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
 
