@@ -130,16 +130,40 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
 def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
     """Loads the tokenizer beside a model.
 
+    Where there are no files of a vocabulary, transformers makes a tokenizer for many families
+    that knows its special tokens alone. It is told by that, and not by its size: there are models
+    of bytes and of letters, vocabularies are padded, and tokens added. A tokenizer that somebody
+    put together of added tokens alone covers its model.
+
+    Args:
+        model: Folder or hub id.
+        **kwargs: As for ``AutoTokenizer.from_pretrained``.
+
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or one without a vocabulary.
     """
     try:
-        return AutoTokenizer.from_pretrained(str(model), **kwargs)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
+    except Exception as error:  # some backends raise nothing more special
         raise CheckpointError(
             f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer "
             f"files of the original model into the folder. {_first_line(error)}"
         ) from None
+    vocabulary = load_config(model, **kwargs).get_text_config().vocab_size
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    ordinary = sum(token not in added for token in tokenizer.get_vocab())
+    if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:  # the one is a word boundary
+        raise CheckpointError(
+            f"'{model}' has no usable tokenizer, and text data needs one: without the files of a "
+            f"vocabulary, transformers makes one of {len(tokenizer)} special tokens, and the model "
+            f"has {vocabulary:,}. Copy the tokenizer files of the original model into the folder."
+        )
+    return tokenizer
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many tokens a model of text has embeddings for."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[PreTrainedModel]:
