@@ -75,6 +75,7 @@ def plan(
         },
     )
     terminal.quiet_libraries()
+    from headprune.cli import next_commands
     from headprune.cli import render_scores as render
     from headprune.pipelines.plan import plan as pipeline
 
@@ -101,4 +102,11 @@ def plan(
         }
         typer.echo(json.dumps(content, indent=2))
     else:
-        render.planned(terminal.out, result, output)
+        following = next_commands.after_plan(
+            result,
+            output,
+            model,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+        )
+        render.planned(terminal.out, result, output, following)

@@ -69,7 +69,7 @@ def step_numbers(record: StepRecord) -> str:
     return f"loss {record.loss:.3f} heads {record.expected_heads:.1f}{target}{phase}"
 
 
-def gates_run(console: Console, run: GatesRun, model: str) -> None:
+def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
     """What train-gates ended with, and the command that comes next."""
     m = run.metadata
     share = m.kept_heads / max(m.query_heads, 1)
@@ -84,10 +84,13 @@ def gates_run(console: Console, run: GatesRun, model: str) -> None:
             "numbers of queries. Such a result loads through the runtime only; --unit kv-group and "
             "query-slot keep the groups equal."
         )
+    next_line(console, next_command)
+
+
+def next_line(console: Console, command: str) -> None:
+    """The command that comes next, on one line, as it is pasted."""
     console.print("Next:\n")
-    command = f"headprune prune {model} --gates {run.output} --output {run.output}-pruned"
-    command += " --shape ragged" if run.ragged else ""
-    console.print(f"  {escape(command)}", soft_wrap=True)
+    console.print(f"  {command}", soft_wrap=True, markup=False, emoji=False)
 
 
 def preview(console: Console, preview: Preview) -> None:

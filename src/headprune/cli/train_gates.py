@@ -158,7 +158,7 @@ def train_gates(
     )
     source = data_config(data, split, text_column, label_column)
     terminal.quiet_libraries()
-    from headprune.cli import render
+    from headprune.cli import next_commands, render
     from headprune.pipelines.train_gates import train_gates as pipeline
 
     with terminal.step_progress("numbers") as progress:
@@ -187,4 +187,11 @@ def train_gates(
     if json_:
         typer.echo(run.metadata.model_dump_json(indent=2))
     else:
-        render.gates_run(terminal.out, run, model)
+        following = next_commands.after_gates(
+            run,
+            model,
+            dtype,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+        )
+        render.gates_run(terminal.out, run, following)

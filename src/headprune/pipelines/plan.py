@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.scores import Scores, read_scores
+from headprune.checkpoint.scores import Scores, ScoresMetadata, read_scores
 from headprune.config import BudgetConfig
 from headprune.criteria import CRITERIA
 from headprune.errors import CheckpointError, PlanError
@@ -40,12 +40,14 @@ class Planned:
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
+        scores: What the scores say of themselves.
     """
 
     plan: Plan
     criterion: str
     spent: dict[str, tuple[float, float]]
     rounds: int
+    scores: ScoresMetadata
 
 
 def plan(
@@ -149,7 +151,7 @@ def make_plan(
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
-    return Planned(made, name, spent, rounds)
+    return Planned(made, name, spent, rounds, scores.metadata)
 
 
 def _chosen(

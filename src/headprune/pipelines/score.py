@@ -21,7 +21,8 @@ from headprune.criteria.spec import Units, first_not_finite
 from headprune.errors import DataError, PlanError
 from headprune.models.attention import attention_of, of_kinds
 from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
-from headprune.models.planning import default_unit
+from headprune.models.heads import read_output
+from headprune.models.planning import default_unit, leaves_ragged
 from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
 from headprune.pipelines.calibration import Calibration, calibration
 from headprune.pipelines.prune import load
@@ -119,6 +120,8 @@ def score(
         data=data if examples is not None else None,
         calibration=config,
         tokens=examples.tokens if examples is not None else 0,
+        ragged=leaves_ragged(attentions, unit),
+        refits=examples is not None and _refits(net, examples),
     )
     result = Scores(metadata, found)
     write_scores(output, result)
@@ -210,6 +213,19 @@ def scores_of(
             )
         parts.append(scores)
     return torch.cat(parts)
+
+
+def _refits(net: PreTrainedModel, examples: Calibration) -> bool:
+    """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
+    attentions = [a for a in attention_of(net) if a.query_heads]
+    width = max((a.query_heads * read_output(a)[0].shape[-1] for a in attentions), default=0)
+    if len(examples.rows) < 2 or examples.tokens < width:
+        return False
+    try:
+        in_sequence(net, attentions, examples.first(), project)
+    except RunsTwice:
+        return False
+    return True
 
 
 def _with_grams(
