@@ -105,6 +105,26 @@ def test_score_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[s
     assert again[again.index("--output") + 1] == "its scores-pruned-2"  # the first is still there
 
 
+@pytest.mark.parametrize("criterion", ["compensated", "reconstruction", "fisher"])
+def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
+    criterion: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(tiny.model("llama-mha"), home / "model")
+    base = ["--data", "some text.txt", "--criterion", criterion, "--output", "scores", *SMALL]
+    after = printed(ran(capsys, "score", "model", *base))
+    at = after.index("--refit")
+    bare = [*after[:at], *after[at + 2 :], "--overwrite", "--json"]
+    warned = criterion != "fisher"
+    _, out, err = run(capsys, *bare)
+    said = json.loads(out)["warnings"]
+    assert len(said) == warned == (f"warning: {criterion} scores say what is lost" in err)
+    for fine in ([*bare, "--keep", "1.0"], [*after, "--overwrite", "--json"]):
+        _, out, err = run(capsys, *fine)
+        assert (json.loads(out)["warnings"], "warning" in err) == ([], False)
+    plan = ["plan", "model", "--scores", "scores", "--keep", "0.5", "--output", "plan.json"]
+    assert ("cut with --refit DATA" in " ".join(ran(capsys, *plan).split())) == warned
+
+
 def test_a_refit_is_not_printed_where_there_can_be_none(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def plan(
         content = {
             "criterion": result.criterion,
             "rounds": result.rounds,
+            "notes": list(result.notes),
             "spent": {said: list(pair) for said, pair in result.spent.items()},
             "plan": result.plan.model_dump(mode="json"),
         }

@@ -128,7 +128,8 @@ def prune(
             on_stage=on_stage,
             **what,
         )
+    terminal.warn(pruned.warnings)
     if json_:
-        typer.echo(pruned.manifest.model_dump_json(indent=2))
+        typer.echo(json.dumps(pruned.as_json(), indent=2))
     else:
         render.pruned(terminal.out, pruned)

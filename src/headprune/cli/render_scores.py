@@ -101,6 +101,8 @@ def planned(console: Console, result: Planned, output: Path, next_command: str) 
         for said, (most, spent) in result.spent.items():
             grid.add_row(escape(said), f"{most:,.6g}", f"{spent:,.6g}")
         console.print(grid)
+    for note in result.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
     console.print(f"Written to {escape(str(output))}.")
     next_line(console, next_command)
 

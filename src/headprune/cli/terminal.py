@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +92,12 @@ def watched() -> Iterator[Watch]:
             stage=lambda stage: progress.reset(task, description=stage, total=None),
             step=lambda done, total: progress.update(task, completed=done, total=total),
         )
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Says what was asked for and is likely not meant; on stderr, so that --json stays JSON."""
+    for sentence in sentences:
+        err.print(f"[yellow]warning:[/] {_escaped(sentence)}", soft_wrap=True)
 
 
 def run(command: Callable[[], None]) -> None:

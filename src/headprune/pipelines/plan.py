@@ -22,7 +22,7 @@ from headprune.models.heads import read_output, write_output
 from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
 from headprune.models.refit import refit as refit_outputs
 from headprune.pipelines.calibration import calibration
-from headprune.pipelines.prune import load
+from headprune.pipelines.prune import load, reckons_with_refit
 from headprune.pipelines.score import Watch, gather, scores_of
 from headprune.plan import ModelIdentity, Plan
 from headprune.runtime.modeling_headprune import Attention
@@ -48,6 +48,11 @@ class Planned:
     spent: dict[str, tuple[float, float]]
     rounds: int
     scores: ScoresMetadata
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before it is cut by, a sentence each."""
+        return reckons_with_refit(self.criterion)
 
 
 def plan(

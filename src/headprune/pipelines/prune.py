@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headprune.checkpoint.gates import read_gates
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
+from headprune.criteria import CRITERIA
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
@@ -88,11 +89,23 @@ class Preview:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A finished cut."""
+    """A finished cut.
+
+    Attributes:
+        output: The folder.
+        plan: What stayed.
+        manifest: The record in the folder.
+        warnings: What was asked for and is likely not meant, a sentence each.
+    """
 
     output: Path
     plan: Plan
     manifest: Manifest
+    warnings: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``: the manifest, and the warnings."""
+        return {**self.manifest.model_dump(mode="json"), "warnings": list(self.warnings)}
 
 
 def prune(
@@ -153,7 +166,7 @@ def prune(
     if refit is not None:
         on_stage("refitting W_O")
         refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code)
-    return write_proven(
+    pruned = write_proven(
         net,
         source,
         model,
@@ -163,6 +176,26 @@ def prune(
         bool(weights) or refitted is not None,
         on_stage,
         refit=refitted,
+    )
+    return replace(pruned, warnings=_warnings(evidence, chosen, refit))
+
+
+def _warnings(evidence: _Evidence, chosen: Plan, refit: DataConfig | None) -> tuple[str, ...]:
+    """Says where a cut does without the refit that its scores reckon with."""
+    if evidence.scores is None or refit is not None or chosen.kept_heads == chosen.query_heads:
+        return ()
+    return reckons_with_refit(read_scores(evidence.scores).of(evidence.criterion)[0])
+
+
+def reckons_with_refit(criterion: str) -> tuple[str, ...]:
+    """Says what becomes of a cut by some criteria where W_O is not refitted."""
+    if not CRITERIA[criterion].assumes_refit:
+        return ()
+    return (
+        f"{criterion} scores say what is lost once W_O is refitted, so cut with --refit DATA. "
+        "SmolLM2-135M without a quarter of its heads, by compensated, has 1.09 times its "
+        "perplexity with the refit, and 2.16 times without. For a cut without one, score by "
+        "fisher.",
     )
 
 
