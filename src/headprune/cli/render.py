@@ -113,7 +113,8 @@ def preview(console: Console, preview: Preview) -> None:
             else:
                 grid.add_row(cost.shape, "-", "-", escape(cost.why_not))
         console.print(grid)
-    console.print(f"{_stored(preview.shape)} Nothing was written (--dry-run).")
+    counts = {len(part.keep) for part in preview.plan.attentions.values()}
+    console.print(f"{_stored(preview.shape, len(counts) > 1)} Nothing was written (--dry-run).")
 
 
 def pruned(console: Console, result: Pruned) -> None:
@@ -129,7 +130,7 @@ def pruned(console: Console, result: Pruned) -> None:
             f"outputs {made['error_before']:.1%} -> {made['error_after']:.1%}"
         )
     _proof(console, manifest)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
+    _written(console, result)
 
 
 def converted(console: Console, result: Converted) -> None:
@@ -153,7 +154,7 @@ def converted(console: Console, result: Converted) -> None:
         )
     console.print(before_after([("KV heads", *manifest.kv_heads), *_parameters(manifest)]))
     _proof(console, manifest)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
+    _written(console, result.pruned)
 
 
 def healed(console: Console, result: Healed) -> None:
@@ -164,7 +165,7 @@ def healed(console: Console, result: Healed) -> None:
     console.print(grid)
     manifest = result.pruned.manifest
     _proof(console, manifest)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
+    _written(console, result.pruned)
 
 
 def _proof(console: Console, manifest: Manifest) -> None:
@@ -192,11 +193,17 @@ def verification(console: Console, result: Verification) -> None:
         console.print(f"[yellow]note:[/] {escape(result.not_run)}")
 
 
-def _stored(shape: Shape) -> str:
+def _written(console: Console, result: Pruned) -> None:
+    stored = _stored(result.manifest.shape, result.manifest.uneven)
+    console.print(f"{stored} Written to {escape(str(result.output))}.")
+
+
+def _stored(shape: Shape, uneven: bool) -> str:
     if shape is Shape.NATIVE:
         return "Plain config: loads anywhere, without extra code."
+    why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
     return (
-        "Uneven heads: loads with headprune.from_pretrained, or with "
+        f"{why}: loads with headprune.from_pretrained, or with "
         "AutoModel*.from_pretrained(..., trust_remote_code=True)."
     )
 

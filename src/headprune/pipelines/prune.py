@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune import hub
 from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
 from headprune.checkpoint.gates import read_gates
@@ -25,7 +26,13 @@ from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
 from headprune.models.legacy import has_pruned_heads
-from headprune.models.loading import auto_class_of, from_pretrained, load_config, parse_dtype
+from headprune.models.loading import (
+    auto_class_of,
+    from_pretrained,
+    load_config,
+    parse_dtype,
+    uneven_heads_are_known,
+)
 from headprune.models.planning import even_units, head_budget, plan_from_scores, unit_sizes
 from headprune.models.refit import refit as refit_outputs
 from headprune.models.surgery import Cut, cut_heads, resolve, result_shape
@@ -293,7 +300,8 @@ def write_proven(
 
     with whole_folder(output) as folder:
         on_stage("writing")
-        net.save_pretrained(folder)
+        with uneven_heads_are_known():
+            net.save_pretrained(folder)
         copy_companions(home, folder)
         plan.write(folder / "plan.json")
         if history is not None:
@@ -528,4 +536,5 @@ def _source_folder(model: str | Path) -> Path:
     if Path(model).is_dir():
         return Path(model)
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    return Path(snapshot_download(str(model), allow_patterns=patterns))
+    with hub.asked_once(model):
+        return Path(snapshot_download(str(model), allow_patterns=patterns))

@@ -21,7 +21,6 @@ from headprune.criteria.spec import Units, first_not_finite
 from headprune.errors import DataError, PlanError
 from headprune.models.attention import attention_of, of_kinds
 from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
-from headprune.models.heads import read_output
 from headprune.models.planning import default_unit, leaves_ragged
 from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
 from headprune.pipelines.calibration import Calibration, calibration
@@ -217,8 +216,8 @@ def scores_of(
 
 def _refits(net: PreTrainedModel, examples: Calibration) -> bool:
     """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
-    attentions = [a for a in attention_of(net) if a.query_heads]
-    width = max((a.query_heads * read_output(a)[0].shape[-1] for a in attentions), default=0)
+    attentions = attention_of(net)
+    width = max((a.query_heads * a.head_dim for a in attentions), default=0)
     if len(examples.rows) < 2 or examples.tokens < width:
         return False
     try:
