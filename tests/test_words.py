@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import time
@@ -9,16 +10,17 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 import headprune
 from headprune import hub
-from headprune.config import ConvertConfig, DataConfig
+from headprune.cli import terminal
+from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.models.attention import attention_of
 from headprune.models.loading import load_config
-from headprune.pipelines.convert_gqa import convert_gqa
 from headprune.pipelines.prune import prune
 from headprune.pipelines.verify import verify
 from headprune.plan import AttentionPlan, Plan
@@ -168,3 +170,65 @@ def test_uneven_heads_load_without_a_warning_of_transformers(
         assert len(told) == 1
     finally:
         logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("line", "stages"),
+    [
+        ("score {model} --data {text} --output out", ["loading the model ...", "scoring ..."]),
+        ("prune {model} --plan {plan} --output out --refit {text}", ["refitting W_O ..."]),
+        ("convert-gqa {model} --kv-heads 1 --output out", ["merging KV heads (mean) ..."]),
+        ("evaluate {model} --data {text} --no-speed", ["evaluating ..."]),
+        ("heal {model} --teacher {model} --data {text} --steps 1 --output out", ["healing ..."]),
+        (
+            "train-gates {model} --data {text} --target-heads 0.5 --steps 1 --output out",
+            ["reading the data ...", "training ..."],
+        ),
+    ],
+)
+def test_a_pipe_gets_a_line_per_stage_and_no_bars(
+    line: str,
+    stages: list[str],
+    llama_folder: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(text_file.parent)
+    Path("plan.json").write_text('{"model.layers.1.self_attn": [0, 1]}')
+    names = {"model": llama_folder, "text": text_file, "plan": "plan.json"}
+    words = [word.format(**names) for word in line.split()]
+    words += [] if "convert" in line else ["--seq-len", "16"]
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    assert all(stage in err for stage in stages), err
+    assert "eta" not in err and "/?" not in err and "━" not in err
+
+
+def test_a_bar_starts_anew_with_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(
+        terminal, "err", Console(file=drawn, force_terminal=True, width=120, color_system=None)
+    )
+    with terminal.bar() as bar:
+        bar.stage("merging")
+        bar.step(30, 30, "loss 3")
+        drawn.truncate(0)
+        bar.stage("proving")
+    assert "proving" in drawn.getvalue() and "0/?" in drawn.getvalue()
+    assert not {"30/30", "loss 3", "merging"} & set(
+        re.findall(r"30/30|loss 3|merging", drawn.getvalue())
+    )
+
+
+def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    prune(
+        llama_folder,
+        tmp_path / "out",
+        plan=uneven_plan(headprune.from_pretrained(llama_folder)),
+        refit=DataConfig(source=str(text_file)),
+        calibration=CalibrationConfig(seq_len=16, tokens=512),
+        on_module=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, tiny.LAYERS) for done in range(1, tiny.LAYERS + 1)]

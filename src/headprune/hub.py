@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import get_session, validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 PATIENCE_S = 5.0
 

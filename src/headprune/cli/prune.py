@@ -118,14 +118,15 @@ def prune(
             render.preview(terminal.out, preview)
         return
     assert output is not None
-    with terminal.stages() as on_stage:
+    with terminal.bar() as bar:
         pruned = pipeline.prune(
             model,
             output,
             refit=None if refit is None else data_config(refit, split, text_column, label_column),
             calibration=calibration,
             overwrite=overwrite,
-            on_stage=on_stage,
+            on_stage=bar.stage,
+            on_module=bar.step,
             **what,
         )
     terminal.warn(pruned.warnings)

@@ -161,16 +161,10 @@ def train_gates(
     from headprune.cli import next_commands, render
     from headprune.pipelines.train_gates import train_gates as pipeline
 
-    with terminal.step_progress("numbers") as progress:
-        task = progress.add_task("starting", total=None, numbers="")
+    with terminal.bar() as bar:
 
         def on_step(record: StepRecord) -> None:
-            progress.update(
-                task,
-                completed=record.step,
-                total=record.steps,
-                numbers=render.step_numbers(record),
-            )
+            bar.step(record.step, record.steps, render.step_numbers(record))
 
         run = pipeline(
             model,
@@ -182,7 +176,7 @@ def train_gates(
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
             on_step=on_step,
-            on_stage=lambda stage: progress.update(task, description=stage),
+            on_stage=bar.stage,
         )
     if json_:
         typer.echo(run.metadata.model_dump_json(indent=2))

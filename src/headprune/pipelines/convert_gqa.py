@@ -27,13 +27,10 @@ from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve, result_shape
 from headprune.models.transfer import has_twin
-from headprune.pipelines.prune import Pruned, Stage, check_shape, load, write_proven
+from headprune.pipelines.prune import OnModule, Pruned, Stage, check_shape, load, write_proven
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
-
-OnModule = Callable[[int, int], None]
-"""Called with how many modules are converted, and how many there are."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit, members
 
 Stage = Callable[[str], None]
+OnModule = Callable[[int, int], None]
+"""Called with how many attention modules are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def prune(
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     on_stage: Stage = lambda stage: None,
+    on_module: OnModule = lambda done, total: None,
 ) -> Pruned:
     """Cuts heads out of a model and writes the result, proven, to ``output``.
 
@@ -151,6 +154,7 @@ def prune(
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
         on_stage: Called with a few words before every stage.
+        on_module: Called after every attention module whose W_O is refitted.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
@@ -172,7 +176,7 @@ def prune(
     refitted = None
     if refit is not None:
         on_stage("refitting W_O")
-        refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code)
+        refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code, on_module)
     pruned = write_proven(
         net,
         source,
@@ -483,12 +487,14 @@ def _refitted(
     data: DataConfig,
     config: CalibrationConfig | None,
     trust_remote_code: bool,
+    on_module: OnModule,
 ) -> dict[str, Any]:
     """Refits W_O of a model that is about to be cut, in place; says what that did."""
     config = config or CalibrationConfig()
     examples = calibration_of(net, model, data, config, "--refit", trust_remote_code)
     attentions = [cut.attention for cut in cuts]
-    records = refit_outputs(net, attentions, [cut.gate() for cut in cuts], examples.whole())
+    gates = [cut.gate() for cut in cuts]
+    records = refit_outputs(net, attentions, gates, examples.whole(), on_module)
     ridges = {r.path: None if math.isinf(r.ridge) else r.ridge for r in records}
     return {
         "data": data.source,

@@ -204,6 +204,7 @@ def _prune(job: Job) -> Result:
         calibration=step.calibration,
         shape=step.shape,
         dtype=step.dtype,
+        on_module=job.watch.on_progress,
         **job.loading(),
     )
     before, after = pruned.manifest.query_heads
