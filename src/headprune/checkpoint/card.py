@@ -50,12 +50,13 @@ tags: [headprune, attention-pruning]
 `plan.json` lists the heads that are left; `headprune.json` holds versions, hashes and measurements.
 """
 
-_NEEDS = {
-    Shape.NATIVE: "The config is a plain one; no other code is needed.",
-    Shape.RUNTIME: "Its layers differ in their number of heads, which the stock class cannot "
-    "express, so modeling_headprune.py lies beside the weights. Where headprune is installed, "
-    "headprune.from_pretrained loads the folder without remote code.",
-}
+_NATIVE = "The config is a plain one; no other code is needed."
+_RUNTIME = (
+    "{why}, so modeling_headprune.py lies beside the weights. Where headprune is installed, "
+    "headprune.from_pretrained loads the folder without remote code."
+)
+_UNEVEN = "Its layers differ in their number of heads, which the stock class cannot express"
+_EVEN = "The stock class has no setting for the heads that are left"
 
 
 def what(manifest: Manifest) -> str:
@@ -106,7 +107,9 @@ def load_code(manifest: Manifest, folder: str) -> str:
 
 def load_needs(manifest: Manifest) -> str:
     """What loading it takes."""
-    return _NEEDS[manifest.shape]
+    if manifest.shape is Shape.NATIVE:
+        return _NATIVE
+    return _RUNTIME.format(why=_UNEVEN if manifest.uneven else _EVEN)
 
 
 def proof_sentence(manifest: Manifest) -> str:

@@ -67,6 +67,11 @@ class Manifest(BaseModel):
     probe: dict[str, Any]
     files: dict[str, str]
 
+    @property
+    def uneven(self) -> bool:
+        """Whether attention modules differ in their numbers of heads."""
+        return len({tuple(map(len, heads.values())) for heads in self.layout.values()}) > 1
+
 
 def versions() -> dict[str, str]:
     """Versions that a result depends on."""
@@ -102,6 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: If there is none, or it is damaged or of a later schema.
     """
     path = folder / MANIFEST
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no folder '{folder}'. Give one that headprune wrote.")
     if not path.is_file():
         raise CheckpointError(
             f"'{folder}' has no {MANIFEST}, so headprune did not write it; prune and migrate do."

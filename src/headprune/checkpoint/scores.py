@@ -40,6 +40,9 @@ class ScoresMetadata(BaseModel):
         data: Where the examples came from; None where no criterion needed any.
         calibration: How much of them was used.
         tokens: Tokens that were used.
+        ragged: Whether a cut of these units may leave KV heads with unequal numbers of queries;
+            ``prune`` then needs ``--shape ragged``.
+        refits: Whether W_O can be refitted on that text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +59,8 @@ class ScoresMetadata(BaseModel):
     data: DataConfig | None
     calibration: CalibrationConfig
     tokens: int
+    ragged: bool = False
+    refits: bool = True
 
 
 @dataclass(frozen=True)

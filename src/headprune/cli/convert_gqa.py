@@ -119,8 +119,7 @@ def convert_gqa(
 
     check_output(output, overwrite)
     converted_to = output if heal_steps is None else output.with_name(f"{output.name}-unhealed")
-    with terminal.step_progress() as progress:
-        task = progress.add_task("starting", total=None)
+    with terminal.bar() as bar:
         result = pipeline(
             model,
             converted_to,
@@ -131,8 +130,8 @@ def convert_gqa(
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
             drop_unexpected=drop_unexpected,
-            on_stage=lambda stage: progress.update(task, description=stage),
-            on_module=lambda done, total: progress.update(task, completed=done, total=total),
+            on_stage=bar.stage,
+            on_module=bar.step,
         )
     if not json_:
         render.converted(terminal.out, result)

@@ -87,12 +87,10 @@ def heal(
     from headprune.cli import render
     from headprune.pipelines.heal import heal as pipeline
 
-    with terminal.step_progress("numbers") as progress:
-        task = progress.add_task("starting", total=None, numbers="")
+    with terminal.bar() as bar:
 
         def on_step(record: Step) -> None:
-            numbers = f"divergence {record.loss:.4f}"
-            progress.update(task, completed=record.step, total=record.steps, numbers=numbers)
+            bar.step(record.step, record.steps, f"divergence {record.loss:.4f}")
 
         result = pipeline(
             model,
@@ -106,7 +104,7 @@ def heal(
             assume_supported=assume_supported,
             drop_unexpected=drop_unexpected,
             on_step=on_step,
-            on_stage=lambda stage: progress.update(task, description=stage),
+            on_stage=bar.stage,
         )
     if json_:
         typer.echo(json.dumps(result.as_json(), indent=2))

@@ -10,6 +10,7 @@ import typer
 
 from headprune.cli import terminal
 from headprune.cli.options import Overwrite
+from headprune.commands import command
 
 
 def init(
@@ -58,7 +59,8 @@ def init(
     written = pipeline.init(recipe, build(pipeline.Answers, given), overwrite)
     terminal.out.print(
         f"{recipe} has the steps {', '.join(written.steps)}. See what they would take, then run "
-        f"them:\n\n  headprune run {recipe} --dry-run\n  headprune run {recipe}",
+        f"them:\n\n  {command('run', recipe, dry_run=True)}\n  {command('run', recipe)}",
         soft_wrap=True,
         markup=False,
+        emoji=False,
     )

@@ -77,6 +77,7 @@ def plan(
         },
     )
     terminal.quiet_libraries()
+    from headprune.cli import next_commands
     from headprune.cli import render_scores as render
     from headprune.pipelines.plan import plan as pipeline
 
@@ -99,9 +100,17 @@ def plan(
         content = {
             "criterion": result.criterion,
             "rounds": result.rounds,
+            "notes": list(result.notes),
             "spent": {said: list(pair) for said, pair in result.spent.items()},
             "plan": result.plan.model_dump(mode="json"),
         }
         typer.echo(json.dumps(content, indent=2))
     else:
-        render.planned(terminal.out, result, output)
+        following = next_commands.after_plan(
+            result,
+            output,
+            model,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+        )
+        render.planned(terminal.out, result, output, following)

@@ -123,7 +123,7 @@ def prune(
             render.preview(terminal.out, preview)
         return
     assert output is not None
-    with terminal.stages() as on_stage:
+    with terminal.bar() as bar:
         pruned = pipeline.prune(
             model,
             output,
@@ -131,10 +131,12 @@ def prune(
             calibration=calibration,
             overwrite=overwrite,
             out_dtype=out_dtype,
-            on_stage=on_stage,
+            on_stage=bar.stage,
+            on_module=bar.step,
             **what,
         )
+    terminal.warn(pruned.warnings)
     if json_:
-        typer.echo(pruned.manifest.model_dump_json(indent=2))
+        typer.echo(json.dumps(pruned.as_json(), indent=2))
     else:
         render.pruned(terminal.out, pruned)

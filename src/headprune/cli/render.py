@@ -71,7 +71,7 @@ def step_numbers(record: StepRecord) -> str:
     return f"loss {record.loss:.3f} heads {record.expected_heads:.1f}{target}{phase}"
 
 
-def gates_run(console: Console, run: GatesRun, model: str) -> None:
+def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
     """What train-gates ended with, and the command that comes next."""
     m = run.metadata
     share = m.kept_heads / max(m.query_heads, 1)
@@ -86,10 +86,13 @@ def gates_run(console: Console, run: GatesRun, model: str) -> None:
             "numbers of queries. Such a result loads through the runtime only; --unit kv-group and "
             "query-slot keep the groups equal."
         )
+    next_line(console, next_command)
+
+
+def next_line(console: Console, command: str) -> None:
+    """The command that comes next, on one line, as it is pasted."""
     console.print("Next:\n")
-    command = f"headprune prune {model} --gates {run.output} --output {run.output}-pruned"
-    command += " --shape ragged" if run.ragged else ""
-    console.print(f"  {escape(command)}", soft_wrap=True)
+    console.print(f"  {command}", soft_wrap=True, markup=False, emoji=False)
 
 
 def preview(console: Console, preview: Preview) -> None:
@@ -112,7 +115,8 @@ def preview(console: Console, preview: Preview) -> None:
             else:
                 grid.add_row(cost.shape, "-", "-", escape(cost.why_not))
         console.print(grid)
-    console.print(f"{_stored(preview.shape)} Nothing was written (--dry-run).")
+    counts = {len(part.keep) for part in preview.plan.attentions.values()}
+    console.print(f"{_stored(preview.shape, len(counts) > 1)} Nothing was written (--dry-run).")
 
 
 def pruned(console: Console, result: Pruned) -> None:
@@ -127,7 +131,7 @@ def pruned(console: Console, result: Pruned) -> None:
             f"outputs {made['error_before']:.1%} -> {made['error_after']:.1%}"
         )
     _proof(console, manifest)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.output))}.")
+    _written(console, result)
 
 
 def imported(console: Console, result: Imported) -> None:
@@ -173,7 +177,7 @@ def converted(console: Console, result: Converted) -> None:
         )
     _sizes(console, manifest)
     _proof(console, manifest)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
+    _written(console, result.pruned)
 
 
 def healed(console: Console, result: Healed) -> None:
@@ -184,7 +188,7 @@ def healed(console: Console, result: Healed) -> None:
     console.print(grid)
     manifest = result.pruned.manifest
     _proof(console, manifest)
-    console.print(f"{_stored(manifest.shape)} Written to {escape(str(result.pruned.output))}.")
+    _written(console, result.pruned)
 
 
 def _proof(console: Console, manifest: Manifest) -> None:
@@ -214,11 +218,17 @@ def verification(console: Console, result: Verification) -> None:
         console.print(f"[yellow]note:[/] {escape(result.not_run)}")
 
 
-def _stored(shape: Shape) -> str:
+def _written(console: Console, result: Pruned) -> None:
+    stored = _stored(result.manifest.shape, result.manifest.uneven)
+    console.print(f"{stored} Written to {escape(str(result.output))}.")
+
+
+def _stored(shape: Shape, uneven: bool) -> str:
     if shape is Shape.NATIVE:
         return "Plain config: loads anywhere, without extra code."
+    why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
     return (
-        "Uneven heads: loads with headprune.from_pretrained, or with "
+        f"{why}: loads with headprune.from_pretrained, or with "
         "AutoModel*.from_pretrained(..., trust_remote_code=True)."
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.cli.render import plan_picture, table
+from headprune.cli.render import next_line, plan_picture, table
 from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
 
@@ -31,26 +30,16 @@ def scores_json(scores: Scores) -> str:
     return json.dumps(content, indent=2)
 
 
-def scores(
-    console: Console, scores: Scores, output: Path, model: str, trust_remote_code: bool
-) -> None:
+def scores(console: Console, scores: Scores, output: Path, next_command: str) -> None:
     """What was scored, drawn, and the command that comes next."""
     heat_maps(console, scores)
     what = scores.metadata
     console.print(
         f"{sum(1 for _ in next(iter(scores.scores.values())))} units ({what.unit.value}) of "
         f"{len(what.modules)} attention modules, {what.tokens:,} tokens. Written to "
-        f"{escape(str(output))}. Next:\n"
+        f"{escape(str(output))}."
     )
-    words = ["headprune", "prune", model, "--scores", str(output)]
-    words += ["--criterion", next(iter(scores.scores))] if len(scores.scores) > 1 else []
-    words += ["--keep", "0.75", "--output", f"{output}-pruned"]
-    if what.data is not None:
-        words += ["--refit", what.data.source]
-        columns = {"--text-column": what.data.text_column, "--label-column": what.data.label_column}
-        words += [word for name, value in columns.items() if value for word in (name, value)]
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    console.print(f"  {escape(shlex.join(words))}", soft_wrap=True)
+    next_line(console, next_command)
 
 
 def heat_maps(console: Console, scores: Scores) -> None:
@@ -97,8 +86,8 @@ def figures(scores: Scores, path: Path) -> list[Path]:
     return drawn
 
 
-def planned(console: Console, result: Planned, output: Path | None) -> None:
-    """The plan, drawn, and what it spends of every budget."""
+def planned(console: Console, result: Planned, output: Path, next_command: str) -> None:
+    """The plan, drawn, what it spends of every budget, and the command that comes next."""
     plan_picture(console, result.plan)
     plan = result.plan
     share = plan.kept_heads / max(plan.query_heads, 1)
@@ -112,8 +101,10 @@ def planned(console: Console, result: Planned, output: Path | None) -> None:
         for said, (most, spent) in result.spent.items():
             grid.add_row(escape(said), f"{most:,.6g}", f"{spent:,.6g}")
         console.print(grid)
-    if output is not None:
-        console.print(f"Written to {escape(str(output))}.")
+    for note in result.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
+    console.print(f"Written to {escape(str(output))}.")
+    next_line(console, next_command)
 
 
 def sweep(console: Console, result: Sweep, output: Path) -> None:

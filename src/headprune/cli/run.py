@@ -49,30 +49,24 @@ def run(
         else:
             render_run.forecast(terminal.out, outlook)
         return
-    with terminal.step_progress("numbers") as progress:
-        task = progress.add_task("starting", total=None, numbers="")
+    with terminal.bar() as bar:
         name = ""
 
         def on_step(step: str, cached: bool) -> None:
             nonlocal name
             name = step
-            progress.reset(task, description=f"{step}: starting", total=None, numbers="")
             if cached:
-                render_run.step_line(progress.console, step, "done before", True, None)
-
-        def on_progress(done: int, total: int, numbers: str = "") -> None:
-            progress.update(task, completed=done, total=total, numbers=numbers)
+                render_run.step_line(terminal.err, step, "done before", True, None)
 
         finished = pipeline(
             asked,
             Watch(
                 on_step=on_step,
-                on_stage=lambda stage: progress.update(task, description=f"{name}: {stage}"),
-                on_progress=on_progress,
-                on_done=lambda *done: render_run.step_line(progress.console, *done),
+                on_stage=lambda stage: bar.stage(f"{name}: {stage}"),
+                on_progress=bar.step,
+                on_done=lambda *done: render_run.step_line(terminal.err, *done),
             ),
         )
-        progress.remove_task(task)
     if json_:
         typer.echo(json.dumps(finished.as_json(), indent=2))
     else:

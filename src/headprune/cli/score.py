@@ -100,6 +100,7 @@ def score(
     )
     source = None if data is None else data_config(data, split, text_column, label_column)
     terminal.quiet_libraries()
+    from headprune.cli import next_commands
     from headprune.cli import render_scores as render
     from headprune.pipelines.score import score as pipeline
 
@@ -122,7 +123,14 @@ def score(
     if json_:
         typer.echo(render.scores_json(result))
     else:
-        render.scores(terminal.out, result, output, model, trust_remote_code)
+        following = next_commands.after_scores(
+            result,
+            output,
+            model,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+        )
+        render.scores(terminal.out, result, output, following)
 
 
 def _show(folder: Path, figure: Path | None, json_: bool) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,16 +48,34 @@ def quiet_libraries() -> None:
 def stages() -> Iterator[Callable[[str], None]]:
     """A spinner with a few words on what is being done; a line each where there is no terminal."""
     if not err.is_terminal:
-        yield lambda stage: err.print(f"{_escaped(stage)} ...")
+        yield lambda stage: err.print(f"{stage} ...", markup=False)
         return
     with err.status("starting") as status:
         yield lambda stage: status.update(f"{_escaped(stage)} ...")
 
 
+@dataclass(frozen=True)
+class Bar:
+    """Where a command tells how far it is.
+
+    Attributes:
+        stage: Called with a few words before every stage.
+        step: Called with steps of the stage done, steps in all, and numbers to show beside them.
+    """
+
+    stage: Callable[[str], None]
+    step: Callable[..., None]
+
+
 @contextmanager
-def step_progress(*fields: str) -> Iterator[Progress]:
-    """A progress bar with elapsed and remaining time; ``fields`` are shown from task fields."""
-    columns = [TextColumn(f"{{task.fields[{field}]}}") for field in fields]
+def bar() -> Iterator[Bar]:
+    """A progress bar that starts anew with every stage; a line each where there is no terminal."""
+    if not processes.is_main():
+        yield Bar(lambda stage: None, _no_step)
+        return
+    if not err.is_terminal:
+        yield Bar(lambda stage: err.print(f"{stage} ...", markup=False), _no_step)
+        return
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -66,19 +85,33 @@ def step_progress(*fields: str) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        *columns,
+        TextColumn("{task.fields[numbers]}"),
         console=err,
-        disable=not processes.is_main(),
+        transient=True,
     ) as progress:
-        yield progress
+
+        def stage(what: str) -> None:
+            for task in progress.task_ids:  # a new one has its own time, and an unknown total
+                progress.remove_task(task)
+            progress.add_task(_escaped(what), total=None, numbers="")
+
+        def step(done: int, total: int, numbers: str = "") -> None:
+            progress.update(progress.task_ids[-1], completed=done, total=total, numbers=numbers)
+
+        stage("starting")
+        yield Bar(stage, step)
+
+
+def _no_step(done: int, total: int, numbers: str = "") -> None:
+    """Lines are for stages."""
 
 
 @contextmanager
 def counted(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar that is told how much is done, and of how much."""
-    with step_progress() as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    """A progress bar of one stage, that is told how much is done, and of how much."""
+    with bar() as shown:
+        shown.stage(what)
+        yield shown.step
 
 
 @contextmanager
@@ -86,12 +119,14 @@ def watched() -> Iterator[Watch]:
     """A progress bar for a pipeline that tells its stages and steps."""
     from headprune.pipelines.score import Watch
 
-    with step_progress() as progress:
-        task = progress.add_task("starting", total=None)
-        yield Watch(
-            stage=lambda stage: progress.reset(task, description=stage, total=None),
-            step=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with bar() as shown:
+        yield Watch(stage=shown.stage, step=shown.step)
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Says what was asked for and is likely not meant; on stderr, so that --json stays JSON."""
+    for sentence in sentences:
+        err.print(f"[yellow]warning:[/] {_escaped(sentence)}", soft_wrap=True)
 
 
 def run(command: Callable[[], None]) -> None:

@@ -160,19 +160,13 @@ def train_gates(
     )
     source = data_config(data, split, text_column, label_column)
     terminal.quiet_libraries()
-    from headprune.cli import render
+    from headprune.cli import next_commands, render
     from headprune.pipelines.train_gates import train_gates as pipeline
 
-    with terminal.step_progress("numbers") as progress:
-        task = progress.add_task("starting", total=None, numbers="")
+    with terminal.bar() as bar:
 
         def on_step(record: StepRecord) -> None:
-            progress.update(
-                task,
-                completed=record.step,
-                total=record.steps,
-                numbers=render.step_numbers(record),
-            )
+            bar.step(record.step, record.steps, render.step_numbers(record))
 
         run = pipeline(
             model,
@@ -185,9 +179,16 @@ def train_gates(
             assume_supported=assume_supported,
             drop_unexpected=drop_unexpected,
             on_step=on_step,
-            on_stage=lambda stage: progress.update(task, description=stage),
+            on_stage=bar.stage,
         )
     if json_:
         typer.echo(run.metadata.model_dump_json(indent=2))
     else:
-        render.gates_run(terminal.out, run, model)
+        following = next_commands.after_gates(
+            run,
+            model,
+            dtype,
+            trust_remote_code=trust_remote_code,
+            assume_supported=assume_supported,
+        )
+        render.gates_run(terminal.out, run, following)

@@ -28,4 +28,5 @@ compensated = Criterion(
     source="least squares on W_O, weighted with the loss' Fisher information (this project)",
     sees="the other heads of its layer can say what it says, or the loss does not feel it",
     needs=frozenset({"gram", "curvature"}),
+    assumes_refit=True,
 )

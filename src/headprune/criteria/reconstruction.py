@@ -22,4 +22,5 @@ reconstruction = Criterion(
     source="least squares on W_O, one head after the other (tensors/least_squares.py)",
     sees="the other heads of its layer can say what it says",
     needs=frozenset({"gram"}),
+    assumes_refit=True,
 )

@@ -79,6 +79,7 @@ class Criterion:
         score: From the evidence of one module and its units to a score per unit; higher is kept
             first, and scores of different modules compare.
         needs: What has to be measured for it.
+        assumes_refit: Whether a score is what is lost once W_O is refitted, and not before.
         source: Where it comes from.
         sees: What a head must be for this criterion to score it lowest.
     """
@@ -87,6 +88,7 @@ class Criterion:
     source: str
     sees: str
     needs: frozenset[Need] = frozenset()
+    assumes_refit: bool = False
 
 
 def per_unit(

@@ -13,6 +13,7 @@ from pathlib import Path
 import datasets
 from datasets import Dataset
 
+from headprune import hub
 from headprune.config import DataConfig
 from headprune.errors import DataError
 from headprune.registry import did_you_mean
@@ -120,15 +121,30 @@ def _read_text(file: Path) -> str:
 def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
     try:
         if builder is None:
-            path, _, name = data.source.partition(":")
-            return datasets.load_dataset(path, name or None, split=data.split)
+            return _of_the_hub(data)
         options = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
         names = [str(file) for file in files]
         return datasets.load_dataset(builder, data_files=names, split="train", **options)
+    except DataError:
+        raise
     except Exception as error:  # builders raise whatever their parser raises
         found = "is no file or folder, and" if builder is None else "was found, but"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"'{data.source}' {found} datasets could not read it: {reason}") from None
+
+
+def _of_the_hub(data: DataConfig) -> Dataset:
+    path, _, name = data.source.partition(":")
+    try:
+        with hub.asked_once(path):
+            return datasets.load_dataset(path, name or None, split=data.split)
+    except Exception:
+        if not hub.may_be_id(path) or (why_not := hub.why_not()) is None:
+            raise
+        raise DataError(
+            f"'{data.source}' is no file or folder, nor a data set in the cache of the hub, "
+            f"which cannot be asked ({why_not}). Check the name and the network."
+        ) from None
 
 
 def _text_columns(table: Dataset, data: DataConfig) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from headprune import hub
 from headprune.errors import CheckpointError
 from headprune.models.ids import restore_ids
 from headprune.models.legacy import has_pruned_heads, layout_of_pruned_heads
@@ -76,7 +80,8 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     cls = modeling_headprune.pruned_class(native) if description else native
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     try:
-        net, info = cls.from_pretrained(str(model), config=config, **options)
+        with hub.asked_once(model), uneven_heads_are_known():
+            net, info = cls.from_pretrained(str(model), config=config, **options)
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         why = _first_line(error)
         if "ignore_mismatched_sizes" in why:
@@ -126,26 +131,82 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "
             "save_pretrained wrote, or a hub id."
         )
+    if not path.is_dir() and not hub.may_be_id(model):
+        there = "is a file" if path.is_file() else "is no folder that is there, and no hub id"
+        raise CheckpointError(f"'{model}' {there}: give a model folder, or a hub id.")
     try:
-        return AutoConfig.from_pretrained(str(model), **kwargs)
+        with hub.asked_once(model), uneven_heads_are_known():
+            return AutoConfig.from_pretrained(str(model), **kwargs)
     except (OSError, ValueError) as error:
-        what = "read its config" if path.is_dir() else "find a folder or hub model of that name"
-        raise CheckpointError(f"'{model}': could not {what}. {_first_line(error)}") from None
+        if path.is_dir():
+            why = f"could not read its config. {_first_line(error)}"
+        elif hub.why_not():
+            why = (
+                "there is no such folder, and none of that name in the cache of the hub, which "
+                f"cannot be asked ({hub.why_not()}). Check the name and the network."
+            )
+        else:
+            why = f"could not find a folder or hub model of that name. {_first_line(error)}"
+        raise CheckpointError(f"'{model}': {why}") from None
+
+
+@contextmanager
+def uneven_heads_are_known() -> Iterator[None]:
+    """Reads and writes configs whose layers differ without a warning that they do.
+
+    What transformers checks of such a config are its global values, which are those of the model
+    before the cut.
+    """
+    logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
+
+    def told(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Reading global config value")
+
+    logger.addFilter(told)
+    try:
+        yield
+    finally:
+        logger.removeFilter(told)
 
 
 def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
     """Loads the tokenizer beside a model.
 
+    Where there are no files of a vocabulary, transformers makes a tokenizer for many families
+    that knows its special tokens alone. It is told by that, and not by its size: there are models
+    of bytes and of letters, vocabularies are padded, and tokens added. A tokenizer that somebody
+    put together of added tokens alone covers its model.
+
+    Args:
+        model: Folder or hub id.
+        **kwargs: As for ``AutoTokenizer.from_pretrained``.
+
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If there is none, or one without a vocabulary.
     """
     try:
-        return AutoTokenizer.from_pretrained(str(model), **kwargs)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        with hub.asked_once(model):
+            tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
+    except Exception as error:  # some backends raise nothing more special
         raise CheckpointError(
             f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer "
             f"files of the original model into the folder. {_first_line(error)}"
         ) from None
+    vocabulary = load_config(model, **kwargs).get_text_config().vocab_size
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    ordinary = sum(token not in added for token in tokenizer.get_vocab())
+    if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:  # the one is a word boundary
+        raise CheckpointError(
+            f"'{model}' has no usable tokenizer, and text data needs one: without the files of a "
+            f"vocabulary, transformers makes one of {len(tokenizer)} special tokens, and the model "
+            f"has {vocabulary:,}. Copy the tokenizer files of the original model into the folder."
+        )
+    return tokenizer
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many tokens a model of text has embeddings for."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[PreTrainedModel]:
@@ -190,7 +251,8 @@ def auto_class_of(model: PreTrainedModel) -> str:
     """The Auto class that leads to a model's class; "AutoModel" if none does."""
     native = native_class(type(model))
     known = modeling_headprune.auto_classes(native.config_class)
-    return next((auto for auto, cls in known.items() if cls is native), "AutoModel")
+    # several may lead there: the one that says what the head is for, before AutoModelForPreTraining
+    return next((auto for auto in (*_TASKS, *known) if known.get(auto) is native), "AutoModel")
 
 
 def parse_dtype(name: str) -> torch.dtype | str:

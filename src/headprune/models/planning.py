@@ -17,6 +17,11 @@ def default_unit(attentions: Sequence[Attention]) -> Unit:
     return Unit.KV_GROUP if grouped else Unit.HEAD
 
 
+def leaves_ragged(attentions: Sequence[Attention], unit: Unit) -> bool:
+    """Whether cutting by a unit may leave KV heads with unequal numbers of queries."""
+    return unit is Unit.HEAD and default_unit(attentions) is not Unit.HEAD
+
+
 def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
     """Query heads per unit, for all units of all modules in order."""
     return [len(m) for a in attentions for m in members(unit, a.group_sizes)]

@@ -47,6 +47,10 @@ class Calibration:
         """All examples in one batch, padded where they differ in length."""
         return self._batch(0, len(self.rows))
 
+    def first(self) -> Batch:
+        """The first example alone."""
+        return self._batch(0, 1)
+
     def _batch(self, start: int, stop: int) -> Batch:
         return self.collate([self.rows[i] for i in range(start, min(stop, len(self.rows)))])
 

@@ -23,11 +23,12 @@ from headprune.models import proof
 from headprune.models.attention import attention_of, family_of, of_kinds
 from headprune.models.calibration import convert_in_sequence, geometry
 from headprune.models.heads import read_heads, write_heads
-from headprune.models.loading import load_tokenizer, task_of
+from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve, result_shape
 from headprune.models.transfer import has_twin
 from headprune.pipelines.prune import (
+    OnModule,
     Pruned,
     Stage,
     check_shape,
@@ -39,9 +40,6 @@ from headprune.pipelines.prune import (
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
-
-OnModule = Callable[[int, int], None]
-"""Called with how many modules are converted, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,10 @@ def _windows(
     room = min(positions or config.seq_len, tokenizer.model_max_length)
     length = min(config.seq_len, room, config.calibration_tokens)
     specials = task_of(net) != "causal-lm"
-    rows = packed_windows(read_examples(data), tokenizer, length, specials=specials)
+    known = vocabulary_of(net)
+    rows = packed_windows(
+        read_examples(data), tokenizer, length, specials=specials, vocabulary=known
+    )
     count = min(len(rows), max(1, config.calibration_tokens // length))
     hidden = net.config.get_text_config().hidden_size
     if count * length < hidden:

@@ -39,6 +39,7 @@ from headprune.models.loading import (
     load_tokenizer,
     parse_dtype,
     task_of,
+    vocabulary_of,
 )
 from headprune.models.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.models.refusals import refuse_without_text
@@ -270,21 +271,25 @@ def _rows(
     net: PreTrainedModel, tokenizer: Any, examples: Examples, config: EvaluateConfig
 ) -> Dataset:
     """Windows for language models, one row per text for the others; pairs give two rows each."""
-    task = task_of(net)
+    task, known = task_of(net), vocabulary_of(net)
     if task in ("causal-lm", "masked-lm"):
-        windows = packed_windows(examples, tokenizer, config.seq_len, specials=task == "masked-lm")
+        specials = task == "masked-lm"
+        windows = packed_windows(
+            examples, tokenizer, config.seq_len, specials=specials, vocabulary=known
+        )
         return windows.select(range(min(len(windows), config.max_windows or len(windows))))
     count = min(len(examples.texts), config.max_windows or len(examples.texts))
     positions = getattr(net.config, "max_position_embeddings", config.seq_len)
     seq_len = min(config.seq_len, positions)
     texts, labels = examples.texts[:count], examples.labels and examples.labels[:count]
     if task == "seq2seq-lm":
-        return translation_rows(Examples(texts, None, True), tokenizer, seq_len)
+        return translation_rows(Examples(texts, None, True), tokenizer, seq_len, known)
     if task == "classification":
         part = Examples(texts, labels, rows_are_documents=True)
-        return tokenized_rows(part, tokenizer, seq_len, net.config.label2id)
+        return tokenized_rows(part, tokenizer, seq_len, net.config.label2id, known)
     flat = [(text,) for texts_of_one in texts for text in texts_of_one]
-    return tokenized_rows(Examples(flat, None, rows_are_documents=True), tokenizer, seq_len)
+    each = Examples(flat, None, rows_are_documents=True)
+    return tokenized_rows(each, tokenizer, seq_len, vocabulary=known)
 
 
 def _measure(

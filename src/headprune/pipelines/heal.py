@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
+from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import check_output
+from headprune.commands import command
 from headprune.config import DataConfig, Dtype, HealConfig, Objective, write_yaml
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.models.attention import attention_of
@@ -121,6 +123,19 @@ def heal(
         "heal": config.model_dump(mode="json"),
     }
     _check_work(work, settings, resume, overwrite)
+    again = command(
+        "heal",
+        model,
+        teacher=teacher,
+        data=data.source,
+        output=output,
+        **_changed(data, DataConfig(source=data.source)),
+        **{"steps": config.steps, **_changed(config, HealConfig(steps=config.steps))},
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        assume_supported=assume_supported,
+        resume=True,
+    )
     on_stage("loading both models")
     net, source = load(model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, config.out_dtype)
@@ -166,8 +181,7 @@ def heal(
     if callback.interrupted:
         raise Interrupted(
             f"Stopped after step {trainer.state.global_step} of {config.steps}; a checkpoint is in "
-            f"'{work}'. Go on with 'headprune heal {model} --teacher {teacher} --output {output}', "
-            "the same settings and --resume."
+            f"'{work}'. Go on with: {again}"
         )
 
     def finish() -> Healed:
@@ -194,6 +208,11 @@ def heal(
         return Healed(pruned, before, after, steps)
 
     return processes.on_main(finish)
+
+
+def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
+    """The settings that are not the usual ones."""
+    return {name: value for name, value in config if value != getattr(usual, name)}
 
 
 def _say_nothing(_: object) -> None:

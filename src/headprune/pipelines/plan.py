@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.scores import Scores, read_scores
+from headprune.checkpoint.scores import Scores, ScoresMetadata, read_scores
 from headprune.config import BudgetConfig
 from headprune.criteria import CRITERIA
 from headprune.errors import CheckpointError, PlanError
@@ -23,7 +23,7 @@ from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
 from headprune.models.refit import refit as refit_outputs
 from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.pipelines.calibration import calibration
-from headprune.pipelines.prune import load
+from headprune.pipelines.prune import load, reckons_with_refit
 from headprune.pipelines.score import Watch, gather, scores_of
 from headprune.plan import ModelIdentity, Plan
 from headprune.runtime.modeling_headprune import Attention
@@ -41,12 +41,19 @@ class Planned:
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
+        scores: What the scores say of themselves.
     """
 
     plan: Plan
     criterion: str
     spent: dict[str, tuple[float, float]]
     rounds: int
+    scores: ScoresMetadata
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before it is cut by, a sentence each."""
+        return reckons_with_refit(self.criterion)
 
 
 def plan(
@@ -154,7 +161,7 @@ def make_plan(
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
-    return Planned(made, name, spent, rounds)
+    return Planned(made, name, spent, rounds, scores.metadata)
 
 
 def _chosen(

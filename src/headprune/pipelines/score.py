@@ -21,7 +21,7 @@ from headprune.criteria.spec import Units, first_not_finite
 from headprune.errors import DataError, PlanError
 from headprune.models.attention import attention_of, of_kinds
 from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
-from headprune.models.planning import default_unit
+from headprune.models.planning import default_unit, leaves_ragged
 from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
 from headprune.pipelines.calibration import Calibration, calibration
 from headprune.pipelines.prune import load
@@ -122,6 +122,8 @@ def score(
         data=data if examples is not None else None,
         calibration=config,
         tokens=examples.tokens if examples is not None else 0,
+        ragged=leaves_ragged(attentions, unit),
+        refits=examples is not None and _refits(net, examples),
     )
     result = Scores(metadata, found)
     write_scores(output, result)
@@ -213,6 +215,19 @@ def scores_of(
             )
         parts.append(scores)
     return torch.cat(parts)
+
+
+def _refits(net: PreTrainedModel, examples: Calibration) -> bool:
+    """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
+    attentions = attention_of(net)
+    width = max((a.query_heads * a.head_dim for a in attentions), default=0)
+    if len(examples.rows) < 2 or examples.tokens < width:
+        return False
+    try:
+        in_sequence(net, attentions, examples.first(), project)
+    except RunsTwice:
+        return False
+    return True
 
 
 def _with_grams(

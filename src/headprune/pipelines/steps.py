@@ -206,6 +206,7 @@ def _prune(job: Job) -> Result:
         shape=step.shape,
         dtype=step.dtype,
         out_dtype=step.out_dtype,
+        on_module=job.watch.on_progress,
         **job.loading(),
     )
     before, after = pruned.manifest.query_heads

@@ -23,7 +23,7 @@ from headprune.errors import CheckpointError, HeadpruneError
 from headprune.models.attention import attention_of, of_kinds
 from headprune.models.gating import gated
 from headprune.models.loading import load_tokenizer, task_of
-from headprune.models.planning import default_unit, head_budget, unit_sizes
+from headprune.models.planning import default_unit, head_budget, leaves_ragged, unit_sizes
 from headprune.models.refusals import refuse_without_text
 from headprune.pipelines.prune import load
 from headprune.runtime.modeling_headprune import Attention
@@ -181,8 +181,7 @@ def train_gates(
     metadata = processes.on_main(
         lambda: _finish(output, trainer, source, unit, objective, data, attentions)
     )
-    grouped = any(a.query_heads != a.kv_heads for a in attentions)
-    return GatesRun(output, metadata, ragged=grouped and unit is Unit.HEAD)
+    return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
 
 
 def _say_nothing(_: object) -> None:

@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import sha256_of
 from headprune.checkpoint.manifest import Manifest, read_manifest
-from headprune.errors import HeadpruneError
+from headprune.errors import HeadpruneError, PlanError
 from headprune.models import proof
+from headprune.models.attention import identity
 from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
 from headprune.models.proof import Outputs, Sample
 from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.models.surgery import fold_gates, resolve
-from headprune.plan import Shape, read_plan
+from headprune.plan import ModelIdentity, Shape, read_plan
 from headprune.runtime import RUNTIME
 
 Stage = Callable[[str], None]
@@ -139,6 +140,26 @@ def verify(
     return Verification(str(folder), tuple(checks), not_run)
 
 
+def _refuse_ancestor(
+    folder: Path, manifest: Manifest, against: str | Path, base: PreTrainedModel
+) -> None:
+    """Refuses a model that the folder goes back to by more than one step.
+
+    Raises:
+        PlanError: Naming the model that it was made from last.
+    """
+    steps = [ModelIdentity(**entry["source"]) for entry in manifest.lineage]
+    asked, last = identity(base, against).fingerprint, manifest.source
+    if asked == last.fingerprint or asked not in (step.fingerprint for step in steps):
+        return
+    line = " -> ".join(f"'{name}'" for name in (*(s.name for s in steps), last.name, folder.name))
+    raise PlanError(
+        f"--against {against}: '{folder}' goes back to this model by several steps ({line}), and "
+        f"its proof is about the last of them. Give --against '{last.name}' (fingerprint "
+        f"{last.fingerprint})."
+    )
+
+
 def _runs_only(folder: Path, ours: Path) -> bool:
     """Whether all code that the folder's config names is our own runtime, to the byte."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -166,6 +187,7 @@ def _against(
     folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
 ) -> Check:
     base = from_pretrained(against, dtype=dtype)
+    _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
     wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))

@@ -19,7 +19,7 @@ from headprune.config import (
 from headprune.data.sources import read_examples
 from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError
-from headprune.models.loading import task_of
+from headprune.models.loading import task_of, vocabulary_of
 from headprune.training.objectives import Batch
 
 
@@ -35,7 +35,7 @@ def batches(
     Raises:
         DataError: If the text is too short, or its windows too long for the model.
     """
-    examples = read_examples(data)
+    examples, vocabulary = read_examples(data), vocabulary_of(net)
     # calibration makes do with fewer sequences than a batch
     need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
     positions = getattr(net.config, "max_position_embeddings", config.seq_len)
@@ -50,6 +50,7 @@ def batches(
             config.seq_len,
             need=need,
             specials=task_of(net) != "causal-lm",
+            vocabulary=vocabulary,
         )
 
         def collate(features: list[dict[str, Any]]) -> Batch:
@@ -63,11 +64,11 @@ def batches(
 
         return rows, collate
     if task_of(net) == "seq2seq-lm":
-        rows = translation_rows(examples, tokenizer, config.seq_len)
+        rows = translation_rows(examples, tokenizer, config.seq_len, vocabulary)
         collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
     else:
         labels = net.config.label2id if objective is Objective.TASK else None
-        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels)
+        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels, vocabulary)
         collator = DataCollatorWithPadding(tokenizer)
     if len(rows) < need:
         raise DataError(

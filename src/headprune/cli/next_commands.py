@@ -1,0 +1,93 @@
+"""The commands that come next, with the settings that were used so far."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headprune.commands import command
+from headprune.config import CalibrationConfig, DataConfig, Dtype
+
+if TYPE_CHECKING:
+    from headprune.checkpoint.scores import Scores, ScoresMetadata
+    from headprune.pipelines.plan import Planned
+    from headprune.pipelines.train_gates import GatesRun
+
+KEEP = 0.75  # share of heads that an example of a cut keeps
+
+
+def after_gates(run: GatesRun, model: str, dtype: Dtype, **loading: bool) -> str:
+    """Cuts what gates were trained for."""
+    return command(
+        "prune",
+        model,
+        gates=run.output,
+        output=_free(run.output),
+        shape="ragged" if run.ragged else None,
+        dtype=_chosen(dtype),
+        **loading,
+    )
+
+
+def after_scores(scores: Scores, output: Path, model: str, **loading: bool) -> str:
+    """Cuts by scores."""
+    names = list(scores.scores)
+    return command(
+        "prune",
+        model,
+        scores=output,
+        criterion=names[0] if len(names) > 1 else None,
+        keep=KEEP,
+        output=_free(output),
+        **_as_scored(scores.metadata),
+        **loading,
+    )
+
+
+def after_plan(planned: Planned, output: Path, model: str, **loading: bool) -> str:
+    """Cuts by a plan that was made from scores."""
+    made = planned.scores
+    return command(
+        "prune",
+        model,
+        plan=output,
+        output=_free(output.with_suffix("")),
+        **_as_scored(made),
+        **loading,
+    )
+
+
+def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
+    """Options of prune that go with scores: a refit on the same text, the same dtype."""
+    options: dict[str, Any] = {"shape": "ragged" if made.ragged else None}
+    if made.data is not None and made.refits:
+        used, usual = made.calibration, CalibrationConfig()
+        options |= {
+            "refit": made.data.source,
+            "calibration_tokens": used.tokens if used.tokens != usual.tokens else None,
+            "seq_len": used.seq_len if used.seq_len != usual.seq_len else None,
+            **columns(made.data),
+        }
+    return {**options, "dtype": _chosen(made.calibration.dtype)}
+
+
+def columns(data: DataConfig) -> dict[str, Any]:
+    """Options that say which part of the data is meant."""
+    usual = DataConfig(source="").split
+    return {
+        "split": data.split if data.split != usual else None,
+        "text_column": data.text_column,
+        "label_column": data.label_column,
+    }
+
+
+def _chosen(dtype: Dtype) -> Dtype | None:
+    return None if dtype is Dtype.AUTO else dtype
+
+
+def _free(beside: Path) -> Path:
+    """A name for the result, of nothing that is there."""
+    path, number = beside.with_name(f"{beside.name}-pruned"), 2
+    while path.exists():
+        path, number = beside.with_name(f"{beside.name}-pruned-{number}"), number + 1
+    return path

@@ -1,0 +1,55 @@
+"""Whether the hub can be asked: found out once, where libraries would try again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+PATIENCE_S = 5.0
+
+
+def why_not() -> str | None:
+    """Why the hub cannot be asked; None where it can."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    return _why_not(constants.ENDPOINT)
+
+
+@cache
+def _why_not(endpoint: str) -> str | None:
+    """One request, by the hub's own client, which knows proxies and certificates."""
+    try:
+        get_session().head(endpoint, timeout=PATIENCE_S)
+    except Exception as error:  # of whichever client this version of huggingface_hub has
+        return f"{endpoint} cannot be reached: {error}"
+    return None
+
+
+def may_be_id(name: str | Path) -> bool:
+    """Whether a name could be that of a repository of the hub, and is none of a file or folder."""
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
+@contextmanager
+def asked_once(name: str | Path) -> Iterator[None]:
+    """Lets libraries go by the hub's cache alone, as HF_HUB_OFFLINE does, where it is not reached.
+
+    Args:
+        name: What they are to load; for a file or folder the hub is not asked at all.
+    """
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or (may_be_id(name) and why_not() is not None)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

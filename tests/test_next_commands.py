@@ -1,0 +1,231 @@
+"""What is printed as the next command runs as it is printed, with the settings that were used."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headprune.commands import command
+from headprune.config import Dtype
+from headprune.models import attention
+from tests import tiny
+from tests.test_cli import run
+
+SMALL = ["--seq-len", "16", "--calibration-tokens", "512"]
+TRAIN = ["--steps", "2", "--batch-size", "2", "--seq-len", "16", "--target-heads", "0.5"]
+
+
+def test_a_command_is_quoted_as_a_shell_needs_it() -> None:
+    line = command(
+        "prune", "a b", keep=0.5, refit=None, overwrite=False, resume=True,
+        attention=("self", "cross"), dtype=Dtype.FLOAT32, output=Path("c $d"),
+    )  # fmt: skip
+    assert line == (
+        "headprune prune 'a b' --keep 0.5 --resume --attention self --attention cross "
+        "--dtype float32 --output 'c $d'"
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a space in its name, a text in it."""
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "some text.txt").write_text(tiny.text(2_000))
+    return folder
+
+
+def printed(text: str) -> list[str]:
+    """The command below "Next:", as a shell reads it."""
+    (line,) = (line for line in text.splitlines() if line.startswith("  headprune "))
+    return shlex.split(line)[1:]
+
+
+def ran(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    code, out, err = run(capsys, *words)
+    assert code == 0, (words, err)
+    return out
+
+
+def manifest(folder: str) -> Any:
+    return json.loads((Path(folder) / "headprune.json").read_text())
+
+
+def following(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[str], Any]:
+    """Runs a command, then what it prints; returns that, and the manifest it leads to."""
+    after = printed(ran(capsys, *words))
+    ran(capsys, *after)
+    return after, manifest(after[after.index("--output") + 1])
+
+
+# case -> the options of score, and those that the next command must have for it
+SCORED = {
+    "llama-gqa single heads": (["--unit", "head"], ["--shape", "ragged"]),
+    "llama-gqa": ([], []),
+    "llama-mha": (["--criterion", "wanda", "--criterion", "fisher"], ["--criterion", "wanda"]),
+    "llama-mqa": (["--dtype", "float64"], ["--dtype", "float64"]),
+    "bert-base": (["--criterion", "reconstruction"], []),
+    "bert-mlm": (["--criterion", "magnitude"], []),
+    "t5": (["--criterion", "fisher", "--text-column", "de,en"], ["--text-column", "de,en"]),
+}
+
+
+@pytest.mark.parametrize("case", SCORED)
+def test_score_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options, wanted = SCORED[case]
+    name, data = case.split()[0], "some text.txt"
+    tiny.save(tiny.model(name), home / "a model")
+    if name == "t5":
+        data = "pairs.jsonl"
+        rows = [{"de": tiny.text(16, i), "en": tiny.text(16, i + 90)} for i in range(64)]
+        Path(data).write_text("\n".join(map(json.dumps, rows)))
+    base = ["score", "a model", "--data", data, "--output", "its scores", *SMALL]
+    after, made = following(capsys, *base, *options)
+    assert " ".join(wanted) in " ".join(after)
+    if "magnitude" in options:
+        assert "--refit" not in after
+    else:
+        assert made["refit"]["data"] == data
+        assert after[after.index("--seq-len") + 1] == "16"
+        assert (
+            made["refit"]["tokens"]
+            == json.loads(Path("its scores/scores.json").read_text())["tokens"]
+        )
+    assert made["query_heads"][1] < made["query_heads"][0]
+    again = printed(ran(capsys, *base, *options, "--overwrite"))
+    assert again[again.index("--output") + 1] == "its scores-pruned-2"  # the first is still there
+
+
+@pytest.mark.parametrize("criterion", ["compensated", "reconstruction", "fisher"])
+def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
+    criterion: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(tiny.model("llama-mha"), home / "model")
+    base = ["--data", "some text.txt", "--criterion", criterion, "--output", "scores", *SMALL]
+    after = printed(ran(capsys, "score", "model", *base))
+    at = after.index("--refit")
+    bare = [*after[:at], *after[at + 2 :], "--overwrite", "--json"]
+    warned = criterion != "fisher"
+    _, out, err = run(capsys, *bare)
+    said = json.loads(out)["warnings"]
+    assert len(said) == warned == (f"warning: {criterion} scores say what is lost" in err)
+    for fine in ([*bare, "--keep", "1.0"], [*after, "--overwrite", "--json"]):
+        _, out, err = run(capsys, *fine)
+        assert (json.loads(out)["warnings"], "warning" in err) == ([], False)
+    plan = ["plan", "model", "--scores", "scores", "--keep", "0.5", "--output", "plan.json"]
+    assert ("cut with --refit DATA" in " ".join(ran(capsys, *plan).split())) == warned
+
+
+def test_a_refit_is_not_printed_where_there_can_be_none(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["score", "model", "--data", "some text.txt", "--output", "scores"]
+    tiny.save(tiny.model("albert"), home / "model")  # its layers share one module
+    after, _ = following(capsys, *base, *SMALL, "--criterion", "fisher")
+    assert "--refit" not in after
+    tiny.save(tiny.model("llama-mha"), home / "model")
+    few = ["--seq-len", "16", "--calibration-tokens", "32", "--criterion", "fisher", "--overwrite"]
+    after, _ = following(capsys, *base, *few)
+    assert "--refit" not in after
+
+
+@pytest.mark.parametrize("unit", ["head", "kv-group"])
+def test_plan_then_prune(unit: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(tiny.model("llama-gqa"), home / "a model")
+    base = ["--data", "some text.txt", "--output", "scores", "--dtype", "float64", *SMALL]
+    ran(capsys, "score", "a model", "--unit", unit, *base)
+    plan = ["plan", "a model", "--scores", "scores", "--keep", "0.5", "--output", "the plan.json"]
+    after, made = following(capsys, *plan)
+    assert ("ragged" in after) == (unit == "head")
+    assert made["refit"]["data"] == "some text.txt"
+
+
+@pytest.mark.parametrize("case", ["llama-gqa --unit head", "llama-gqa", "llama-mqa", "bert-mlm"])
+def test_train_gates_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *options = case.split()
+    tiny.save(tiny.model(name), home / "a model")
+    base = ["train-gates", "a model", "--data", "some text.txt", "--output", "the gates", *TRAIN]
+    after, made = following(capsys, *base, *options, "--dtype", "float64")
+    assert ("ragged" in after) == bool(options)
+    assert made["query_heads"][1] == made["query_heads"][0] // 2
+
+
+@pytest.mark.parametrize("command", ["train-gates", "score"])
+def test_what_was_allowed_stays_allowed(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(tiny.model("llama-gqa"), home / "model")
+    known = attention.COMMON_SETTINGS - {"hidden_size"}
+    monkeypatch.setattr(attention, "COMMON_SETTINGS", known)
+    base = [command, "model", "--data", "some text.txt", "--output", "made"]
+    base += TRAIN if command == "train-gates" else SMALL
+    assert run(capsys, *base)[0] == 2
+    after, _ = following(capsys, *base, "--assume-supported", "--trust-remote-code")
+    assert {"--assume-supported", "--trust-remote-code"} <= set(after)
+
+
+@contextmanager
+def stopped() -> Iterator[threading.Event]:
+    event = threading.Event()
+    event.set()
+    yield event
+
+
+@pytest.mark.parametrize("command", ["heal", "convert-gqa"])
+def test_a_healing_that_was_stopped_goes_on_as_printed(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(tiny.model("llama-gqa"), home / "a model")
+    rows = [{"body": tiny.text(40, i)} for i in range(60)]
+    Path("text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    healing = ["--seq-len", "24", "--train", "all", "--learning-rate", "0.001"]
+    healing += ["--text-column", "body", "--output", "out", "--overwrite"]
+    if command == "heal":
+        start = ["heal", "a model", "--teacher", "a model", "--data", "text.jsonl"]
+        start += ["--steps", "3", "--batch-size", "2", "--seed", "5"]
+    else:
+        start = ["convert-gqa", "a model", "--kv-heads", "1", "--calibrate", "text.jsonl"]
+        start += ["--heal", "3"]
+    Path("out").mkdir()
+    Path("out/file").touch()  # --overwrite is needed again
+    with monkeypatch.context() as patched:
+        patched.setattr("headprune.pipelines.heal.stop_on_interrupt", stopped)
+        code, _, err = run(capsys, *start, *healing)
+    assert code == 130, err
+    (line,) = (part for part in err.split("Go on with: ") if part.startswith("headprune heal"))
+    settings = yaml.safe_load(Path("out-checkpoints/config.yaml").read_text())
+    ran(capsys, *shlex.split(line)[1:])
+    assert manifest("out")["healing"]["steps"] == 3 == settings["heal"]["steps"]
+    assert not Path("out-checkpoints").exists()
+
+
+def test_gates_that_were_stopped_go_on_as_printed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(tiny.model("llama-gqa"), home / "a model")
+    start = ["train-gates", "a model", "--data", "some text.txt", "--output", "gates", *TRAIN]
+    with monkeypatch.context() as patched:
+        patched.setattr("headprune.pipelines.train_gates.stop_on_interrupt", stopped)
+        code, _, err = run(capsys, *start)
+    assert (code, "Go on with the same command and --resume." in err) == (130, True), err
+    ran(capsys, *start, "--resume")
+
+
+def test_init_prints_commands_that_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.save(tiny.model("llama-gqa"), home / "a model")
+    text = ran(
+        capsys, "init", "my recipe.yaml", "--yes", "--model", "a model", "--data", "some text.txt",
+        "--test-data", "some text.txt",
+    )  # fmt: skip
+    dry, real = (shlex.split(line)[1:] for line in text.splitlines() if line.startswith("  "))
+    assert real == ["run", "my recipe.yaml"]
+    ran(capsys, *dry)

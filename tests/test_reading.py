@@ -1,0 +1,156 @@
+"""Text that reaches no model: no tokenizer, unknown words, special tokens, ids beyond the model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from headprune.data.sources import Examples
+from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
+from headprune.errors import CheckpointError, DataError
+from headprune.models.loading import load_tokenizer
+from tests import tiny
+from tests.test_cli import run
+
+LANGUAGE_MODELS = ("bert-mlm", "bart", "gpt2", "opt", "qwen2", "qwen3", "gpt_neox", "t5", "llama")
+SIZE = 30_000  # tokens, as real models have
+
+
+def bare(case: str, folder: Path) -> Path:
+    """A model's folder as people copy it: config and weights, and nothing of a tokenizer."""
+    config = tiny.config(case)
+    config.vocab_size = SIZE
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", LANGUAGE_MODELS)
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(case: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no usable tokenizer.* Copy the tokenizer files"):
+        load_tokenizer(bare(case, tmp_path / "model"))
+
+
+def letters(folder: Path, words: str = "ACGTN") -> None:
+    """A tokenizer of a few letters."""
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
+
+
+def added(folder: Path) -> None:
+    """A tokenizer without a vocabulary, but for tokens that were added to it, one by one."""
+    tokenizer = Qwen2Tokenizer()
+    tokenizer.add_tokens([f"w{i}" for i in range(SIZE // 2)])
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda folder: ByT5Tokenizer().save_pretrained(folder),
+        lambda folder: CanineTokenizer().save_pretrained(folder),
+        lambda folder: tiny.tokenizer().save_pretrained(folder),
+        letters,
+        added,
+    ],
+    ids=["bytes", "characters", "words", "letters", "added"],
+)
+def test_a_small_or_odd_tokenizer_is_one(save, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = bare("t5", tmp_path / "model")
+    save(folder)
+    assert len(load_tokenizer(folder)) > 5
+
+
+def documents(*texts: tuple[str, ...]) -> Examples:
+    return Examples(texts, None, rows_are_documents=True)
+
+
+def rows(examples: Examples, kind: str, vocabulary: int = tiny.VOCAB) -> object:
+    """Makes rows of text in one of the three ways."""
+    tokenizer = tiny.tokenizer()
+    if kind == "windows":
+        return packed_windows(examples, tokenizer, 4, vocabulary=vocabulary)
+    if kind == "texts":
+        return tokenized_rows(examples, tokenizer, 16, vocabulary=vocabulary)
+    pairs = documents(*((text, text) for text, *_ in examples.texts))
+    return translation_rows(pairs, tokenizer, 16, vocabulary)
+
+
+@pytest.mark.parametrize("kind", ["windows", "texts", "pairs"])
+def test_text_that_a_model_cannot_read(kind: str) -> None:
+    known = "w0 w1 w2 w3"
+    for fine in (known, f"{known} quux", f"{known} one two three four", f"<s> {known} </s>"):
+        assert rows(documents((fine,)), kind)
+    message = (
+        r"60% of the text's tokens are unknown to the tokenizer, those of 'quux', 'quuz' among"
+    )
+    with pytest.raises(DataError, match=message):
+        rows(documents((f"{known} quux quux quuz",), ("quux quux quuz",)), kind)
+    with pytest.raises(
+        DataError, match="nothing but special tokens of the text .'<pad>', '<s>', '<"
+    ):
+        rows(documents(("<s> <pad> </s> <pad> <s>",)), kind)
+    with pytest.raises(DataError, match="the token 'w5' the id 10, .* 10 tokens, 0 to 9"):
+        rows(documents((f"{known} w5",)), kind, 10)
+    assert rows(documents((known,)), kind, 9)
+
+
+def test_padding_without_an_embedding() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<later>"})
+    alike, unlike = documents(("w0 w1",), ("w2 w3",)), documents(("w0 w1",), ("w2",))
+    assert tokenized_rows(alike, tokenizer, 16, vocabulary=tiny.VOCAB)
+    with pytest.raises(DataError, match="the token '<later>' the id 65"):
+        tokenized_rows(unlike, tokenizer, 16, vocabulary=tiny.VOCAB)
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny Llama with the wrong text, and without its tokenizer."""
+    root = tmp_path_factory.mktemp("strange")
+    model = tiny.save(tiny.model("llama-gqa"), root / "model")
+    shutil.copytree(model, root / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    (root / "text.txt").write_text("слова другого языка " * 400)
+    (root / "good.txt").write_text(tiny.text(2_000))
+    (root / "plan.json").write_text('{"model.layers.1.self_attn": [0, 1]}')
+    return {name.stem: name for name in root.iterdir()}
+
+
+COMMANDS = {
+    "train-gates": "train-gates {model} --target-heads 0.5 --data {text}",
+    "score": "score {model} --data {text}",
+    "prune": "prune {model} --plan {plan} --refit {text}",
+    "convert-gqa": "convert-gqa {model} --kv-heads 1 --calibrate {text}",
+    "heal": "heal {model} --teacher {model} --steps 2 --data {text}",
+    "evaluate": "evaluate {model} --data {text}",
+    "check": "check --model {model} --limit perplexity<=9 --data {text}",
+    "sweep": "sweep {model} --data {text}",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_reads_text_refuses(
+    command: str, strange: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seq-len", "16"]
+    options += [] if command == "check" else ["--output", str(tmp_path / "out")]
+    for changed, message in (
+        ({}, "100% of the text's tokens are unknown to the tokenizer, those of 'слова', 'другого'"),
+        ({"model": strange["bare"], "text": strange["good"]}, "has no usable tokenizer"),
+    ):
+        words = COMMANDS[command].split()
+        line = [word.format(**{**strange, **changed}) for word in words]
+        code, _, err = run(capsys, *line, *options)
+        assert (code, message in err) == (2, True), err
+
+
+def test_families_without_vocabulary_files_still_get_an_empty_tokenizer(tmp_path: Path) -> None:
+    """If not, the check is no longer needed."""
+    made = transformers.AutoTokenizer.from_pretrained(bare("gpt2", tmp_path / "model"))
+    assert len(made) < 5

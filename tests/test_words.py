@@ -1,0 +1,234 @@
+"""What is said at the terminal is true, and soon: results, missing folders, the hub, warnings."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+import headprune
+from headprune import hub
+from headprune.cli import terminal
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.data.sources import read_examples
+from headprune.errors import CheckpointError, DataError, PlanError
+from headprune.models.attention import attention_of
+from headprune.models.loading import load_config
+from headprune.pipelines.prune import prune
+from headprune.pipelines.verify import verify
+from headprune.plan import AttentionPlan, Plan
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.cutting import uneven_plan
+from tests.test_cli import run
+
+UNEVEN, EVEN = "Uneven heads: loads with", "Heads that the stock class has no setting for: loads"
+
+
+def even_plan(folder: Path, removed: tuple[int, ...]) -> Plan:
+    parts = {}
+    for a in attention_of(headprune.from_pretrained(folder)):
+        keep = tuple(head for head in a.query_ids if head not in removed)
+        parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep)
+    return Plan(unit=Unit.HEAD, attentions=parts)
+
+
+@pytest.mark.parametrize(("uneven", "said"), [(False, EVEN), (True, UNEVEN)])
+def test_even_heads_are_not_called_uneven(
+    uneven: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2 has no setting for heads of a size of their own, however even they are."""
+    model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    plan = uneven_plan(headprune.from_pretrained(model), 0) if uneven else even_plan(model, (1,))
+    plan.write(tmp_path / "plan.json")
+    base = ("prune", model, "--plan", tmp_path / "plan.json")
+    for options in (["--output", tmp_path / "out"], ["--dry-run"]):
+        code, out, err = run(capsys, *base, *options)
+        assert code == 0, err
+        assert said in " ".join(out.split())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("Its layers differ in their number of heads" in card) == uneven
+
+
+def test_an_even_conversion_is_not_called_uneven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    line = ("convert-gqa", model, "--kv-heads", 2, "--output", tmp_path / "out")
+    code, out, err = run(capsys, *line)
+    assert code == 0, err
+    assert EVEN in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("verify nope", "There is no folder 'nope'. Give one that headprune wrote."),
+        ("report nope --output page.html", "There is no run at 'nope'"),
+        ("evaluate ./nope --data text.txt", "'./nope' is no folder that is there, and no hub id"),
+        ("check --model ./nope --data text.txt --limit perplexity<=9", "'./nope' is no folder"),
+        ("inspect a/b/c", "'a/b/c' is no folder that is there, and no hub id: give a model folder"),
+        ("inspect text.txt", "'text.txt' is a file: give a model folder"),
+        ("inspect nope", "'nope': there is no such folder, and none of that name in the cache"),
+    ],
+)
+def test_a_path_that_is_not_there(
+    line: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(tiny.text(200))
+    code, _, err = run(capsys, *line.split())
+    assert (code, message in err) == (2, True), err
+
+
+@pytest.mark.parametrize(("case", "auto"), [("t5", "Seq2SeqLM"), ("bart", "Seq2SeqLM")])
+def test_the_auto_class_is_the_one_of_the_task(case: str, auto: str, tmp_path: Path) -> None:
+    model = tiny.save(tiny.model(case), tmp_path / "model")
+    plan = uneven_plan(headprune.from_pretrained(model))
+    pruned = prune(model, tmp_path / "out", plan=plan)
+    assert pruned.manifest.auto_class == f"AutoModelFor{auto}"
+    route = f"AutoModelFor{auto}.from_pretrained, trust_remote_code=True"
+    assert verify(pruned.output).checks[-1].name == route
+
+
+def test_a_model_of_two_steps_is_compared_with_the_last(llama_folder: Path, tmp_path: Path) -> None:
+    first = prune(llama_folder, tmp_path / "first", plan=even_plan(llama_folder, (0, 1))).output
+    second = prune(first, tmp_path / "second", plan=even_plan(first, (2, 3))).output
+    assert verify(second, against=first).passed
+    message = r"goes back to this model by several .'llama' -> 'first' -> 'second'.*against 'first'"
+    with pytest.raises(PlanError, match=message.replace("several ", "several steps ")):
+        verify(second, against=llama_folder)
+    other = tiny.model("llama-gqa")
+    other.model.layers[0].self_attn.o_proj.weight.data.neg_()
+    with pytest.raises(PlanError, match="Give the model it was made for"):
+        verify(second, against=tiny.save(other, tmp_path / "other"))
+
+
+@pytest.fixture
+def dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that nobody answers at, and no time to wait for it."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_time(seconds: float) -> None:
+        raise AssertionError(f"waits {seconds} s to try again")
+
+    monkeypatch.setattr(time, "sleep", no_time)
+    hub._why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("dead_end")
+def test_a_hub_that_is_not_reached_is_asked_once() -> None:
+    cannot = re.escape("which cannot be asked (http://127.0.0.1:9 cannot be reached: ")
+    with pytest.raises(CheckpointError, match=f"'a/b': there is no such folder.*{cannot}"):
+        load_config("a/b")
+    with pytest.raises(DataError, match=f"'a/c:d' is no file or folder.*{cannot}"):
+        read_examples(DataConfig(source="a/c:d"))
+    assert hub._why_not.cache_info().misses == 1
+    assert constants.HF_HUB_OFFLINE is False  # as it was
+
+
+@pytest.mark.usefixtures("dead_end")
+def test_folders_ask_no_hub(llama_folder: Path) -> None:
+    headprune.from_pretrained(llama_folder)
+    assert hub._why_not.cache_info().misses == 0
+
+
+def test_uneven_heads_load_without_a_warning_of_transformers(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    logger, handler = transformers_logging.get_logger("transformers"), Kept()
+    plan = uneven_plan(headprune.from_pretrained(llama_folder))
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.warning_once.cache_clear()
+    logger.addHandler(handler)
+    try:
+        out = prune(llama_folder, tmp_path / "out", plan=plan).output
+        config = headprune.from_pretrained(out).config
+        assert not told
+        transformers_logging.warning_once.cache_clear()
+        assert config.num_attention_heads == 6  # whoever reads it besides is told
+        assert len(told) == 1
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("line", "stages"),
+    [
+        ("score {model} --data {text} --output out", ["loading the model ...", "scoring ..."]),
+        ("prune {model} --plan {plan} --output out --refit {text}", ["refitting W_O ..."]),
+        ("convert-gqa {model} --kv-heads 1 --output out", ["merging KV heads (mean) ..."]),
+        ("evaluate {model} --data {text} --no-speed", ["evaluating ..."]),
+        ("heal {model} --teacher {model} --data {text} --steps 1 --output out", ["healing ..."]),
+        (
+            "train-gates {model} --data {text} --target-heads 0.5 --steps 1 --output out",
+            ["reading the data ...", "training ..."],
+        ),
+    ],
+)
+def test_a_pipe_gets_a_line_per_stage_and_no_bars(
+    line: str,
+    stages: list[str],
+    llama_folder: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(text_file.parent)
+    Path("plan.json").write_text('{"model.layers.1.self_attn": [0, 1]}')
+    names = {"model": llama_folder, "text": text_file, "plan": "plan.json"}
+    words = [word.format(**names) for word in line.split()]
+    words += [] if "convert" in line else ["--seq-len", "16"]
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    assert all(stage in err for stage in stages), err
+    assert "eta" not in err and "/?" not in err and "━" not in err
+
+
+def test_a_bar_starts_anew_with_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(
+        terminal, "err", Console(file=drawn, force_terminal=True, width=120, color_system=None)
+    )
+    with terminal.bar() as bar:
+        bar.stage("merging")
+        bar.step(30, 30, "loss 3")
+        drawn.truncate(0)
+        bar.stage("proving")
+    assert "proving" in drawn.getvalue() and "0/?" in drawn.getvalue()
+    assert not {"30/30", "loss 3", "merging"} & set(
+        re.findall(r"30/30|loss 3|merging", drawn.getvalue())
+    )
+
+
+def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    prune(
+        llama_folder,
+        tmp_path / "out",
+        plan=uneven_plan(headprune.from_pretrained(llama_folder)),
+        refit=DataConfig(source=str(text_file)),
+        calibration=CalibrationConfig(seq_len=16, tokens=512),
+        on_module=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, tiny.LAYERS) for done in range(1, tiny.LAYERS + 1)]
