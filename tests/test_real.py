@@ -10,8 +10,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from headprune.checkpoint.manifest import read_manifest
+from headprune.config import (
+    CalibrationConfig,
+    ConvertConfig,
+    DataConfig,
+    EvaluateConfig,
+    HealConfig,
+    ShapeOption,
+    TrainGatesConfig,
+)
 from headprune.models.attention import attention_of
-from headprune.models.loading import from_pretrained
+from headprune.models.loading import from_pretrained, load_tokenizer
 from headprune.models.planning import (
     default_unit,
     even_units,
@@ -19,14 +29,24 @@ from headprune.models.planning import (
     plan_from_scores,
     unit_sizes,
 )
+from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.heal import heal
 from headprune.pipelines.prune import prune
+from headprune.pipelines.score import score
+from headprune.pipelines.train_gates import train_gates
 from headprune.pipelines.verify import verify
 from headprune.plan import Plan
+from headprune.tensors.units import Unit
 
 pytestmark = pytest.mark.real
 
 
-def fetch(name: str) -> Path:
+DTYPES = ["float32", "bfloat16"]
+TEXT = Path(__file__).parents[1] / "scripts" / "demo" / "train.txt"
+
+
+def fetch(name: str, dtype: str = "float32") -> Path:
     path = Path(__file__).parents[1] / "scripts" / "fetch_demo_model.py"
     spec = importlib.util.spec_from_file_location("fetch_demo_model", path)
     assert spec is not None
@@ -34,7 +54,7 @@ def fetch(name: str) -> Path:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    folder: Path = module.fetch(name)
+    folder: Path = module.fetch(name, dtype=dtype)
     return folder
 
 
@@ -48,9 +68,12 @@ def quarter_plan(model: PreTrainedModel) -> Plan:
     return plan_from_scores(attentions, unit, scores, head_budget(0.75, sizes), scale=scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["smollm2", "minilm", "mgm", "rxnmapper"])
-def test_a_quarter_of_the_heads_unevenly_by_each_route(name: str, tmp_path: Path) -> None:
-    folder = fetch(name)
+def test_a_quarter_of_the_heads_unevenly_by_each_route(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    folder = fetch(name, dtype)
     plan = quarter_plan(from_pretrained(folder))
     counts = {len(part.keep) for part in plan.attentions.values()}
     assert len(counts) > 1 or len(plan.attentions) == 1  # ALBERT has one module for all layers
@@ -58,6 +81,8 @@ def test_a_quarter_of_the_heads_unevenly_by_each_route(name: str, tmp_path: Path
     proof = out.manifest.proof
     assert proof["gated_vs_reloaded"] <= proof["tolerance"]
     assert proof["control"] > 1e3 * proof["tolerance"]
+    assert out.manifest.dtype == dtype
+    assert (proof["cast"] > 0) == (dtype == "bfloat16")  # the factors that W_O took up
     verification = verify(tmp_path / "out", against=folder)
     print(name, proof["gated_vs_reloaded"], proof["control"])
     for check in verification.checks:
@@ -66,9 +91,10 @@ def test_a_quarter_of_the_heads_unevenly_by_each_route(name: str, tmp_path: Path
     assert len(verification.checks) == 4  # hashes, two routes, the base
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["smollm2", "mgm"])
-def test_the_best_even_cut_by_its_route(name: str, tmp_path: Path) -> None:
-    folder = fetch(name)
+def test_the_best_even_cut_by_its_route(name: str, dtype: str, tmp_path: Path) -> None:
+    folder = fetch(name, dtype)
     model = from_pretrained(folder)
     attentions = attention_of(model)
     unit = default_unit(attentions)
@@ -82,3 +108,58 @@ def test_the_best_even_cut_by_its_route(name: str, tmp_path: Path) -> None:
     assert verify(tmp_path / "out", against=folder).passed
     native = not list((tmp_path / "out").glob("*.py"))
     assert native is (name == "smollm2")
+
+
+@pytest.fixture(scope="module")
+def first_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's first four layers in bfloat16, as a model of its own."""
+    source = fetch("smollm2", "bfloat16")
+    model = from_pretrained(source)
+    model.model.layers = model.model.layers[:4]
+    model.config.num_hidden_layers = 4
+    model.config.layer_types = None
+    folder = tmp_path_factory.mktemp("short") / "smollm2-first-layers"
+    model.save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
+    return folder
+
+
+def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> None:
+    text = DataConfig(source=str(TEXT))
+    short = CalibrationConfig(tokens=2048, seq_len=128)
+    score(first_layers, tmp_path / "scores", ["compensated"], text, short, Unit.HEAD)
+    settings = TrainGatesConfig(target_heads=0.75, steps=4, seq_len=64)
+    train_gates(first_layers, text, tmp_path / "gates", settings)
+    cuts = {
+        "scores": {"scores": tmp_path / "scores", "keep": 0.75, "shape": ShapeOption.RAGGED},
+        "gates": {"gates": tmp_path / "gates"},
+        "plan": {"plan": quarter_plan(from_pretrained(first_layers))},
+    }
+    for name, how in cuts.items():
+        refit = {"refit": text, "calibration": short} if name != "gates" else {}
+        prune(first_layers, tmp_path / f"by-{name}", **how, **refit)
+    for merge in ("mean", "procrustes", "lowrank"):
+        config = ConvertConfig(kv_heads=1, merge=merge, calibration_tokens=2048, seq_len=128)
+        convert_gqa(first_layers, tmp_path / merge, config, text if merge == "lowrank" else None)
+    heal(
+        tmp_path / "mean",
+        first_layers,
+        text,
+        tmp_path / "healed",
+        HealConfig(steps=4, seq_len=64),
+    )
+    results = [*(f"by-{name}" for name in cuts), "mean", "procrustes", "lowrank", "healed"]
+    for name in results:
+        manifest = read_manifest(tmp_path / name)
+        assert manifest.dtype == "bfloat16"
+        assert manifest.proof["control"] > 1e2 * manifest.proof["tolerance"]
+        assert verify(tmp_path / name).passed
+    config = EvaluateConfig(seq_len=128, max_windows=8, speed=False)
+    losses = {
+        name: evaluate(tmp_path / name, text, config, against=first_layers).differences[0]
+        for name in ("by-scores", "mean", "lowrank", "healed")
+    }
+    ratios = {name: found.interval.estimate for name, found in losses.items()}
+    assert ratios["lowrank"] < ratios["mean"]
+    assert ratios["healed"] < ratios["mean"]
+    assert ratios["by-scores"] < 2

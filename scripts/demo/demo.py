@@ -90,7 +90,7 @@ def main() -> None:
     """Fetch; train gates, prune; share KV heads; evaluate both; check; report."""
     start = time.monotonic()
     try:
-        model = fetch("smollm2")
+        model = fetch("smollm2", dtype="bfloat16")  # as model hubs have it
     except FetchError as error:
         console.print(f"[bold red]error:[/] {error}")
         sys.exit(2)

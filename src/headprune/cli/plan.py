@@ -112,5 +112,6 @@ def plan(
             model,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
         )
         render.planned(terminal.out, result, output, following)

@@ -129,6 +129,7 @@ def score(
             model,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
         )
         render.scores(terminal.out, result, output, following)
 

@@ -190,5 +190,6 @@ def train_gates(
             dtype,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
+            drop_unexpected=drop_unexpected,
         )
         render.gates_run(terminal.out, run, following)
