@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.manifest import read_manifest
@@ -141,7 +142,7 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
     for merge in ("mean", "procrustes", "lowrank"):
         config = ConvertConfig(kv_heads=1, merge=merge, calibration_tokens=2048, seq_len=128)
         convert_gqa(first_layers, tmp_path / merge, config, text if merge == "lowrank" else None)
-    heal(
+    healed = heal(
         tmp_path / "mean",
         first_layers,
         text,
@@ -154,12 +155,19 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
         assert manifest.dtype == "bfloat16"
         assert manifest.proof["control"] > 1e2 * manifest.proof["tolerance"]
         assert verify(tmp_path / name).passed
-    config = EvaluateConfig(seq_len=128, max_windows=8, speed=False)
-    losses = {
-        name: evaluate(tmp_path / name, text, config, against=first_layers).differences[0]
-        for name in ("by-scores", "mean", "lowrank", "healed")
-    }
-    ratios = {name: found.interval.estimate for name, found in losses.items()}
-    assert ratios["lowrank"] < ratios["mean"]
-    assert ratios["healed"] < ratios["mean"]
-    assert ratios["by-scores"] < 2
+    # a model without its upper layers predicts nothing: what counts is to compute what it does
+    tokenizer = load_tokenizer(first_layers)
+    ids = tokenizer(TEXT.read_text()[20_000:22_000], return_tensors="pt")["input_ids"]
+
+    @torch.no_grad()
+    def logits(folder: Path) -> Tensor:
+        found: Tensor = from_pretrained(folder)(ids).logits.float()
+        return found
+
+    wanted = logits(first_layers)
+    errors = {name: float((logits(tmp_path / name) - wanted).square().mean()) for name in results}
+    assert errors["lowrank"] < errors["procrustes"] < errors["mean"]
+    assert errors["by-scores"] < errors["by-plan"]
+    assert healed.after < healed.before
+    evaluated = evaluate(tmp_path / "by-scores", text, EvaluateConfig(speed=False, max_windows=2))
+    assert evaluated.model.dtype == "bfloat16"
