@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
@@ -40,7 +40,7 @@ def table(*columns: str, numbers_from: int = 1) -> Table:
 def module_table(
     console: Console,
     columns: Sequence[str],
-    rows: Sequence[tuple[str, *tuple[str | Text, ...]]],
+    rows: Mapping[str, Sequence[str | Text]],
     numbers_from: int = 1,
 ) -> None:
     """A table with a row per attention module, whose names are shortened where lines would break.
@@ -48,22 +48,22 @@ def module_table(
     Args:
         console: Where it is printed.
         columns: The columns behind that of the modules.
-        rows: Their paths first.
+        rows: Their cells, by path.
         numbers_from: The first column of numbers.
     """
 
     def filled(first: str, names: Sequence[str]) -> Table:
         grid = table(first, *columns, numbers_from=numbers_from)
-        for name, (_, *cells) in zip(names, rows, strict=True):
+        for name, cells in zip(names, rows.values(), strict=True):
             grid.add_row(name, *cells)
         return grid
 
-    grid = filled("attention module", [path for path, *_ in rows])
+    grid = filled("attention module", list(rows))
     wide = grid.__rich_measure__(console, console.options.update(width=10_000)).maximum
     if wide <= console.width:
         console.print(grid)
         return
-    names, pattern = shortened([path for path, *_ in rows])
+    names, pattern = shortened(list(rows))
     console.print(filled("module", names))
     if pattern:
         console.print(f"[bright_black]attention modules: {escape(pattern)}[/]", soft_wrap=True)
@@ -104,10 +104,10 @@ def head_picture(part: AttentionPlan) -> Text:
 
 def plan_picture(console: Console, plan: Plan) -> None:
     """All layers of a plan, one line each."""
-    rows = [
-        (name, head_picture(part), f"{len(part.keep)}/{part.query_heads}")
+    rows = {
+        name: (head_picture(part), f"{len(part.keep)}/{part.query_heads}")
         for name, part in plan.attentions.items()
-    ]
+    }
     module_table(console, ("heads", "kept"), rows, numbers_from=2)
 
 
@@ -200,9 +200,7 @@ def converted(console: Console, result: Converted) -> None:
     console.print(how)
     counts = sorted(set(result.kv_heads.values()), reverse=True)
     if len(counts) > 1:
-        rows = [
-            (path, str(before), str(after)) for path, (before, after) in result.kv_heads.items()
-        ]
+        rows = {path: list(map(str, counts)) for path, counts in result.kv_heads.items()}
         module_table(console, ("KV heads", "after"), rows)
     if result.own_keys:
         console.print(
@@ -276,10 +274,10 @@ def inspection(console: Console, report: Inspection) -> None:
     several = len({a.kind for a in report.attentions}) > 1
     kind = ("kind",) if several else ()
     columns = (*kind, "query heads", "KV heads", "head_dim", "parameters")
-    rows = []
+    rows = {}
     for a in report.attentions:
         numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
-        rows.append((a.path, *((a.kind,) if several else ()), *map(str, numbers)))
+        rows[a.path] = (*((a.kind,) if several else ()), *map(str, numbers))
     module_table(console, columns, rows, numbers_from=1 + several)
     if report.kv_cache_bytes_per_token:
         sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())

@@ -46,10 +46,10 @@ def heat_maps(console: Console, scores: Scores) -> None:
     """Per criterion: one line per module, one character per unit, by rank among all units."""
     for name, values in scores.scores.items():
         console.print(f"[bold]{name}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]")
-        rows = []
+        rows = {}
         for module, ranks in _by_module(scores, _ranks(values)):
             shades = (SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
-            rows.append((module, Text("".join(shades))))
+            rows[module] = [Text("".join(shades))]
         module_table(console, (scores.metadata.unit.value,), rows, numbers_from=2)
     console.print(f"[bright_black]{SHADES[0]} would go first, {SHADES[-1]} last[/]")
 
