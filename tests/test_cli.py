@@ -269,7 +269,7 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ("rows.jsonl", ["--text-column", "body", "--label-column", "l"], "--label-column l"),
         ("odd.xyz", [], "an ending that says nothing"),
         ("nothing", [], "has no file with one of the endings"),
-        ("missing.txt", [], "is no file or folder"),
+        ("missing.txt", [], "There is no file"),
     ):
         base = ["train-gates", llama_folder, "--data", tmp_path / source, *TRAIN]
         command = [*base, "--target-heads", "0.5", "--output", tmp_path / "g", "--overwrite"]
@@ -292,7 +292,7 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (bare, "no *.safetensors weights"),
         (unknown, "No family named 'xglm'"),
         (tmp_path / "none", "has no config.json"),
-        (tmp_path / "missing", "could not find a folder or hub model of that name"),
+        (tmp_path / "missing", "There is no folder"),
     ):
         code, _, err = run(capsys, "inspect", folder)
         assert (code, message in err) == (2, True), err

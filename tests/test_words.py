@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 import headprune
 from headprune import hub
-from headprune.cli import terminal
+from headprune.cli import render, terminal
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
@@ -72,10 +72,16 @@ def test_an_even_conversion_is_not_called_uneven(
     [
         ("verify nope", "There is no folder 'nope'. Give one that headprune wrote."),
         ("report nope --output page.html", "There is no run at 'nope'"),
-        ("evaluate ./nope --data text.txt", "'./nope' is no folder that is there, and no hub id"),
-        ("check --model ./nope --data text.txt --limit perplexity<=9", "'./nope' is no folder"),
-        ("inspect a/b/c", "'a/b/c' is no folder that is there, and no hub id: give a model folder"),
-        ("inspect text.txt", "'text.txt' is a file: give a model folder"),
+        (
+            "evaluate ./nope --data text.txt",
+            "There is no folder './nope', and no hub id is written so",
+        ),
+        (
+            "check --model ./nope --data text.txt --limit perplexity<=9",
+            "There is no folder './nope'",
+        ),
+        ("inspect a/b/c", "There is no folder 'a/b/c', and no hub id is written so. Give"),
+        ("inspect text.txt", "'text.txt' is a file. Give a model folder"),
         ("inspect nope", "'nope': there is no such folder, and none of that name in the cache"),
     ],
 )
@@ -232,3 +238,41 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
         on_module=lambda done, total: told.append((done, total)),
     )
     assert told == [(done, tiny.LAYERS) for done in range(1, tiny.LAYERS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names", "pattern"),
+    [
+        (["m.layers.0.attn", "m.layers.10.attn"], ["0", "10"], "m.layers.*.attn"),
+        (
+            ["model.encoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"],
+            ["encoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"],
+            "model.*",
+        ),
+        (["h.0.attn", "h.0.attn.more"], ["attn", "attn.more"], "h.0.*"),
+        (["a.b.attn"], ["attn"], "a.b.*"),
+        (["attn"], ["attn"], ""),
+        (["x.attn", "y.self"], ["x.attn", "y.self"], ""),
+        ([], [], ""),
+    ],
+)
+def test_paths_are_shortened_by_what_they_share(
+    paths: list[str], names: list[str], pattern: str
+) -> None:
+    assert render.shortened(paths) == (names, pattern)
+    if pattern:
+        assert [pattern.replace("*", name) for name in names] == paths
+
+
+@pytest.mark.parametrize(("heads", "short"), [(6, False), (48, True)])
+def test_names_of_modules_do_not_break(heads: int, short: bool) -> None:
+    paths = [f"vit.encoder.layer.{i}.attention.attention" for i in range(12)]
+    part = AttentionPlan(query_heads=heads, kv_heads=heads, keep=tuple(range(heads)))
+    drawn = io.StringIO()
+    console = Console(file=drawn, width=80)
+    render.plan_picture(console, Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)))
+    lines = [line.strip() for line in drawn.getvalue().splitlines() if line.strip()]
+    row = f"{11 if short else paths[-1]} +{'■' * heads} +{heads}/{heads}"
+    assert sum(re.fullmatch(row, line) is not None for line in lines) == 1, drawn.getvalue()
+    assert len(lines) == 2 + 12 + short
+    assert ("attention modules: vit.encoder.layer.*.attention.attention" in lines) == short

@@ -314,6 +314,8 @@ class BudgetConfig(_Config):
             raise ValueError(
                 "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
             )
+        if self.per_layer and self.keep is None:
+            raise ValueError("--per-layer needs --keep, the number or share of heads to keep")
         return self
 
 

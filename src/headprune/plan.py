@@ -140,12 +140,7 @@ def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> P
     Raises:
         PlanError: If the file is missing, is no plan, or names modules or heads that are not there.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlanError(f"There is no plan file at '{path}'.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"'{path}' is not readable as JSON ({error}); see a plan.json.") from None
+    content = plan_content(path)
     if isinstance(content, dict) and "attentions" in content:
         version = content.get("schema_version")
         if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -160,6 +155,21 @@ def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> P
             where = ".".join(str(part) for part in first["loc"])
             raise PlanError(f"'{path}' is not a valid plan: {where}: {first['msg']}.") from None
     return _from_removed(content, present, path)
+
+
+def plan_content(path: Path) -> object:
+    """What a plan file holds, which may be no plan.
+
+    Raises:
+        PlanError: If the file is missing or not readable.
+    """
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanError(f"There is no plan file at '{path}'.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanError(f"'{path}' is not readable as JSON ({error}); see a plan.json.") from None
+    return content
 
 
 def _from_removed(

@@ -109,8 +109,11 @@ def convert_gqa(
             "seed": seed,
         },
     )
-    if heal_steps is not None and calibrate is None:
-        raise HeadpruneError("--heal trains on the text of --calibrate: give --calibrate DATA.")
+    if heal_steps is not None:
+        if calibrate is None:
+            raise HeadpruneError("--heal trains on the text of --calibrate: give --calibrate DATA.")
+        healing = {"steps": heal_steps, "train": train, "learning_rate": learning_rate}
+        cfg.build(cfg.HealConfig, healing)
     source = None if calibrate is None else data_config(calibrate, split, text_column, None)
     terminal.quiet_libraries()
     from headprune.checkpoint.folders import check_output

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from headprune import config as cfg
+from headprune.cli import terminal
 from headprune.errors import HeadpruneError
 from headprune.tensors.units import Unit
 
@@ -80,7 +81,9 @@ AttentionKinds = Annotated[
 ]
 HeadsToKeep = Annotated[
     str | None,
-    typer.Option(help="Heads to keep, hit exactly: a share (0.75) or a count (202)."),
+    typer.Option(
+        help="Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one)."
+    ),
 ]
 WhichScores = Annotated[str | None, typer.Option(help="Which of the scores, if there are several.")]
 
@@ -124,11 +127,14 @@ def share_or_count(text: str | None, option: str) -> float | int | None:
     if text is None:
         return None
     try:
-        return int(text) if text.strip().lstrip("-").isdigit() else float(text)
+        value = int(text) if text.strip().lstrip("-").isdigit() else float(text)
     except ValueError:
         raise HeadpruneError(
             f"{option} {text}: give a share such as 0.75, or a count such as 202."
         ) from None
+    if value == 1 and isinstance(value, int):
+        terminal.note(f"{option} 1 keeps one head; {option} 1.0 keeps all of them.")
+    return value
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:

@@ -49,8 +49,8 @@ def prune(
     keep: Annotated[
         str | None,
         typer.Option(
-            help="Share or count of heads to keep: with --scores, or another than the gates were "
-            "trained for."
+            help="Share (1.0 is all) or count (1 is one) of heads to keep: with --scores, or "
+            "another than the gates were trained for."
         ),
     ] = None,
     refit: Annotated[

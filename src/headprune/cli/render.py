@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from rich import box
@@ -32,9 +34,64 @@ def table(*columns: str, numbers_from: int = 1) -> Table:
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, column in enumerate(columns):
         side: Literal["left", "right"] = "right" if position >= numbers_from else "left"
-        # module paths are keys of plans: folded rather than cut off
+        # nothing is cut off
         grid.add_column(column, justify=side, overflow="fold")
     return grid
+
+
+def module_table(
+    console: Console,
+    columns: Sequence[str],
+    rows: Mapping[str, Sequence[str | Text]],
+    numbers_from: int = 1,
+) -> None:
+    """A table with a row per attention module, whose names are shortened where lines would break.
+
+    Args:
+        console: Where it is printed.
+        columns: The columns behind that of the modules.
+        rows: Their cells, by path.
+        numbers_from: The first column of numbers.
+    """
+
+    def filled(first: str, names: Sequence[str]) -> Table:
+        grid = table(first, *columns, numbers_from=numbers_from)
+        for name, cells in zip(names, rows.values(), strict=True):
+            grid.add_row(name, *cells)
+        return grid
+
+    grid = filled("attention module", list(rows))
+    wide = grid.__rich_measure__(console, console.options.update(width=10_000)).maximum
+    if wide <= console.width:
+        console.print(grid)
+        return
+    names, pattern = shortened(list(rows))
+    console.print(filled("module", names))
+    if pattern:
+        console.print(f"[bright_black]attention modules: {escape(pattern)}[/]", soft_wrap=True)
+
+
+def _alike(lists: Sequence[Sequence[str]]) -> int:
+    """With how many equal items all of them begin."""
+    columns = zip(*lists, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def shortened(paths: Sequence[str]) -> tuple[list[str], str]:
+    """Paths without what they all begin and end with, and the pattern that has it.
+
+    ``["model.layers.0.attn", "model.layers.1.attn"]`` becomes ``["0", "1"]`` and
+    ``"model.layers.*.attn"``; no path becomes empty.
+    """
+    parts = [path.split(".") for path in paths]
+    most = min(map(len, parts), default=1) - 1
+    before = _alike([part[:most] for part in parts])
+    after = _alike([part[before + 1 :][::-1] for part in parts])
+    if not before + after:
+        return list(paths), ""
+    names = [".".join(part[before : len(part) - after]) for part in parts]
+    ends = parts[0][:before], parts[0][len(parts[0]) - after :]
+    return names, ".".join([*ends[0], "*", *ends[1]])
 
 
 def head_picture(part: AttentionPlan) -> Text:
@@ -49,10 +106,11 @@ def head_picture(part: AttentionPlan) -> Text:
 
 def plan_picture(console: Console, plan: Plan) -> None:
     """All layers of a plan, one line each."""
-    grid = table("attention module", "heads", "kept", numbers_from=2)
-    for name, part in plan.attentions.items():
-        grid.add_row(name, head_picture(part), f"{len(part.keep)}/{part.query_heads}")
-    console.print(grid)
+    rows = {
+        name: (head_picture(part), f"{len(part.keep)}/{part.query_heads}")
+        for name, part in plan.attentions.items()
+    }
+    module_table(console, ("heads", "kept"), rows, numbers_from=2)
 
 
 def before_after(rows: list[tuple[str, int, int]]) -> Table:
@@ -165,10 +223,8 @@ def converted(console: Console, result: Converted) -> None:
     console.print(how)
     counts = sorted(set(result.kv_heads.values()), reverse=True)
     if len(counts) > 1:
-        grid = table("attention module", "KV heads", "after")
-        for path, (before, after) in result.kv_heads.items():
-            grid.add_row(path, str(before), str(after))
-        console.print(grid)
+        rows = {path: list(map(str, counts)) for path, counts in result.kv_heads.items()}
+        module_table(console, ("KV heads", "after"), rows)
     if result.own_keys:
         console.print(
             f"[yellow]note:[/] in {len(result.own_keys)} modules queries cannot absorb a map, as "
@@ -242,12 +298,12 @@ def inspection(console: Console, report: Inspection) -> None:
     )
     several = len({a.kind for a in report.attentions}) > 1
     kind = ("kind",) if several else ()
-    columns = ("query heads", "KV heads", "head_dim", "parameters")
-    modules = table("attention module", *kind, *columns, numbers_from=1 + several)
+    columns = (*kind, "query heads", "KV heads", "head_dim", "parameters")
+    rows = {}
     for a in report.attentions:
         numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
-        modules.add_row(a.path, *((a.kind,) if several else ()), *map(str, numbers))
-    console.print(modules)
+        rows[a.path] = (*((a.kind,) if several else ()), *map(str, numbers))
+    module_table(console, columns, rows, numbers_from=1 + several)
     if report.kv_cache_bytes_per_token:
         sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())
         console.print(f"KV cache, bytes per token: {sizes}")

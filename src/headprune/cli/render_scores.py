@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.cli.render import next_line, plan_picture, table
+from headprune.cli.render import module_table, next_line, plan_picture, table
 from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
 
@@ -46,13 +46,11 @@ def heat_maps(console: Console, scores: Scores) -> None:
     """Per criterion: one line per module, one character per unit, by rank among all units."""
     for name, values in scores.scores.items():
         console.print(f"[bold]{name}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]")
-        grid = table("attention module", scores.metadata.unit.value, numbers_from=2)
+        rows = {}
         for module, ranks in _by_module(scores, _ranks(values)):
-            picture = Text(
-                "".join(SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
-            )
-            grid.add_row(module, picture)
-        console.print(grid)
+            shades = (SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
+            rows[module] = [Text("".join(shades))]
+        module_table(console, (scores.metadata.unit.value,), rows, numbers_from=2)
     console.print(f"[bright_black]{SHADES[0]} would go first, {SHADES[-1]} last[/]")
 
 

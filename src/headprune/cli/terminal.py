@@ -129,6 +129,11 @@ def warn(sentences: Iterable[str]) -> None:
         err.print(f"[yellow]warning:[/] {_escaped(sentence)}", soft_wrap=True)
 
 
+def note(sentence: str) -> None:
+    """Says how something was understood."""
+    err.print(f"[yellow]note:[/] {_escaped(sentence)}", soft_wrap=True)
+
+
 def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     if not processes.is_main():  # of several that train together, one reports

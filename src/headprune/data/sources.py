@@ -52,6 +52,7 @@ def read_examples(data: DataConfig) -> Examples:
     Raises:
         DataError: If nothing is there, a column is missing, or there is no text in it.
     """
+    refuse_missing_file(data.source)
     files = _files(data.source)
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
@@ -73,12 +74,14 @@ def read_examples(data: DataConfig) -> Examples:
 
 
 def refuse_missing_file(source: str) -> None:
-    """Refuses the name of a file that is not there; other names may be of the hub.
+    """Refuses the path of a file or folder that is not there; other names may be of the hub.
 
     Raises:
         DataError: If there is no such file.
     """
-    if _suffix(Path(source)) in _BUILDERS and not Path(source).exists():
+    path = Path(source)
+    named = _suffix(path) in _BUILDERS or path.is_absolute() or source.startswith(".")
+    if named and not path.exists():
         raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
 
 

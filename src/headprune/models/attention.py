@@ -99,6 +99,21 @@ def attention_of(model: PreTrainedModel) -> list[Attention]:
         ) from None
 
 
+def refuse_unknown_kinds(kinds: Sequence[str]) -> None:
+    """Refuses kinds of attention that no family has.
+
+    Raises:
+        FamilyError: Naming those that there are.
+    """
+    known = sorted({kind for family in FAMILIES.values() for kind in family.attention})
+    for kind in kinds:
+        if kind not in known:
+            raise FamilyError(
+                f"--attention {kind}: no family has attention of that kind."
+                f"{did_you_mean(kind, known)} Kinds: {', '.join(known)}."
+            )
+
+
 def of_kinds(attentions: list[Attention], kinds: Sequence[str]) -> list[Attention]:
     """Those attention modules that are of the given kinds; all where none is given.
 

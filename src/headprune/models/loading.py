@@ -132,8 +132,10 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
             "save_pretrained wrote, or a hub id."
         )
     if not path.is_dir() and not hub.may_be_id(model):
-        there = "is a file" if path.is_file() else "is no folder that is there, and no hub id"
-        raise CheckpointError(f"'{model}' {there}: give a model folder, or a hub id.")
+        there = f"There is no folder '{model}', and no hub id is written so"
+        if path.is_file():
+            there = f"'{model}' is a file"
+        raise CheckpointError(f"{there}. Give a model folder, or a hub id.")
     try:
         with hub.asked_once(model), uneven_heads_are_known():
             return AutoConfig.from_pretrained(str(model), **kwargs)

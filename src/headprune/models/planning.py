@@ -27,6 +27,21 @@ def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
     return [len(m) for a in attentions for m in members(unit, a.group_sizes)]
 
 
+def refuse_target(target: float | int | None) -> None:
+    """Refuses a share or count of heads that no model can keep.
+
+    Raises:
+        PlanError: If it is out of range.
+    """
+    if isinstance(target, float) and not 0 <= target <= 1:
+        raise PlanError(
+            f"The share of heads to keep must lie between 0 and 1, not {target}. For a count, give "
+            "a whole number."
+        )
+    if isinstance(target, int) and target < 0:
+        raise PlanError(f"The number of heads to keep must not be negative, and {target} is.")
+
+
 def head_budget(target: float | int, sizes: Sequence[int]) -> int:
     """The number of query heads to keep.
 
@@ -39,14 +54,10 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
         PlanError: If the target is out of range, or a count cannot be hit.
     """
     total, counts = sum(sizes), sorted(attainable(sizes))
+    refuse_target(target)
     if isinstance(target, float):
-        if not 0 <= target <= 1:
-            raise PlanError(
-                f"The share of heads to keep must lie between 0 and 1, not {target}. For a count, "
-                f"give a whole number up to {total}."
-            )
         return min(counts, key=lambda count: (abs(count - target * total), count))
-    if not 0 <= target <= total:
+    if target > total:
         raise PlanError(f"The model has {total} query heads; {target} cannot be kept.")
     if target not in counts:
         below = max(c for c in counts if c < target)

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import check_output
 from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
-from headprune.data.sources import read_examples
+from headprune.data.sources import read_examples, refuse_missing_file
 from headprune.data.windows import packed_windows
 from headprune.errors import DataError, PlanError
 from headprune.merging import MERGES, NEEDS_CALIBRATION, Groups, Heads, Setting
 from headprune.merging.budget import spread
 from headprune.merging.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
 from headprune.models import proof
-from headprune.models.attention import attention_of, family_of, of_kinds
+from headprune.models.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.models.calibration import convert_in_sequence, geometry
 from headprune.models.heads import read_heads, write_heads
 from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
@@ -109,6 +109,9 @@ def convert_gqa(
             f"--merge {name} needs text to learn what the heads do: give --calibrate DATA. "
             "Without text there is procrustes, or mean with training afterwards (--heal)."
         )
+    refuse_unknown_kinds(config.attention)
+    if calibrate is not None:
+        refuse_missing_file(calibrate.source)
     on_stage("loading the model")
     net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, config.out_dtype)

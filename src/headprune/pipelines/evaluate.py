@@ -36,6 +36,7 @@ from headprune.evaluation.speed import Speed, measure
 from headprune.models.cost import longest_context, model_cost
 from headprune.models.loading import (
     from_pretrained,
+    load_config,
     load_tokenizer,
     parse_dtype,
     task_of,
@@ -176,6 +177,8 @@ def load(
     """The first half of ``evaluate``, which finds what does not fit before any work is done."""
     examples = read_examples(data)
     names = [str(name) for name in (model, against) if name is not None]
+    for name in names:
+        load_config(name, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nets = []
     for name in names:

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from headprune.checkpoint.folders import check_output
 from headprune.commands import command
 from headprune.config import DataConfig, Dtype, HealConfig, Objective, write_yaml
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.models.attention import attention_of
-from headprune.models.loading import from_pretrained, load_tokenizer, task_of
+from headprune.models.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.models.planning import plan_from_scores
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve
@@ -34,7 +35,14 @@ from headprune.pipelines.prune import (
 from headprune.tensors.units import Unit
 from headprune.training import processes
 from headprune.training.batches import batches
-from headprune.training.heal import HealedModel, HealTrainer, heal_arguments, merged, trainable
+from headprune.training.heal import (
+    HealedModel,
+    HealTrainer,
+    heal_arguments,
+    merged,
+    refuse_without_peft,
+    trainable,
+)
 from headprune.training.objectives import Batch
 from headprune.training.slim import (
     HistoryCallback,
@@ -136,6 +144,9 @@ def heal(
         assume_supported=assume_supported,
         resume=True,
     )
+    refuse_missing_file(data.source)
+    refuse_without_peft(config)
+    load_config(teacher, trust_remote_code=trust_remote_code)
     on_stage("loading both models")
     net, source = load(model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, config.out_dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.scores import Scores, ScoresMetadata, read_scores
-from headprune.config import BudgetConfig
+from headprune.config import BudgetConfig, DataConfig
 from headprune.criteria import CRITERIA
 from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.speed import measure
@@ -19,7 +19,7 @@ from headprune.models.allocation import Limit, allocate
 from headprune.models.attention import attention_of
 from headprune.models.budgets import cache_prices, parameter_prices, time_prices
 from headprune.models.heads import read_output, write_output
-from headprune.models.planning import head_budget, plan_from_scores, unit_sizes
+from headprune.models.planning import head_budget, plan_from_scores, refuse_target, unit_sizes
 from headprune.models.refit import refit as refit_outputs
 from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.pipelines.calibration import calibration
@@ -97,8 +97,13 @@ def plan(
             f"The output '{output}' already exists. Choose another one, or replace it with "
             "--overwrite."
         )
+    metadata = read_scores(scores).metadata
+    name, _ = read_scores(scores).of(criterion)
+    if rounds > 1:
+        _refuse_rounds(name, metadata.data)
+    refuse_target(budget.keep)
     watch.stage("loading the model")
-    dtype = read_scores(scores).metadata.calibration.dtype
+    dtype = metadata.calibration.dtype
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     found = read_scores(scores, source)
     planned = make_plan(
@@ -181,8 +186,7 @@ def _chosen(
         ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
     of_module = None
     if budget.per_layer:
-        if heads is None:
-            raise PlanError("--per-layer needs --keep, the number or share of heads to keep.")
+        assert heads is not None
         of_module = equal_shares(attentions, unit, heads, at_least)
         heads = None
     return set(allocate(attentions, unit, ranked.tolist(), heads, of_module, at_least, limits))
@@ -222,6 +226,20 @@ def equal_shares(
     return counts
 
 
+def _refuse_rounds(criterion: str, data: DataConfig | None) -> DataConfig:
+    """The data that a criterion looks at again in every round.
+
+    Raises:
+        PlanError: If it looks at none.
+    """
+    if data is None or "gates" in CRITERIA[criterion].needs:
+        raise PlanError(
+            f"--rounds: the criterion {criterion} does not look at the model again. Leave out "
+            "--rounds, or use one that does, such as fisher or reconstruction."
+        )
+    return data
+
+
 class _Again:
     """Scores a model once more, as it is without the units that have gone.
 
@@ -245,12 +263,7 @@ class _Again:
         self.criterion, self.metadata = criterion, scores.metadata
         self.refit = refit
         self.originals = [read_output(a) for a in self.everything if a.query_heads]
-        data = self.metadata.data
-        if data is None or "gates" in CRITERIA[criterion].needs:
-            raise PlanError(
-                f"--rounds: the criterion {criterion} does not look at the model again. Leave out "
-                "--rounds, or use one that does, such as fisher or reconstruction."
-            )
+        data = _refuse_rounds(criterion, self.metadata.data)
         self.examples = calibration(
             net, model, data, self.metadata.calibration, "plan", trust_remote_code
         )

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from headprune import hub
 from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
-from headprune.checkpoint.gates import read_gates
+from headprune.checkpoint.gates import read_gates, read_metadata
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
 from headprune.criteria import CRITERIA
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, PlanError
 from headprune.models import proof
 from headprune.models.attention import attention_of, identity, refuse_unknown_settings
@@ -33,7 +34,13 @@ from headprune.models.loading import (
     load_config,
     uneven_heads_are_known,
 )
-from headprune.models.planning import even_units, head_budget, plan_from_scores, unit_sizes
+from headprune.models.planning import (
+    even_units,
+    head_budget,
+    plan_from_scores,
+    refuse_target,
+    unit_sizes,
+)
 from headprune.models.precision import (
     compute_dtype,
     refuse_missing_dtype,
@@ -54,7 +61,7 @@ from headprune.models.stored import (
 from headprune.models.surgery import Cut, cut_heads, fold_gates, resolve, result_shape
 from headprune.models.transfer import native_twin
 from headprune.pipelines.calibration import calibration as calibration_of
-from headprune.plan import ModelIdentity, Plan, Shape, read_plan
+from headprune.plan import ModelIdentity, Plan, Shape, plan_content, read_plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit, members
 
@@ -182,16 +189,12 @@ def prune(
         ProofError: If the result does not compute what the gated original computes.
     """
     check_output(output, overwrite)
+    evidence = _Evidence(gates, plan, scores, criterion, keep)
+    _refuse(evidence, refit)
     on_stage("loading the model")
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, out_dtype)
-    evidence = _Evidence(gates, plan, scores, criterion, keep)
     chosen, weights = _plan(net, source, evidence, shape)
-    if refit is not None and weights:
-        raise PlanError(
-            "--refit fits W_O to the original's outputs, but these gates come with trained "
-            "weights, which compute something else. Leave out --refit, or train with --train gates."
-        )
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     check_shape(shape, result_shape(cuts, net.config))
     _load_weights(net, weights)
@@ -389,8 +392,9 @@ def preview(
     drop_unexpected: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     evidence = _Evidence(gates, plan, scores, criterion, keep)
+    _refuse(evidence)
+    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     chosen, _ = _plan(net, source, evidence, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     stored = result_shape(cuts, net.config)
@@ -527,23 +531,49 @@ class _Evidence:
     keep: float | int | None
 
 
-def _plan(
-    net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
-) -> tuple[Plan, dict[str, Tensor]]:
-    """The plan, and the trained weights that belong to it."""
+def _refuse(evidence: _Evidence, refit: DataConfig | None = None) -> None:
+    """Refuses what does not fit together, whatever the model, before it is loaded.
+
+    Raises:
+        HeadpruneError: Saying what does not fit.
+    """
     gates, plan, scores, keep = evidence.gates, evidence.plan, evidence.scores, evidence.keep
     if sum(given is not None for given in (gates, plan, scores)) != 1:
         raise PlanError(
             "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
         )
-    if gates is not None:
-        return _plan_from_gates(net, source, gates, keep, shape)
-    if scores is not None:
-        return _plan_from_scores(net, source, evidence, shape), {}
-    if keep is not None:
+    if plan is not None and keep is not None:
         raise PlanError(
             "--keep goes with --gates or --scores; a plan already says which heads stay."
         )
+    if scores is None and evidence.criterion is not None:
+        raise PlanError("--criterion goes with --scores; gates and plans have none.")
+    if scores is not None:
+        read_scores(scores).of(evidence.criterion)
+        if keep is None:
+            raise PlanError("--scores needs --keep, the share or count of heads that stay.")
+    refuse_target(keep)
+    if isinstance(plan, Path):
+        plan_content(plan)
+    trained = gates is not None and read_metadata(gates).trained_weights
+    if refit is not None and trained:
+        raise PlanError(
+            "--refit fits W_O to the original's outputs, but these gates come with trained "
+            "weights, which compute something else. Leave out --refit, or train with --train gates."
+        )
+    if refit is not None:
+        refuse_missing_file(refit.source)
+
+
+def _plan(
+    net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
+) -> tuple[Plan, dict[str, Tensor]]:
+    """The plan, and the trained weights that belong to it."""
+    plan = evidence.plan
+    if evidence.gates is not None:
+        return _plan_from_gates(net, source, evidence.gates, evidence.keep, shape)
+    if evidence.scores is not None:
+        return _plan_from_scores(net, source, evidence, shape), {}
     if isinstance(plan, Plan):
         return plan, {}
     assert plan is not None
@@ -555,9 +585,8 @@ def _plan_from_scores(
     net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
 ) -> Plan:
     assert evidence.scores is not None
+    assert evidence.keep is not None
     found = read_scores(evidence.scores, source)
-    if evidence.keep is None:
-        raise PlanError("--scores needs --keep, the share or count of heads that stay.")
     unit, attentions = found.metadata.unit, _gated(net, found.metadata.modules)
     whole = [a for a in attention_of(net) if a.path not in found.metadata.modules]
     sizes = unit_sizes(attentions, unit)

@@ -12,14 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import check_output
-from headprune.checkpoint.gates import read_gates
+from headprune.checkpoint.gates import read_gates, read_metadata
 from headprune.checkpoint.manifest import versions
 from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.criteria import CRITERIA, Evidence, Need
 from headprune.criteria.spec import Units, first_not_finite
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
-from headprune.models.attention import attention_of, of_kinds
+from headprune.models.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
 from headprune.models.planning import default_unit, leaves_ragged
 from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
@@ -90,6 +91,11 @@ def score(
         raise DataError(f"{_listed(criteria)} looks at what heads do on text: give --data DATA.")
     if ("gates" in needs) != (gates is not None):
         raise PlanError("--criterion gates and --gates DIR (from train-gates) go together.")
+    refuse_unknown_kinds(attention)
+    if gates is not None:
+        read_metadata(gates)
+    if data is not None and needs & NEEDS_DATA:
+        refuse_missing_file(data.source)
     watch.stage("loading the model")
     net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
     attentions = of_kinds(attention_of(net), attention)

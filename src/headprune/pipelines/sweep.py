@@ -29,6 +29,7 @@ from headprune.config import (
     write_yaml,
 )
 from headprune.criteria import CRITERIA
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evaluation.report import METRICS, Metric, ModelReport
 from headprune.models.loading import task_of
@@ -144,6 +145,11 @@ def sweep(
     test = test or data
     if not keep:
         raise HeadpruneError("Give --keep the shares of heads to keep, such as 0.9,0.75,0.5.")
+    _refuse(criteria, rounds)
+    for each in (data, test):
+        refuse_missing_file(each.source)
+    if not (output / "config.yaml").is_file():  # a folder that no sweep made is left alone
+        check_output(output, overwrite=False)
     net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
     positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     room = min(positions or evaluation.seq_len, evaluation.seq_len)
@@ -162,7 +168,6 @@ def sweep(
         "calibration": config.model_dump(mode="json"),
         "evaluation": evaluation.model_dump(mode="json"),
     }
-    _refuse(criteria, rounds)
     _prepare(output, settings, overwrite)
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
@@ -249,8 +254,6 @@ def _prepare(output: Path, settings: dict[str, Any], overwrite: bool) -> None:
                 f"({', '.join(changed)}). Go on with the same ones, or start anew with --overwrite."
             )
         return
-    if not path.is_file():  # a folder that no sweep made is left alone
-        check_output(output, overwrite=False)
     try:
         for name in ("points", "scores"):
             shutil.rmtree(output / name, ignore_errors=True)

@@ -19,11 +19,18 @@ from headprune._version import __version__
 from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import GatesMetadata, write_gates
 from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig, write_yaml
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.models.attention import attention_of, of_kinds
+from headprune.models.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.models.gating import gated
 from headprune.models.loading import load_tokenizer, task_of
-from headprune.models.planning import default_unit, head_budget, leaves_ragged, unit_sizes
+from headprune.models.planning import (
+    default_unit,
+    head_budget,
+    leaves_ragged,
+    refuse_target,
+    unit_sizes,
+)
 from headprune.models.refusals import refuse_without_text
 from headprune.pipelines.prune import load
 from headprune.runtime.modeling_headprune import Attention
@@ -111,6 +118,9 @@ def train_gates(
         "train_gates": config.model_dump(mode="json"),
     }
     processes.on_main(lambda: _check_output(output, settings, resume, overwrite))
+    refuse_missing_file(data.source)
+    refuse_unknown_kinds(config.attention)
+    refuse_target(config.target_heads)
     on_stage("loading the model")
     frozen = config.train in (Train.GATES, Train.CHANNELS)
     net, source = load(

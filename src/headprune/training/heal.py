@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,21 @@ class HealTrainer(SlimTrainer):
         return loss
 
 
+def refuse_without_peft(config: HealConfig) -> None:
+    """Refuses low-rank additions where what makes them is not installed.
+
+    Raises:
+        HeadpruneError: Saying how to install it.
+    """
+    if config.train is HealTrain.LORA and find_spec("peft") is None:
+        raise HeadpruneError("--train lora needs peft: pip install 'headprune[lora]'.")
+
+
 def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealConfig) -> nn.Module:
     """Lets move what is to be trained, and returns the module to train.
 
     Raises:
-        HeadpruneError: If LoRA is asked for and peft is not installed.
+        HeadpruneError: If LoRA is asked for and cannot adapt the model.
     """
     net.requires_grad_(config.train is HealTrain.ALL)
     modules = {p.path: p.module for a in attentions for p in a.projections}
@@ -80,10 +91,8 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
         )
     if config.train is not HealTrain.LORA:
         return student
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise HeadpruneError("--train lora needs peft: pip install 'headprune[lora]'.") from None
+    from peft import LoraConfig, get_peft_model
+
     names = "|".join(path.replace(".", r"\.") for path in modules)
     lora = LoraConfig(
         r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules=rf"({names})"

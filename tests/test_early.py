@@ -1,0 +1,114 @@
+"""Mistakes in options are found before a model is loaded: here there is none to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
+from headprune.config import CalibrationConfig
+from headprune.plan import ModelIdentity
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.test_cli import run
+
+DATA = "--data text.txt"
+PLAN = "plan gone --output p --scores scores"
+NO_FILE = "There is no file 'nope.txt'"
+HEALED = "convert-gqa gone --kv-heads 1 --output out --calibrate text.txt --heal"
+MISTAKES = {
+    "prune gone --output out": "Give one of --gates (from train-gates)",
+    "prune gone --output out --gates g --plan p": "Give one of --gates (from train-gates)",
+    "prune gone --dry-run": "Give one of --gates (from train-gates)",
+    "prune gone --output out --scores scores": "hold 2 criteria",
+    "prune gone --output out --scores scores --criterion fisher": "--scores needs --keep",
+    "prune gone --output out --scores scores --criterion fischer --keep 4": "Did you mean 'fisher'",
+    "prune gone --output out --scores scores --criterion fisher --keep 1.5": "between 0 and 1, not",
+    "prune gone --output out --scores scores --criterion fisher --keep -2": "negative, and -2 is",
+    "prune gone --output out --scores nope --keep 0.5": "'nope' is no scores folder",
+    "prune gone --output out --gates nope": "'nope' is no gates folder",
+    "prune gone --output out --plan plan.json --keep 0.5": "--keep goes with --gates or --scores",
+    "prune gone --output out --plan plan.json --criterion fisher": "--criterion goes with --scores",
+    "prune gone --output out --plan nope.json": "There is no plan file at 'nope.json'",
+    "prune gone --output out --plan text.txt": "'text.txt' is not readable as JSON",
+    "prune gone --output out --plan plan.json --refit nope.txt": NO_FILE,
+    "prune gone --output out --plan plan.json --refit ./nope": "There is no file './nope'",
+    f"score gone --output out {DATA} --criterion fischer": "Did you mean 'fisher'",
+    f"score gone --output out {DATA} --attention encodr": "Did you mean 'encoder'",
+    "score gone --output out --data nope.txt": NO_FILE,
+    "score gone --output out --criterion gates --gates nope": "'nope' is no gates folder",
+    f"train-gates gone --output out {DATA} --target-heads 1.5": "between 0 and 1, not 1.5",
+    f"train-gates gone --output out {DATA} --target-heads 0.5 --attention x": "no family has",
+    "train-gates gone --output out --data nope.txt --target-heads 0.5": NO_FILE,
+    "convert-gqa gone --output out --kv-heads 1 --merge meen": "Did you mean 'mean'",
+    "convert-gqa gone --output out --kv-heads 1 --attention x": "no family has attention of that",
+    "convert-gqa gone --output out --kv-heads 1 --calibrate nope.txt": NO_FILE,
+    f"{HEALED} 0": "--steps: ",
+    f"{HEALED} 3 --learning-rate 0": "--learning-rate: ",
+    "heal gone --teacher gone --output out --steps 3 --data nope.txt": NO_FILE,
+    f"heal model --teacher ./gone --output out --steps 3 {DATA}": "There is no folder './gone'",
+    f"evaluate model {DATA} --against ./gone": "There is no folder './gone'",
+    "evaluate gone --data nope.txt": NO_FILE,
+    f"check --model gone {DATA} --limit perplexity<=+2%": "give --baseline FILE",
+    "plan gone --output p --scores nope --keep 0.5": "'nope' is no scores folder",
+    f"{PLAN} --keep 0.5": "2 criteria (fisher, magnitude)",
+    f"{PLAN} --keep 0.5 --criterion x": "The scores have no criterion",
+    f"{PLAN} --keep 1.5 --criterion fisher": "between 0 and 1, not 1.5",
+    f"{PLAN} --max-params 9 --per-layer": "--per-layer needs --keep",
+    f"{PLAN} --keep 0.5 --rounds 2 --criterion magnitude": "not look at",
+    "plan gone --output plan.json --scores scores --keep 0.5": "'plan.json' already exists",
+    f"sweep gone --output out {DATA} --criterion fischer": "Did you mean 'fisher'",
+    "sweep gone --output out --data nope.txt": NO_FILE,
+    f"sweep gone --output out {DATA} --test nope.txt": NO_FILE,
+    f"sweep gone --output scores {DATA}": "'scores' already exists",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with text, a plan and scores, and weights that nothing may load."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(tiny.text(500))
+    Path("plan.json").write_text("{}")
+    tiny.save(tiny.model("llama-gqa"), Path("model"))
+    scored = ModelIdentity(name="gone", model_type="llama", architecture="L", fingerprint="0")
+    metadata = ScoresMetadata(
+        created="", versions={}, model=scored, unit=Unit.HEAD, modules=("m",), units=(2,),
+        query_heads=2, criteria={"fisher": "", "magnitude": ""}, data=None,
+        calibration=CalibrationConfig(), tokens=0,
+    )  # fmt: skip
+    values = tiny.torch.ones(2).double()
+    write_scores(Path("scores"), Scores(metadata, {"fisher": values, "magnitude": values.clone()}))
+    (Path("model") / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_found_before_the_model(
+    line: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *line.split())
+    assert code == 2, err
+    assert MISTAKES[line] in err
+    assert "loading" not in err and "gone'" not in err.replace("'./gone'", ""), err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train-gates model {DATA} --output out --steps 1 --target-heads",
+        "prune model --scores scores --criterion fisher --output out --keep",
+        "plan model --scores scores --criterion fisher --output out.json --keep",
+    ],
+)
+def test_one_head_is_told_from_all(
+    line: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = line.split()[-1]
+    said = f"note: {option} 1 keeps one head; {option} 1.0 keeps all of them."
+    for value, told in (("1", True), ("1.0", False), ("2", False)):
+        assert (said in run(capsys, *line.split(), value)[2]) == told
+    helped = " ".join(run(capsys, line.split()[0], "--help")[1].replace("│", "").split())
+    assert "1.0 is all" in helped and "1 is one" in helped
