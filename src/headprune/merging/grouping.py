@@ -110,7 +110,8 @@ def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
         return key.lost, key.power, value.lost, value.power
 
     single = [lost((head,)) for head in range(len(k))]
-    key_power, value_power = sum(s[1] for s in single), sum(s[3] for s in single)
+    key_power = sum(s[1] for s in single) or 1.0  # a layer of zeros loses nothing
+    value_power = sum(s[3] for s in single) or 1.0
 
     def cost(group: tuple[int, ...]) -> float:
         key_lost, _, value_lost, _ = lost(group)
@@ -122,7 +123,7 @@ def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
 def measured_cost(merge: Merge, heads: Heads, setting: Setting) -> Cost:
     """What a merge changes of a group's bilinear forms W_Q^T W_K and W_O W_V, each as a share."""
     before_k, before_v = _key_forms(heads, setting), _value_forms(heads)
-    powers = [sum(map(_power, forms)) for forms in (before_k, before_v)]
+    powers = [sum(map(_power, forms)) or 1.0 for forms in (before_k, before_v)]
 
     def cost(group: tuple[int, ...]) -> float:
         merged, queries = merge(heads, [group], setting), heads.queries_of(group)

@@ -16,6 +16,7 @@ and one of the group's own keys is taken, the one that disturbs the scores least
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,17 +25,19 @@ from torch import Tensor
 
 from headprune.errors import PlanError
 from headprune.merging.spec import Activations, Groups, Heads, Setting, project
+from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
 from headprune.tensors.solvers import conjugate_gradients
 
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
-QUERIES = 96  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike
-OUTPUTS = 128  # of every window, evenly spaced, in the fit of the outputs
-RIDGE = 1e-2  # towards where a half round starts, against calibration text that is too short
+QUERIES = 96  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike,
+ALL_QUERIES = 3072  # but so many at least where there are few windows
+POOLED = 128  # of every window, evenly spaced, in the second moment of what is read of V
+RIDGE = 1e-2  # towards where a half round of the scores starts
+RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)  # of W_O, held-out windows choose
 _WHITE_FLOOR = 1e-4
-_JOINT_LIMIT = 16_384  # side of the largest second moment that is kept in memory
 
 
 def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
@@ -72,9 +75,9 @@ def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
         moments_of_queries = q[queries] @ query_moment @ q[queries].mT
         owners = [list(group).index(heads.owners[query]) for query in queries]
         found = shared_key(moments_of_queries, owners, joint @ key_moment @ joint.T, setting.planes)
-        key, scale = found.basis @ joint, 1.0
+        key = found.basis @ joint
         # as large as the keys were, so that one ridge suits both sides
-        scale = float(k[list(group)].norm() / key.norm().clamp(min=1e-12) / len(group) ** 0.5)
+        scale = float(joint.norm() / key.norm().clamp(min=1e-12) / len(group) ** 0.5) or 1.0
         new_q[queries] = found.maps @ q[queries] / scale
         shared.append(key * scale)
     fit = _ScoreFit(heads, groups, activations)
@@ -94,8 +97,8 @@ class _ScoreFit:
     """
 
     def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
-        length = activations.queries.shape[2]
-        chosen = _evenly(length, QUERIES)
+        sequences, _, length, _ = activations.queries.shape
+        chosen = _evenly(length, max(QUERIES, ALL_QUERIES // sequences))
         self.shifts_count = activations.shifts_count
         sizes = {len(heads.queries_of(group)) for group in groups}
         if len(sizes) > 1:
@@ -123,8 +126,10 @@ class _ScoreFit:
         scores = self.own_queries @ self.own_keys[:, owners].mT * self.scaling
         # where no attention goes, the weight is 0; far-off values would still overflow
         self.target = self._weighted(scores.masked_fill_(self.weight == 0, 0.0))
-        self.query_white = _whitening(activations.second_moments["q"])
-        self.key_white = _whitening(activations.second_moments["k"])
+        moments = activations.second_moments
+        self.query_white = self.key_white = _whitening(moments["q"])
+        if moments["k"] is not moments["q"]:
+            self.key_white = _whitening(moments["k"])
         self.query_inputs = activations.inputs["q"][:, chosen] @ self.query_white.mT
         self.key_inputs = activations.inputs["k"] @ self.key_white.mT
 
@@ -212,120 +217,76 @@ def _best_keys(heads: Heads, groups: Groups, activations: Activations) -> list[i
 def _merged_values(
     heads: Heads, groups: Groups, activations: Activations, queries: Tensor, keys: Tensor
 ) -> Heads:
-    v, o = heads.affine("v"), heads.o
-    fit = _OutputFit(heads, groups, activations, queries, keys)
-    bases, outputs = [], o.clone()
-    for position, group in enumerate(groups):
+    v, new_v, o = heads.affine("v"), heads.affine("v").clone(), heads.o.clone()
+    reader = _Reader(activations, queries, keys)
+    for group, moments in zip(groups, reader.moments(heads, groups), strict=True):
+        moment = (moments.centred() if heads.o_bias is not None else moments).inputs
         members = heads.queries_of(group)
         owners = [list(group).index(heads.owners[query]) for query in members]
-        found = shared_value(o[members], owners, fit.pooled(position))
-        bases.append(found.basis)
-        outputs[members] = found.outputs
-    basis, outputs, bias = fit.refined(torch.stack(bases), outputs)
-    new_v = v.clone()
-    for position, group in enumerate(groups):
-        new_v[list(group)] = basis[position] @ v[list(group)].flatten(0, 1)
-    return replace(heads.with_affine("v", new_v), o=outputs, o_bias=bias)
+        found = shared_value(o[members], owners, moment / moments.tokens)
+        new_v[list(group)] = found.basis @ v[list(group)].flatten(0, 1)
+        o[members] = found.outputs
+    merged = replace(heads.with_affine("v", new_v), o=o)
+    return _with_fitted_outputs(merged, reader.read(merged), activations.outputs)
 
 
-class _OutputFit:
-    """Least squares on the outputs of the attention module, from what its heads read of V."""
+class _Reader:
+    """What heads read of V, one window at a time, under the attention of the new scores."""
 
-    def __init__(
-        self, heads: Heads, groups: Groups, activations: Activations, q: Tensor, k: Tensor
-    ) -> None:
-        self.group_of = torch.tensor(_group_of_query(heads, groups))
-        self.o_bias = heads.o_bias
-        width, size = heads.v.shape[1], max(map(len, groups))
-        queries, joint, hidden = len(heads.q), size * width, heads.o.shape[1]
-        if queries * joint > _JOINT_LIMIT:
-            raise PlanError(
-                f"{queries} query heads that share {size} V of {width} each need a matrix of "
-                f"{queries * joint:,} rows, more than {_JOINT_LIMIT:,}. Convert in two steps, with "
-                "more KV heads in the first."
-            )
-        self.moment = torch.zeros(queries * joint, queries * joint)
-        self.cross = torch.zeros(queries * joint, hidden)
-        mean, output_mean, tokens = torch.zeros(queries * joint), torch.zeros(hidden), 0
-        values = project(activations.inputs["v"], heads.affine("v"))
-        of_group = torch.stack(
-            [values[:, list(group)].transpose(1, 2).flatten(2) for group in groups], dim=1
-        )
-        rows = _evenly(activations.outputs.shape[1], OUTPUTS)
-        q = q[:, :, rows]
-        for part in _one_by_one(len(q)):
-            attention = activations.attention(q[part], k[part], part, rows)
-            read = attention @ of_group[part][:, self.group_of]
-            read = read.transpose(1, 2).flatten(2).flatten(0, 1)
-            wanted = activations.outputs[part][:, rows].flatten(0, 1)
-            self.moment.addmm_(read.T, read)
-            self.cross.addmm_(read.T, wanted)
-            mean += read.sum(0)
-            output_mean += wanted.sum(0)
-            tokens += len(read)
-        self.moment, self.cross = self.moment / tokens, self.cross / tokens
-        self.mean, self.output_mean = mean / tokens, output_mean / tokens
-        if self.o_bias is not None:  # the bias takes care of the means
-            self.moment -= torch.outer(self.mean, self.mean)
-            self.cross -= torch.outer(self.mean, self.output_mean)
-        self.moment = self.moment.view(queries, joint, queries, joint)
-        self.cross = self.cross.view(queries, joint, hidden)
+    def __init__(self, activations: Activations, queries: Tensor, keys: Tensor) -> None:
+        self.activations, self.queries, self.keys = activations, queries, keys
 
-    def pooled(self, group: int) -> Tensor:
-        """Second moment of what a group's heads read, all its queries taken together."""
-        queries = (self.group_of == group).nonzero().flatten().tolist()
-        first, *others = (self.moment[q, :, q] for q in queries)
-        return sum(others, first) / len(queries)
+    def moments(self, heads: Heads, groups: Groups) -> list[Moments]:
+        """Per group, those of what its queries, all taken together, read of all its V."""
+        values = project(self.activations.inputs["v"], heads.affine("v"))
+        rows = _evenly(self.queries.shape[2], POOLED)
+        found: list[Moments] = []
+        for part in _one_by_one(len(values)):
+            attention = self._attention(part, rows)
+            joints = [values[part][0, list(group)].transpose(0, 1).flatten(1) for group in groups]
+            read = [
+                (attention[heads.queries_of(group)] @ joint).flatten(0, 1)
+                for group, joint in zip(groups, joints, strict=True)
+            ]
+            here = [Moments.of(x, x[:, :0]) for x in read]
+            found = [a + b for a, b in zip(found, here, strict=True)] if found else here
+        return found
 
-    def refined(self, basis: Tensor, o: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Alternates between the shared values and W_O; W_O last.
+    def read(self, heads: Heads) -> Tensor:
+        """All that enters W_O, shape (sequences, length, query heads x head_dim)."""
+        values = project(self.activations.inputs["v"], heads.affine("v"))[:, heads.owners]
+        rows = torch.arange(self.queries.shape[2])
+        read = [self._attention(part, rows) @ values[part][0] for part in _one_by_one(len(values))]
+        return torch.stack(read).transpose(1, 2).flatten(2)
 
-        Args:
-            basis: Shared V of the joint V, shape (groups, head_dim, joint).
-            o: W_O, shape (query heads, hidden, head_dim).
-        """
-        o = self._outputs(basis, o)
-        for _ in range(ROUNDS):
-            basis = self._basis(basis, o)
-            o = self._outputs(basis, o)
-        bias = self.o_bias
-        if bias is not None:
-            read = torch.einsum("hdv,hv->hd", basis[self.group_of], self.mean.view(len(o), -1))
-            bias = self.output_mean - torch.einsum("hod,hd->o", o, read)
-        return basis, o, bias
-
-    def _outputs(self, basis: Tensor, o: Tensor) -> Tensor:
-        each = basis[self.group_of]
-        half = torch.einsum("hdv,hvjw->hdjw", each, self.moment)
-        moment = torch.einsum("hdjw,jcw->hdjc", half, each).flatten(2).flatten(0, 1).double()
-        cross = torch.einsum("hdv,hvo->hdo", each, self.cross).flatten(0, 1).double()
-        ridge = RIDGE * moment.diagonal().mean().clamp(min=1e-30)
-        before = o.mT.flatten(0, 1).double()
-        moment += ridge * torch.eye(len(moment), dtype=torch.float64)
-        solved = torch.linalg.solve(moment, cross + ridge * before)
-        new: Tensor = solved.to(o).view(len(o), -1, o.shape[1]).mT
-        return new.contiguous()
-
-    def _basis(self, basis: Tensor, o: Tensor) -> Tensor:
-        gram = torch.einsum("hod,joc->hdjc", o, o)
-
-        def to_groups(per_query: Tensor) -> Tensor:
-            return torch.zeros_like(basis).index_add_(0, self.group_of, per_query)
-
-        def apply(candidate: Tensor) -> Tensor:
-            mixed = torch.einsum("jcw,hvjw->jchv", candidate[self.group_of], self.moment)
-            return to_groups(torch.einsum("hdjc,jchv->hdv", gram, mixed))
-
-        right = to_groups(torch.einsum("hod,hvo->hdv", o, self.cross))
-        return _ridge_solved(apply, right, basis, RIDGE / 10)
+    def _attention(self, part: slice, rows: Tensor) -> Tensor:
+        queries = self.queries[part][:, :, rows]
+        return self.activations.attention(queries, self.keys[part], part, rows)[0]
 
 
-def _ridge_solved(
-    apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, ridge: float = RIDGE
-) -> Tensor:
+def _with_fitted_outputs(heads: Heads, read: Tensor, wanted: Tensor) -> Heads:
+    """W_O nearer to the wanted outputs, as near as windows that are held out allow."""
+    held = held_out(len(read))
+    fitted, judged = (
+        Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
+    )
+    whole, bias = fitted + judged, heads.o_bias
+    if bias is not None:  # it takes care of the means
+        fitted, judged = fitted.centred(), judged.centred()
+    start = heads.o.transpose(0, 1).flatten(1).double()
+    ridge, _ = best_ridge(fitted, judged, start, RIDGES)
+    target = whole if bias is None else whole.centred()
+    (weight,) = ridge_path(target, start, [ridge])
+    if bias is not None:
+        bias = ((whole.output_sum - weight @ whole.input_sum) / whole.tokens).to(bias)
+    o = weight.unflatten(1, (len(heads.o), -1)).transpose(0, 1).to(heads.o)
+    return replace(heads, o=o, o_bias=bias)
+
+
+def _ridge_solved(apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor) -> Tensor:
     """Conjugate gradients from ``start``, held near it by a ridge of its own size."""
     image = apply(start)
-    weight = ridge * (image * start).sum() / (start * start).sum().clamp(min=1e-30)
+    weight = RIDGE * (image * start).sum() / (start * start).sum().clamp(min=1e-30)
     return conjugate_gradients(lambda x: apply(x) + weight * x, start, right - image, STEPS)
 
 
@@ -339,7 +300,7 @@ def _gathered(moved: Tensor, inputs: Tensor) -> Tensor:
 def _whitening(moment: Tensor) -> Tensor:
     """The symmetric map that makes inputs white, but for directions that hardly occur."""
     values, vectors = torch.linalg.eigh(moment.double())
-    values = values.clamp(min=float(values.mean()) * _WHITE_FLOOR)
+    values = values.clamp(min=float(values.mean()) * _WHITE_FLOOR or 1.0)
     white: Tensor = (vectors / values.sqrt()) @ vectors.T
     return white.to(moment)
 
@@ -361,8 +322,3 @@ def _evenly(length: int, count: int) -> Tensor:
 
 def _one_by_one(count: int) -> Sequence[slice]:
     return [slice(i, i + 1) for i in range(count)]
-
-
-def _group_of_query(heads: Heads, groups: Groups) -> list[int]:
-    group_of_kv = {kv: position for position, group in enumerate(groups) for kv in group}
-    return [group_of_kv[owner] for owner in heads.owners]

@@ -23,10 +23,9 @@ from headprune.errors import DataError, PlanError
 from headprune.models.evidence import Batch, real_tokens, run_model, token_mask
 from headprune.models.heads import read_output, write_output
 from headprune.runtime.modeling_headprune import Attention
-from headprune.tensors.least_squares import Moments, ridge_path
+from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
-HELD_OUT = 8  # one sequence in so many chooses the ridge
 
 
 class RunsTwice(PlanError):
@@ -175,8 +174,7 @@ def _fitted(
     offset = 0.0 if bias is None else bias.to(mine.device)
     mask = token_mask(batch, attention.kind)
     both: list[Moments] = []
-    every = torch.arange(len(mine))
-    held = every % HELD_OUT == HELD_OUT - 1 if len(mine) >= HELD_OUT else every == len(mine) - 1
+    held = held_out(len(mine))
     for part in (~held, held):
         own = None if mask is None else mask[part]
         x = real_tokens(mine[part], own)[:, kept]
@@ -186,9 +184,8 @@ def _fitted(
     refuse_singular(attention, whole.tokens, int(kept.sum()), "cut without a refit")
     target = whole.centred() if bias is not None else whole
     try:
-        errors = [judged.error(w) for w in ridge_path(fitted, start[:, kept], RIDGES)]
-        best = min(range(len(RIDGES)), key=errors.__getitem__)
-        (weight,) = ridge_path(target, start[:, kept], [RIDGES[best]])
+        ridge, error = best_ridge(fitted, judged, start[:, kept], RIDGES)
+        (weight,) = ridge_path(target, start[:, kept], [ridge])
     except ValueError:
         raise DataError(
             f"What enters the output projection of '{attention.path}' is not finite. Try --dtype "
@@ -204,10 +201,10 @@ def _fitted(
     before = whole.error(start[:, kept]) / power
     return Refit(
         attention.path,
-        RIDGES[best],
+        ridge,
         before,
         target.error(weight) / power,
-        errors[best] / max(judged.output_power, 1e-30),
+        error / max(judged.output_power, 1e-30),
     )
 
 

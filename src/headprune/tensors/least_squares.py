@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+HELD_OUT = 8
 _FLOOR = 1e-9  # of the mean diagonal: what keeps a singular moment solvable
 _ROWS = 4096  # tokens whose products are taken at once: what bounds the copies in another dtype
 
@@ -124,6 +125,31 @@ def ridge_path(
     values = values.clamp(min=0.0)
     rest = (moments.cross - start @ moments.inputs) @ vectors
     return [start + (rest / (values + max(r, _FLOOR) * scale)) @ vectors.T for r in ridges]
+
+
+def best_ridge(
+    fitted: Moments, judged: Moments, start: Float[Tensor, "out width"], ridges: Sequence[float]
+) -> tuple[float, float]:
+    """The ridge whose weights, fitted on some tokens, err least on others; and that error.
+
+    Args:
+        fitted: Moments of the tokens to fit on.
+        judged: Moments of the tokens that choose.
+        start: The weights that the ridge pulls towards.
+        ridges: Those to choose from; the first of equals wins.
+
+    Raises:
+        ValueError: If the moments are not finite.
+    """
+    errors = [judged.error(weight) for weight in ridge_path(fitted, start, ridges)]
+    best = min(range(len(ridges)), key=errors.__getitem__)
+    return ridges[best], errors[best]
+
+
+def held_out(count: int) -> Bool[Tensor, " count"]:
+    """Which of so many sequences choose a ridge: one in ``HELD_OUT``, or the last of fewer."""
+    every = torch.arange(count)
+    return every % HELD_OUT == HELD_OUT - 1 if count >= HELD_OUT else every == count - 1
 
 
 def removal_costs(

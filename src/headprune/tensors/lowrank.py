@@ -171,9 +171,9 @@ def _gathered(gram: Tensor, owners: Sequence[int], root: Tensor) -> Tensor:
 
 
 def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """L with L L^H = M, and its inverse; M may be singular."""
+    """L with L L^H = M, and its inverse; M may be singular, and counts as white where it is 0."""
     values, vectors = torch.linalg.eigh(moment)
-    values = values.clamp(min=float(values.mean()) * _FLOOR + 1e-30)
+    values = values.clamp(min=float(values.mean()) * _FLOOR or 1.0)
     root = vectors * values.sqrt()
     return root, (vectors / values.sqrt()).mH
 
