@@ -451,9 +451,9 @@ class _Facts:
             n for n, m in attention.module.named_modules() if m is attention.output_projection
         )
         self.output = next(inside, None)
-        # the first decoder layer keeps the length of the cache, also when it has no heads
+        # its place in the cache of its decoder; cross attention caches the source, not what it wrote
         layer = getattr(attention.module, "layer_idx", getattr(attention.module, "layer_id", None))
-        self.keeps_cache_length = layer == 0 and attention.kind in ("self", "decoder", "text")
+        self.cache_layer = layer if attention.kind in ("self", "decoder", "text") else None
 
 
 class _Changed:
@@ -582,21 +582,30 @@ class EmptyAttention(_Changed):
         if kwargs.get("key_value_states") is not None:
             return kwargs["key_value_states"].shape[1]
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if caches and self.headprune.keeps_cache_length:
-            return self._keep_cache_length(hidden_states, caches[0])
+        if caches and self.headprune.cache_layer is not None:
+            return self._keep_cache_length(hidden_states, caches[0], self.headprune.cache_layer)
         return hidden_states.shape[1]
 
-    def _keep_cache_length(self, hidden_states: Any, past_key_values: Any) -> Any:
-        """Puts a stub into the cache: generate() reads the sequence length off layer 0."""
+    def _keep_cache_length(self, hidden_states: Any, past_key_values: Any, layer: int) -> Any:
+        """Puts a stub into the layer's own place in the cache: one head that is one number wide.
+
+        The sequence length is read off layer 0, masks are made as long as the first layer of each
+        type (full, sliding, chunked), and all layers are cropped and reordered.
+        """
         cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        layers = cache.layers
-        heads, head_dim = 1, 1
-        if layers and layers[0].is_initialized:
-            heads, head_dim = layers[0].keys.shape[1], layers[0].keys.shape[3]
-        shape = (hidden_states.shape[0], heads, hidden_states.shape[1], head_dim)
-        stub = hidden_states.new_zeros(shape)
-        keys, _ = cache.update(stub, stub, 0)
+        stored = cache.layers[layer] if layer < len(cache.layers) else None
+        states = getattr(stored, "keys", None), getattr(stored, "values", None)
+        keys, _ = cache.update(*(_stub(hidden_states, state) for state in states), layer)
         return keys.shape[2]
+
+
+def _stub(hidden_states: Any, stored: Any) -> Any:
+    """Zeros for the new positions, in the sizes that a static cache may have been given before."""
+    batch, length = hidden_states.shape[:2]
+    if stored is None or stored.dim() != 4:
+        return hidden_states.new_zeros(batch, 1, length, 1)
+    shape = batch, stored.shape[1], length, stored.shape[3]
+    return stored.new_zeros(shape, device=hidden_states.device)
 
 
 class EmptySharedBias(EmptyAttention):
@@ -608,6 +617,7 @@ class EmptySharedBias(EmptyAttention):
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         bias, cache = kwargs.get("position_bias"), kwargs.get("past_key_values")
         seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+        seen = seen + 0  # a copy: a static cache goes on counting in the tensor that it gives
         length, keys = hidden_states.shape[1], self._keys(hidden_states, args, kwargs)
         output, weights = super().forward(
             hidden_states, *args, **{**kwargs, "past_key_values": None}
