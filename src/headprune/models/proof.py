@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -161,8 +162,11 @@ def _decoded_in_chunks(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Ten
     """
     if "decoder_input_ids" in inputs:
         return _through_cache(model, inputs, _CHUNKS)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"].flip(1)
-    logits = _through_cache(model, {"input_ids": ids, "attention_mask": mask}, _CHUNKS)
+    mask = inputs["attention_mask"].flip(1)
+    padded = {"input_ids": inputs["input_ids"], "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = _through_cache(model, padded, _CHUNKS)
     return logits.masked_fill(mask.cpu()[..., None] == 0, 0.0)
 
 
@@ -170,17 +174,17 @@ def _through_cache(
     model: PreTrainedModel, inputs: dict[str, Tensor], last: Sequence[int]
 ) -> Tensor:
     """Logits of all positions, the last of them in pieces of so many, through the cache."""
-    rest = dict(inputs)
-    name = "decoder_input_ids" if "decoder_input_ids" in rest else "input_ids"
-    ids, mask = rest.pop(name), rest.pop("attention_mask", None)
-    logits, cache, end = [], None, 0
-    for piece in ids.split([ids.shape[1] - sum(last), *last], dim=1):
-        end += piece.shape[1]
-        if mask is not None:  # of the source, or of all positions so far
-            rest["attention_mask"] = mask if name == "decoder_input_ids" else mask[:, :end]
-        result = model(**rest, **{name: piece}, past_key_values=cache, use_cache=True)
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    rest: dict[str, Any] = dict(inputs)
+    logits, cache = [], None
+    for start, end in pairwise(accumulate([inputs[name].shape[1] - sum(last), *last], initial=0)):
+        piece = {k: v[:, start:end] for k, v in rest.items() if k in (name, "position_ids")}
+        if name == "input_ids" and "attention_mask" in rest:
+            piece["attention_mask"] = rest["attention_mask"][:, :end]
+        result = model(**{**rest, **piece}, past_key_values=cache, use_cache=True)
         if name == "decoder_input_ids":
-            rest = {"encoder_outputs": BaseModelOutput(result.encoder_last_hidden_state)}
+            rest = {k: v for k, v in rest.items() if k in (name, "attention_mask")}
+            rest["encoder_outputs"] = BaseModelOutput(result.encoder_last_hidden_state)
         logits.append(result.logits)
         cache = result.past_key_values
     return torch.cat(logits, dim=1).double().cpu()

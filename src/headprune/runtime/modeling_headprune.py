@@ -451,9 +451,9 @@ class _Facts:
             n for n, m in attention.module.named_modules() if m is attention.output_projection
         )
         self.output = next(inside, None)
-        # its place in the cache of its decoder; cross attention caches the source, not what it wrote
-        layer = getattr(attention.module, "layer_idx", getattr(attention.module, "layer_id", None))
-        self.cache_layer = layer if attention.kind in ("self", "decoder", "text") else None
+        # its place in the cache, where it is one of a decoder
+        layer = getattr(attention.module, "layer_idx", None)
+        self.cache_layer = getattr(attention.module, "layer_id", layer)
 
 
 class _Changed:
@@ -578,34 +578,42 @@ class EmptyAttention(_Changed):
         return output, hidden_states.new_zeros(batch, 0, length, keys)
 
     def _keys(self, hidden_states: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """How many positions the attention would look at."""
-        if kwargs.get("key_value_states") is not None:
-            return kwargs["key_value_states"].shape[1]
+        """How many positions the attention would look at; a cache gets stubs in their place."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if caches and self.headprune.cache_layer is not None:
-            return self._keep_cache_length(hidden_states, caches[0], self.headprune.cache_layer)
-        return hidden_states.shape[1]
-
-    def _keep_cache_length(self, hidden_states: Any, past_key_values: Any, layer: int) -> Any:
-        """Puts a stub into the layer's own place in the cache: one head that is one number wide.
-
-        The sequence length is read off layer 0, masks are made as long as the first layer of each
-        type (full, sliding, chunked), and all layers are cropped and reordered.
-        """
-        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        stored = cache.layers[layer] if layer < len(cache.layers) else None
-        states = getattr(stored, "keys", None), getattr(stored, "values", None)
-        keys, _ = cache.update(*(_stub(hidden_states, state) for state in states), layer)
-        return keys.shape[2]
+        cache, layer = caches[0] if caches else None, self.headprune.cache_layer
+        source = kwargs.get("key_value_states")
+        if source is None:
+            own = getattr(cache, "self_attention_cache", cache)
+            return (
+                hidden_states.shape[1] if own is None else _keep_length(own, layer, hidden_states)
+            )
+        if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(layer):
+            _keep_length(cache.cross_attention_cache, layer, source)
+            cache.is_updated[layer] = True
+        return source.shape[1]
 
 
-def _stub(hidden_states: Any, stored: Any) -> Any:
-    """Zeros for the new positions, in the sizes that a static cache may have been given before."""
-    batch, length = hidden_states.shape[:2]
+def _keep_length(cache: Any, layer: int, states: Any) -> Any:
+    """Puts a stub into a layer's own place in the cache: one head that is one number wide.
+
+    transformers reads the sequence length off the first layer and the sizes of masks off the first
+    of each type (full, sliding, chunked), and it crops and reorders them all.
+
+    Returns:
+        The length of what the layer would attend to.
+    """
+    stored = cache.layers[layer] if layer < len(cache.layers) else None
+    stubs = (_stub(getattr(stored, name, None), states) for name in ("keys", "values"))
+    return cache.update(*stubs, layer)[0].shape[2]
+
+
+def _stub(stored: Any, states: Any) -> Any:
+    """Zeros for some positions, in the sizes that a static cache may have been given before."""
+    batch, length = states.shape[:2]
     if stored is None or stored.dim() != 4:
-        return hidden_states.new_zeros(batch, 1, length, 1)
+        return states.new_zeros(batch, 1, length, 1)
     shape = batch, stored.shape[1], length, stored.shape[3]
-    return stored.new_zeros(shape, device=hidden_states.device)
+    return stored.new_zeros(shape, device=states.device)
 
 
 class EmptySharedBias(EmptyAttention):
@@ -705,6 +713,8 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
             (auto for auto, cls in auto_classes(native.config_class).items() if cls is native),
             "AutoModel",
         ),
+        # generate() would make static caches by the config, which cannot say every layer's sizes
+        "_get_static_cache_init_shape": lambda self: None,
     }
     return _made_once(native.__name__, (native,), body)
 
