@@ -279,8 +279,6 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     cut_heads(shrunk, resolve(small.model_copy(update={"model": None}), shrunk, ragged=True))
     spent = cached.total([(a.query_heads, a.kv_heads) for a in attention_of(shrunk)])
     assert model_cost(shrunk).kv_cache_bytes_per_token == spent <= limit
-    tight = made(max_kv_bytes=int(spent) - 1)
-    assert tight.kept_heads < small.kept_heads
     prices = parameter_prices(model, attention_of(model))
     lean = made(max_params=int(prices.rest) + 4000)
     cuts = resolve(lean.model_copy(update={"model": None}), model, ragged=True)

@@ -2,8 +2,9 @@
 
 Probe inputs are random token ids from a seed. A language model is probed three times: one forward
 over a padded batch, and two decodings with a KV cache, of one text and of a padded batch in pieces,
-because a cache that is filled wrongly shows only there. Beside the differences stands a control: how far the logits move when the gates are shifted
-by one head. A proof whose control is as small as its differences would show nothing.
+because a cache that is filled wrongly shows only there. Beside the differences stands a control:
+how far the logits move when the gates are shifted by one head. A proof whose control is as small as
+its differences would show nothing.
 """
 
 from __future__ import annotations
