@@ -29,6 +29,7 @@ from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanErr
 from headprune.models.allocation import Limit, allocate, kv_of_query
 from headprune.models.attention import attention_of
 from headprune.models.budgets import Prices, cache_prices, parameter_prices
+from headprune.models.cost import STUB, model_cost
 from headprune.models.evidence import collect, example_losses
 from headprune.models.gating import fixed, gated
 from headprune.models.heads import read_heads, read_output, write_heads, write_output
@@ -267,11 +268,17 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     assert all(a.keep for a in floor.attentions.values())
     assert floor.kept_heads == heads // 4
     cached = cache_prices(model, attention_of(model), torch.float32)
-    small = made(max_kv_bytes=int(cached.total([(6, 1)] * 4)))
+    stubs = 3 * STUB * model.dtype.itemsize  # of as many layers without heads: less than a KV head
+    limit = int(cached.total([(6, 1)] * 4)) + stubs
+    small = made(max_kv_bytes=limit)
     groups = [
         len({kv_of_query(a, q) for q in small.attentions[a.path].keep}) for a in attention_of(model)
     ]
     assert sum(groups) == 4  # used up, by whichever layers matter
+    shrunk = tiny.model("llama-gqa")
+    cut_heads(shrunk, resolve(small.model_copy(update={"model": None}), shrunk, ragged=True))
+    spent = cached.total([(a.query_heads, a.kv_heads) for a in attention_of(shrunk)])
+    assert model_cost(shrunk).kv_cache_bytes_per_token == spent <= limit
     prices = parameter_prices(model, attention_of(model))
     lean = made(max_params=int(prices.rest) + 4000)
     cuts = resolve(lean.model_copy(update={"model": None}), model, ragged=True)

@@ -128,6 +128,15 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
         "num_conv_pos_embedding_groups": 4,
     },
 }
+# Kinds of layers in the cache, for families whose config names them: of every layer, or of all.
+_ORDERS = {
+    "sliding_first": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    "full_first": ["full_attention", "sliding_attention"] * (LAYERS // 2),
+}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "sliding": {"use_sliding_window": True},
+    **{name: {"use_sliding_window": True, "layer_types": o} for name, o in _ORDERS.items()},
+}
 
 
 def _present(case: str) -> bool:
@@ -203,6 +212,8 @@ def config(case: str) -> Any:
     differences = {**DIFFERENCES.get(name, {}), **DIFFERENCES.get(case, {})}
     if name in VISION_LANGUAGE:
         differences = _parts(cls)
+    windows = WINDOWS.get(case.removeprefix(f"{name}-"), {})
+    differences.get("text_config", differences).update(windows)
     return cls(**{**_sizes(cls), **differences})
 
 

@@ -88,6 +88,9 @@ def allocate(
             rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
     for (m, _), at in kv_at.items():
         rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
+    for m, at in module_at.items():  # and it none but by them: a module may cost less than nothing
+        own_kv = {kv_at[m, k]: -1.0 for k in range(attentions[m].kv_heads)}
+        rows.append(({at: 1, **own_kv}, -np.inf, 0))
     if heads is not None:
         rows.append((dict(enumerate(sizes)), heads, heads))
     for m in range(modules):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.models.attention import attention_of, family_of
-from headprune.models.cost import GENERATES, kv_cache_elements_per_token
+from headprune.models.cost import CACHED, GENERATES, STUB, kv_cache_elements_per_token
 from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
 from headprune.plan import AttentionPlan, Plan
@@ -86,11 +86,15 @@ def cache_prices(
             f"--max-kv-bytes: the cache of {family.model_type} is not a sum over its KV heads. "
             "Give --keep or --max-params."
         )
-    size = 2 * dtype.itemsize
-    cached = ("self", "decoder", "text")
-    prices = [Price(0.0, float(size * a.head_dim) if a.kind in cached else 0.0) for a in attentions]
-    mine = sum(p.kv_head * a.kv_heads for p, a in zip(prices, attentions, strict=True))
-    whole = kv_cache_elements_per_token(model) * dtype.itemsize
+    size = dtype.itemsize
+    prices = [
+        Price(0.0, 2.0 * size * a.head_dim, -float(STUB * size))  # a stub goes with the first head
+        if a.kind in CACHED
+        else Price(0.0, 0.0)
+        for a in attentions
+    ]
+    mine = Prices(0.0, tuple(prices)).total([(a.query_heads, a.kv_heads) for a in attentions])
+    whole = kv_cache_elements_per_token(model) * size
     return Prices(float(whole - mine), tuple(prices))
 
 

@@ -11,6 +11,8 @@ from headprune.models.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
 
 GENERATES = ("causal-lm", "seq2seq-lm")
+CACHED = ("self", "decoder", "text")  # kinds of attention that cache every token they generate
+STUB = 2  # numbers per token in the cache of a layer without heads
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -37,15 +39,18 @@ class ModelCost:
 def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
     """What one generated token leaves in the cache: 2 x sum of kv_heads x head_dim, mostly.
 
-    An encoder caches nothing, and cross attention one entry per token of the source.
+    An encoder caches nothing, and cross attention one entry per token of the source. A layer
+    without heads keeps its length in the cache, as a K and a V of one number.
     """
     family = family_of(model.config)
-    cached = (a for a in attention_of(model) if a.kind in ("self", "decoder", "text"))
+    cached = [a for a in attention_of(model) if a.kind in CACHED]
+    stubs = STUB * sum(not a.query_heads for a in cached)
     if family.cached_width is not None:
         names = family.cached_width.split("+")
-        return sum(int(getattr(a.module, name)) for a in cached if a.query_heads for name in names)
+        with_heads = (a.module for a in cached if a.query_heads)
+        return stubs + sum(int(getattr(m, name)) for m in with_heads for name in names)
     repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
-    return 2 * sum((a.query_heads if repeats else a.kv_heads) * a.head_dim for a in cached)
+    return stubs + 2 * sum((a.query_heads if repeats else a.kv_heads) * a.head_dim for a in cached)
 
 
 def attention_parameters(attention: Attention) -> int:

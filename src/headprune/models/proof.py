@@ -1,9 +1,10 @@
 """The proof: gated original, cut model and reloaded model compute the same.
 
-Probe inputs are random token ids from a seed. A language model is probed twice: one forward over a
-padded batch, and a decoding with a KV cache, because a cache that is filled wrongly shows only
-there. Beside the differences stands a control: how far the logits move when the gates are shifted
-by one head. A proof whose control is as small as its differences would show nothing.
+Probe inputs are random token ids from a seed. A language model is probed three times: one forward
+over a padded batch, and two decodings with a KV cache, of one text and of a padded batch in pieces,
+because a cache that is filled wrongly shows only there. Beside the differences stands a control:
+how far the logits move when the gates are shifted by one head. A proof whose control is as small as
+its differences would show nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from headprune.models.surgery import Cut
 
 PROBE_SEED = 20_190_523
 _DECODED = 4
+_CHUNKS = (4, 1, 1)
 
 # Largest difference allowed, relative to the largest output, in a well-conditioned model. Summation
 # order changes with the width of W_O's input: measured 1.8e-6 on SmolLM2-135M in float32.
@@ -138,26 +141,51 @@ def probe(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Outputs:
             outputs[name] = output
     if task_of(model) in ("causal-lm", "seq2seq-lm"):
         outputs["logits_decoded_with_cache"] = _decoded(model, inputs)
+        outputs["logits_decoded_in_chunks"] = _decoded_in_chunks(model, inputs)
     return outputs
 
 
 def _decoded(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     """Logits of the first example, the last positions decoded one by one."""
     first = {name: value[:1] for name, value in inputs.items()}
-    name = "decoder_input_ids" if "decoder_input_ids" in first else "input_ids"
-    ids = first.pop(name)
-    if name == "input_ids":
-        first = {}  # the first example has no padding
-    start = ids.shape[1] - _DECODED
-    result = model(**{**first, name: ids[:, :start]}, use_cache=True)
-    if name == "decoder_input_ids":
-        first = {k: v for k, v in first.items() if k == "attention_mask"}
-        first["encoder_outputs"] = BaseModelOutput(result.encoder_last_hidden_state)
-    logits = [result.logits]
-    for position in range(start, ids.shape[1]):
-        cache, step = result.past_key_values, ids[:, position : position + 1]
-        result = model(**{**first, name: step}, past_key_values=cache, use_cache=True)
+    if "decoder_input_ids" not in first:
+        first = {"input_ids": first["input_ids"]}  # the first example has no padding
+    return _through_cache(model, first, [1] * _DECODED)
+
+
+def _decoded_in_chunks(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of the whole batch through one cache: several positions at once, then one by one.
+
+    Texts of a decoder are padded on the left. Masks of later pieces are then as long as the cache
+    says, which one text decoded one by one does not show: it needs no mask.
+    """
+    if "decoder_input_ids" in inputs:
+        return _through_cache(model, inputs, _CHUNKS)
+    mask = inputs["attention_mask"].flip(1)
+    padded = {"input_ids": inputs["input_ids"], "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = _through_cache(model, padded, _CHUNKS)
+    return logits.masked_fill(mask.cpu()[..., None] == 0, 0.0)
+
+
+def _through_cache(
+    model: PreTrainedModel, inputs: dict[str, Tensor], last: Sequence[int]
+) -> Tensor:
+    """Logits of all positions, the last of them in pieces of so many, through the cache."""
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    rest: dict[str, Any] = dict(inputs)
+    logits, cache = [], None
+    for start, end in pairwise(accumulate([inputs[name].shape[1] - sum(last), *last], initial=0)):
+        piece = {k: v[:, start:end] for k, v in rest.items() if k in (name, "position_ids")}
+        if name == "input_ids" and "attention_mask" in rest:
+            piece["attention_mask"] = rest["attention_mask"][:, :end]
+        result = model(**{**rest, **piece}, past_key_values=cache, use_cache=True)
+        if name == "decoder_input_ids":
+            rest = {k: v for k, v in rest.items() if k in (name, "attention_mask")}
+            rest["encoder_outputs"] = BaseModelOutput(result.encoder_last_hidden_state)
         logits.append(result.logits)
+        cache = result.past_key_values
     return torch.cat(logits, dim=1).double().cpu()
 
 

@@ -451,9 +451,9 @@ class _Facts:
             n for n, m in attention.module.named_modules() if m is attention.output_projection
         )
         self.output = next(inside, None)
-        # the first decoder layer keeps the length of the cache, also when it has no heads
-        layer = getattr(attention.module, "layer_idx", getattr(attention.module, "layer_id", None))
-        self.keeps_cache_length = layer == 0 and attention.kind in ("self", "decoder", "text")
+        # its place in the cache, where it is one of a decoder
+        layer = getattr(attention.module, "layer_idx", None)
+        self.cache_layer = getattr(attention.module, "layer_id", layer)
 
 
 class _Changed:
@@ -578,25 +578,42 @@ class EmptyAttention(_Changed):
         return output, hidden_states.new_zeros(batch, 0, length, keys)
 
     def _keys(self, hidden_states: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """How many positions the attention would look at."""
-        if kwargs.get("key_value_states") is not None:
-            return kwargs["key_value_states"].shape[1]
+        """How many positions the attention would look at; a cache gets stubs in their place."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-        if caches and self.headprune.keeps_cache_length:
-            return self._keep_cache_length(hidden_states, caches[0])
-        return hidden_states.shape[1]
+        cache, layer = caches[0] if caches else None, self.headprune.cache_layer
+        source = kwargs.get("key_value_states")
+        if source is None:
+            own = getattr(cache, "self_attention_cache", cache)
+            return (
+                hidden_states.shape[1] if own is None else _keep_length(own, layer, hidden_states)
+            )
+        if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(layer):
+            _keep_length(cache.cross_attention_cache, layer, source)
+            cache.is_updated[layer] = True
+        return source.shape[1]
 
-    def _keep_cache_length(self, hidden_states: Any, past_key_values: Any) -> Any:
-        """Puts a stub into the cache: generate() reads the sequence length off layer 0."""
-        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
-        layers = cache.layers
-        heads, head_dim = 1, 1
-        if layers and layers[0].is_initialized:
-            heads, head_dim = layers[0].keys.shape[1], layers[0].keys.shape[3]
-        shape = (hidden_states.shape[0], heads, hidden_states.shape[1], head_dim)
-        stub = hidden_states.new_zeros(shape)
-        keys, _ = cache.update(stub, stub, 0)
-        return keys.shape[2]
+
+def _keep_length(cache: Any, layer: int, states: Any) -> Any:
+    """Puts a stub into a layer's own place in the cache: one head that is one number wide.
+
+    transformers reads the sequence length off the first layer and the sizes of masks off the first
+    of each type (full, sliding, chunked), and it crops and reorders them all.
+
+    Returns:
+        The length of what the layer would attend to.
+    """
+    stored = cache.layers[layer] if layer < len(cache.layers) else None
+    stubs = (_stub(getattr(stored, name, None), states) for name in ("keys", "values"))
+    return cache.update(*stubs, layer)[0].shape[2]
+
+
+def _stub(stored: Any, states: Any) -> Any:
+    """Zeros for some positions, in the sizes that a static cache may have been given before."""
+    batch, length = states.shape[:2]
+    if stored is None or stored.dim() != 4:
+        return states.new_zeros(batch, 1, length, 1)
+    shape = batch, stored.shape[1], length, stored.shape[3]
+    return stored.new_zeros(shape, device=states.device)
 
 
 class EmptySharedBias(EmptyAttention):
@@ -608,6 +625,7 @@ class EmptySharedBias(EmptyAttention):
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         bias, cache = kwargs.get("position_bias"), kwargs.get("past_key_values")
         seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+        seen = seen + 0  # a copy: a static cache goes on counting in the tensor that it gives
         length, keys = hidden_states.shape[1], self._keys(hidden_states, args, kwargs)
         output, weights = super().forward(
             hidden_states, *args, **{**kwargs, "past_key_values": None}
@@ -695,6 +713,8 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
             (auto for auto, cls in auto_classes(native.config_class).items() if cls is native),
             "AutoModel",
         ),
+        # generate() would make static caches by the config, which cannot say every layer's sizes
+        "_get_static_cache_init_shape": lambda self: None,
     }
     return _made_once(native.__name__, (native,), body)
 
