@@ -96,7 +96,6 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 10},
     "cohere": {"use_qk_norm": True},
     "glm4_moe": {"use_qk_norm": True},
-    "helium": {"head_dim": 8},
     "xglm": {"attention_heads": 6},
     "esm": {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4},
     "eurobert": {"mask_token_id": 4},

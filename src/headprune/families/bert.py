@@ -156,15 +156,6 @@ ROWS = (
     replace(BERT, model_type="xlm-roberta"),
     replace(BERT, model_type="xlm-roberta-xl"),
     replace(BERT, model_type="ernie", knows=frozenset({"task_type_vocab_size", "use_task_id"})),
-    replace(BERT, model_type="megatron-bert", counts_keys_as_queries=True),
-    replace(
-        BERT,
-        model_type="rembert",
-        counts_keys_as_queries=True,
-        knows=frozenset(
-            {"input_embedding_size", "output_embedding_size", "classifier_dropout_prob"}
-        ),
-    ),
     ESM,
     replace(BERT, model_type="electra", knows=frozenset({"summary_last_dropout"})),
     ALBERT,

@@ -73,7 +73,6 @@ ROWS = (
     llama_like("olmo2", **_WHOLE_NORMS),
     llama_like("olmo3", **_WHOLE_NORMS),
     llama_like("olmoe", {"clip_qkv", "num_experts"}, **_WHOLE_NORMS),
-    llama_like("flex_olmo", {"num_experts"}, **_WHOLE_NORMS),
     llama_like(
         "stablelm",
         {"use_qkv_bias", "qk_layernorm"},
@@ -102,7 +101,6 @@ ROWS = (
     llama_like("apertus"),
     llama_like("arcee"),
     llama_like("cohere2"),
-    llama_like("dots1", {*_MOE, "first_k_dense_replace"}),
     llama_like("ernie4_5", {"use_bias"}),
     llama_like(
         "ernie4_5_moe",
@@ -122,9 +120,6 @@ ROWS = (
     llama_like("glm4"),
     llama_like("glm4_moe", {*_MOE, "first_k_dense_replace", "use_qk_norm", "num_mtp_layers"}),
     llama_like("granitemoe", _GRANITE),
-    llama_like("granitemoeshared", {*_GRANITE, "shared_intermediate_size"}),
-    # its o_proj takes hidden_size inputs
-    llama_like("helium", native=False, fewer_kv_heads="runtime"),
     llama_like("hunyuan_v1_dense", {"eod_token_id"}),
     llama_like("hunyuan_v1_moe", {"eod_token_id", "sep_token_id", "num_experts", "moe_topk"}),
     llama_like("jais2"),

@@ -113,7 +113,6 @@ WAV2VEC2 = Family(
 ROWS = (
     VIT,
     replace(VIT, model_type="deit"),
-    replace(VIT, model_type="vit_msn"),
     replace(VIT, model_type="ijepa"),
     DINOV2,
     replace(

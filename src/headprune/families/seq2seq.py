@@ -50,7 +50,6 @@ ROWS = (
     replace(BART, model_type="pegasus"),
     replace(BART, model_type="m2m_100"),  # NLLB-200 says so as well
     replace(BART, model_type="blenderbot", knows=frozenset({"encoder_no_repeat_ngram_size"})),
-    replace(BART, model_type="plbart"),
     replace(
         BART,
         model_type="marian",
