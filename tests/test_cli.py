@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import XGLMConfig, XGLMForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from headprune.cli import app as cli
 from headprune.models.attention import attention_of
@@ -284,13 +284,13 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     unknown = tmp_path / "unknown"
-    sizes = {"vocab_size": 65, "d_model": 16, "ffn_dim": 16, "num_layers": 1}
-    XGLMForCausalLM(XGLMConfig(**sizes, attention_heads=2)).save_pretrained(unknown)
+    sizes = {"vocab_size": 65, "hidden_size": 16, "num_hidden_layers": 1}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(unknown)
     (tmp_path / "none").mkdir()
     for folder, message in (
         (pickled, "as a pickle only (pytorch_model.bin)"),
         (bare, "no *.safetensors weights"),
-        (unknown, "No family named 'xglm'"),
+        (unknown, "no row for model type 'mamba', and MambaModel has no attention heads"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "missing", "There is no folder"),
     ):

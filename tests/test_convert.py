@@ -28,7 +28,6 @@ from headprune.merging import MERGES
 from headprune.models import proof
 from headprune.models.attention import attention_of
 from headprune.models.heads import read_heads, write_heads
-from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.convert_gqa import Converted, convert_gqa
 from headprune.pipelines.heal import heal
@@ -45,8 +44,8 @@ TEXT_TOKENS = 640
 def _sharable(case: str) -> bool:
     family = FAMILIES[tiny.family_of_case(case)]
     own_norms = case in ("stablelm-qk_norm", "cohere")  # a norm of its own per KV head
-    heads = attention_of(tiny.model(case))[0].kv_heads
-    return family.fewer_kv_heads in ("native", "runtime") and heads > 1 and not own_norms
+    shares = family.fewer_kv_heads in ("native", "runtime")
+    return shares and tiny.kv_heads(case) > 1 and not own_norms
 
 
 SHARING = [case for case in tiny.FAMILY_CASES if _sharable(case)]
@@ -86,7 +85,7 @@ def outputs(model: PreTrainedModel) -> proof.Outputs:
 
 @pytest.mark.parametrize("case", SHARING)
 def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
-    before = attention_of(tiny.model(case))[0].kv_heads
+    before = tiny.kv_heads(case)
     count = 2 if before == 6 else 1
     result = convert(folder, case, count, merge="procrustes")
     measured = result.pruned.manifest.proof
@@ -104,9 +103,9 @@ def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     assert wanted.difference(outputs(reloaded)) > 1e2 * measured["tolerance"]
 
 
-@pytest.mark.parametrize("case", [c for c in SHARING if task_of(tiny.model(c)) == "causal-lm"])
+@pytest.mark.parametrize("case", [c for c in SHARING if tiny.task(c) == "causal-lm"])
 def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> None:
-    before = attention_of(tiny.model(case))[0].kv_heads
+    before = tiny.kv_heads(case)
     convert(folder, case, before // 3, merge="first")
     model = headprune.from_pretrained(folder / "out")
     ids = proof.probe_inputs(model)["input_ids"][:1]

@@ -102,7 +102,7 @@ RAGGED = [
     case
     for case in tiny.FAMILY_CASES
     if "num_key_value_groups" in FAMILIES[tiny.family_of_case(case)].follows
-    and attention_of(tiny.model(case))[0].kv_heads == 3
+    and tiny.kv_heads(case) == 3
 ]
 
 
@@ -123,10 +123,11 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     reloaded = headprune.from_pretrained(tmp_path / "cut")
     groups = [a.group_sizes for a in attention_of(reloaded)]
     assert groups == [(1, 2), (1, 2, 2), (2, 1, 2), (1,)]
-    ids = proof.probe_inputs(reloaded)["input_ids"][:1]
-    options = {"max_new_tokens": 9, "do_sample": False}
-    uncached = reloaded.generate(ids, use_cache=False, **options).tolist()
-    assert reloaded.generate(ids, **options).tolist() == uncached
+    if reloaded.can_generate():
+        ids = proof.probe_inputs(reloaded)["input_ids"][:1]
+        options = {"max_new_tokens": 9, "do_sample": False}
+        uncached = reloaded.generate(ids, use_cache=False, **options).tolist()
+        assert reloaded.generate(ids, **options).tolist() == uncached
     # cut once more: the first group of the second layer goes
     first = attention_of(reloaded)[1]
     again = {a.path: tuple(sorted(a.query_ids)) for a in attention_of(reloaded)}
@@ -140,9 +141,7 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     assert attention_of(reloaded)[1].group_sizes == (2, 2)
 
 
-GENERATING = [
-    case for case in tiny.FAMILY_CASES if task_of(tiny.model(case)) in ("causal-lm", "seq2seq-lm")
-]
+GENERATING = [case for case in tiny.FAMILY_CASES if tiny.task(case) in ("causal-lm", "seq2seq-lm")]
 
 
 @pytest.mark.parametrize("empty", ["none", "first", "last"])

@@ -8,6 +8,7 @@ and biases are not zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from transformers import (
 )
 
 from headprune.families import FAMILIES, vision_language
+from headprune.models.attention import attention_of
+from headprune.models.loading import task_of
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
@@ -74,21 +77,29 @@ SIZES: dict[str, Any] = {
     "max_source_positions": 20,
     "max_target_positions": 40,
     "sliding_window": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **{"num_experts_per_tok": 2, "moe_num_experts": 4, "moe_k": 2, "n_shared_experts": 1},
     "moe_intermediate_size": 32,
 }
 _NO_HEAD_DIM = {"num_key_value_heads": 6}
-_CLIP = {**SIZES, "projection_dim": 16}
+_WAVES: dict[str, Any] = {
+    **{"conv_dim": [16] * 3, "conv_stride": [5, 4, 4], "conv_kernel": [10, 4, 4]},
+    **{"num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8},
+    "num_conv_pos_embedding_groups": 4,
+}
 # What a family needs beyond SIZES, and the variants that its row covers with other code.
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "llama-mha": {"num_key_value_heads": 6},
     "llama-mqa": {"num_key_value_heads": 1},
-    "qwen3_moe": {"num_experts_per_tok": 2},
-    "qwen2_moe": {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 32},
+    "qwen2_moe": {"shared_expert_intermediate_size": 32},
     "gemma3_text": {"query_pre_attn_scalar": 10, "layer_types": ["full_attention"] * LAYERS},
     "gemma2": {"query_pre_attn_scalar": 10},
     "cohere": {"use_qk_norm": True},
+    "glm4_moe": {"use_qk_norm": True},
+    "xglm": {"attention_heads": 6},
+    "esm": {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4},
+    "eurobert": {"mask_token_id": 4},
+    "data2vec-vision": {"use_shared_relative_position_bias": True},
     "stablelm-qk_norm": {"qk_layernorm": True, "use_qkv_bias": True},
     "phi-qk_norm": {"qk_layernorm": True, "num_key_value_heads": 6, "head_dim": 8},
     "gpt2": {"n_embd": 60},
@@ -105,8 +116,8 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "mt5": {"decoder_start_token_id": 2},
     "deepseek_v3": {
         **{"q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8},
-        **{"v_head_dim": 10, "num_key_value_heads": 6, "head_dim": 4, "n_routed_experts": 4},
-        **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
+        **{"v_head_dim": 10, "num_key_value_heads": 6, "head_dim": 4},
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
     },
     "deberta-v2": {
         **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": False},
@@ -118,15 +129,12 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     },
     "modernbert": {"cls_token_id": 2, "sep_token_id": 3, "local_attention": 8},
     "whisper": {"vocab_size": VOCAB, "suppress_tokens": None, "begin_suppress_tokens": None},
-    "clip": {
-        **{"text_config": {**_CLIP, "vocab_size": VOCAB}, "vision_config": _CLIP},
-        "projection_dim": 16,
-    },
-    "wav2vec2": {
-        **{"conv_dim": [16] * 3, "conv_stride": [5, 4, 4], "conv_kernel": [10, 4, 4]},
-        **{"num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8},
-        "num_conv_pos_embedding_groups": 4,
-    },
+    "clip": {"projection_dim": 16},
+    "wav2vec2": _WAVES,
+    "hubert": _WAVES,
+    "data2vec-audio": {**_WAVES, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5},
+    "unispeech": _WAVES,
+    "sew": _WAVES,
 }
 # Kinds of layers in the cache, for families whose config names them: of every layer, or of all.
 _ORDERS = {
@@ -160,7 +168,8 @@ def present(*cases: str) -> list[str]:
 _ALL_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
 VISION_LANGUAGE = {row.model_type for row in vision_language.ROWS}
 # three sections of rotary frequencies: time, height, width
-_SECTIONS = {"qwen2_vl": [1, 1, 2], "qwen2_5_vl": [1, 1, 2], "qwen3_vl": [1, 2, 2]}
+_SECTIONS = {name: [1, 1, 2] for name in ("qwen2_vl", "qwen2_5_vl")}
+_SECTIONS |= {name: [1, 2, 2] for name in ("qwen3_vl", "qwen3_vl_moe")}
 ROPE = {
     name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
     for name, section in _SECTIONS.items()
@@ -172,6 +181,7 @@ _CLASSES = {
     "classifier": AutoModelForSequenceClassification,
     "causal": AutoModelForCausalLM,
     "clip": AutoModel,
+    "siglip": AutoModel,
     "deit": AutoModel,
 }
 _PREFERRED = (
@@ -201,6 +211,22 @@ def model(
     return built.to(dtype).eval()
 
 
+def task(case: str) -> str:
+    """The task of a tiny model; which tests take part in is asked of every case."""
+    return _facts(case)[0]
+
+
+def kv_heads(case: str) -> int:
+    """The KV heads of a tiny model's first attention module."""
+    return _facts(case)[1]
+
+
+@functools.cache
+def _facts(case: str) -> tuple[str, int]:
+    built = model(case)
+    return task_of(built), attention_of(built)[0].kv_heads
+
+
 def _owner(built: nn.Module, name: str) -> nn.Module:
     return built.get_submodule(name.rpartition(".")[0])
 
@@ -210,8 +236,8 @@ def config(case: str) -> Any:
     name = family_of_case(case)
     cls = CONFIG_MAPPING[name]
     differences = {**DIFFERENCES.get(name, {}), **DIFFERENCES.get(case, {})}
-    if name in VISION_LANGUAGE:
-        differences = _parts(cls)
+    if name in VISION_LANGUAGE or name in ("clip", "siglip"):
+        differences = {**differences, **_parts(cls)}
     windows = WINDOWS.get(case.removeprefix(f"{name}-"), {})
     differences.get("text_config", differences).update(windows)
     return cls(**{**_sizes(cls), **differences})

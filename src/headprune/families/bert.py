@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headprune.families.llama import QKVO, llama_like
 from headprune.families.spec import Family, Projection
 
 _CROSS = "cross attention of decoders on their own is not in the table yet"
@@ -117,14 +118,53 @@ MPNET = Family(
     knows=frozenset({"relative_attention_num_buckets"}),
 )
 
+ESM = replace(
+    BERT,
+    model_type="esm",
+    refused={
+        **BERT.refused,
+        "is_folding_model": "its folding trunk has attention of its own; cut the language model "
+        "(EsmModel) without it",
+    },
+    knows=frozenset(
+        {
+            "mask_token_id",
+            "rope_theta",
+            "position_embedding_type",
+            "emb_layer_norm_before",
+            "token_dropout",
+            "esmfold_config",
+            "vocab_list",
+        }
+    ),
+)
+
+NOMIC_BERT = Family(
+    model_type="nomic_bert",
+    attention={"self": "layers.*.self_attn"},
+    projections=QKVO,
+    native=True,
+    fewer_kv_heads="its checkpoints hold Q, K and V as one tensor, read as three equal parts",
+)
+
 ROWS = (
     BERT,
     replace(BERT, model_type="roberta"),
+    replace(BERT, model_type="camembert"),
+    replace(BERT, model_type="data2vec-text"),
+    replace(BERT, model_type="roberta-prelayernorm"),
     replace(BERT, model_type="xlm-roberta"),
+    replace(BERT, model_type="xlm-roberta-xl"),
+    replace(BERT, model_type="ernie", knows=frozenset({"task_type_vocab_size", "use_task_id"})),
+    ESM,
     replace(BERT, model_type="electra", knows=frozenset({"summary_last_dropout"})),
     ALBERT,
     DISTILBERT,
     DEBERTA_V2,
     MODERNBERT,
     MPNET,
+    NOMIC_BERT,
+    replace(NOMIC_BERT, model_type="gte"),
+    replace(NOMIC_BERT, model_type="jina_embeddings_v3"),
+    llama_like("eurobert", {"mask_token_id", "classifier_pooling"}),
 )

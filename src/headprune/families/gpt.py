@@ -173,4 +173,44 @@ FALCON = Family(
     ),
 )
 
-ROWS = (GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, GPT_NEOX, OPT, BLOOM, MPT, FALCON)
+BIOGPT = Family(
+    model_type="biogpt",
+    attention={"self": "layers.*.self_attn"},
+    projections=_SEPARATE,
+    follows={"num_heads": "query_heads"},
+)
+
+XGLM = Family(
+    model_type="xglm",
+    attention={"self": "layers.*.self_attn"},
+    projections=_SEPARATE,
+    follows={"num_heads": "query_heads", "embed_dim": "query_width"},
+    query_heads_key="attention_heads",
+    counts_keys_as_queries=True,
+    refused={"add_cross_attention": _CROSS},
+    knows=frozenset({"ffn_dim", "attention_heads"}),
+)
+
+PERSIMMON = Family(
+    model_type="persimmon",
+    attention={"self": "layers.*.self_attn"},
+    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
+    follows={"num_heads": "query_heads"},
+    counts_keys_as_queries=True,
+    knows=frozenset({"qk_layernorm"}),
+)
+
+ROWS = (
+    GPT2,
+    GPT_BIGCODE,
+    GPT_NEO,
+    GPTJ,
+    GPT_NEOX,
+    OPT,
+    BLOOM,
+    MPT,
+    FALCON,
+    BIOGPT,
+    XGLM,
+    PERSIMMON,
+)

@@ -37,6 +37,19 @@ def llama_like(model_type: str, knows: set[str] | None = None, **differences: An
 _BIDIRECTIONAL = {"use_bidirectional_attention": "it attends in both directions, which is untested"}
 _GRANITE = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"}
 _QWEN_MOE = {"decoder_sparse_step", "num_experts", "mlp_only_layers"}
+_MOE = {"n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group"}
+# both norms run over all heads at once
+_WHOLE_NORMS: dict[str, Any] = {
+    "whole_norms": {"q_norm": "q", "k_norm": "k"},
+    "projections": (
+        Projection("q_proj", ""),
+        Projection("k_proj", ""),
+        Projection("v_proj", "v"),
+        Projection("o_proj", "o"),
+    ),
+    "native": False,
+    "fewer_kv_heads": "a norm runs over all K heads at once and would see other heads",
+}
 
 ROWS = (
     llama_like("llama"),
@@ -57,19 +70,9 @@ ROWS = (
         {"use_qk_norm"},
         per_head={"q_norm.weight": "q", "k_norm.weight": "k"},
     ),
-    llama_like(
-        "olmo2",
-        # both norms run over all heads at once
-        whole_norms={"q_norm": "q", "k_norm": "k"},
-        projections=(
-            Projection("q_proj", ""),
-            Projection("k_proj", ""),
-            Projection("v_proj", "v"),
-            Projection("o_proj", "o"),
-        ),
-        native=False,
-        fewer_kv_heads="a norm runs over all K heads at once and would see other heads",
-    ),
+    llama_like("olmo2", **_WHOLE_NORMS),
+    llama_like("olmo3", **_WHOLE_NORMS),
+    llama_like("olmoe", {"clip_qkv", "num_experts"}, **_WHOLE_NORMS),
     llama_like(
         "stablelm",
         {"use_qkv_bias", "qk_layernorm"},
@@ -99,14 +102,30 @@ ROWS = (
     llama_like("arcee"),
     llama_like("cohere2"),
     llama_like("ernie4_5", {"use_bias"}),
+    llama_like(
+        "ernie4_5_moe",
+        {
+            "use_bias",
+            "moe_k",
+            "moe_num_experts",
+            "moe_num_shared_experts",
+            "moe_layer_start_index",
+            "moe_layer_end_index",
+            "moe_layer_interval",
+            "moe_norm_min",
+        },
+    ),
     llama_like("exaone4", {"sliding_window_pattern"}),
     llama_like("glm"),
     llama_like("glm4"),
+    llama_like("glm4_moe", {*_MOE, "first_k_dense_replace", "use_qk_norm", "num_mtp_layers"}),
     llama_like("granitemoe", _GRANITE),
     llama_like("hunyuan_v1_dense", {"eod_token_id"}),
+    llama_like("hunyuan_v1_moe", {"eod_token_id", "sep_token_id", "num_experts", "moe_topk"}),
     llama_like("jais2"),
     llama_like("ministral"),
     llama_like("ministral3"),
+    llama_like("nanochat"),
     llama_like("nemotron", {"norm_eps"}),
     llama_like("olmo", {"clip_qkv"}),
     llama_like("phimoe", {"router_jitter_noise", "input_jitter_noise", "lm_head_bias"}),
@@ -116,16 +135,12 @@ ROWS = (
     llama_like(
         "deepseek_v3",
         {
-            "n_shared_experts",
-            "n_routed_experts",
-            "routed_scaling_factor",
+            *_MOE,
             "kv_lora_rank",
             "q_lora_rank",
             "qk_rope_head_dim",
             "v_head_dim",
             "qk_nope_head_dim",
-            "n_group",
-            "topk_group",
             "first_k_dense_replace",
             "rope_interleave",
             "num_mtp_layers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headprune.families.bert import BERT
 from headprune.families.llama import QKVO
 from headprune.families.spec import Family, Projection
 
@@ -33,6 +34,63 @@ CLIP = Family(
 
 _CLIP_PART = {"self": "encoder.layers.*.self_attn"}
 
+DINOV2 = replace(
+    VIT,
+    model_type="dinov2",
+    attention={"self": "encoder.layer.*.attention"},
+    since="5.18",
+    knows=frozenset(
+        {
+            "mlp_ratio",
+            "layerscale_value",
+            "drop_path_rate",
+            "use_swiglu_ffn",
+            "_out_features",
+            "_out_indices",
+            "apply_layernorm",
+            "reshape_hidden_states",
+            "use_mask_token",
+        }
+    ),
+)
+
+DINOV3 = Family(
+    model_type="dinov3_vit",
+    attention={"self": "layer.*.attention"},
+    projections=QKVO,
+    follows={"num_heads": "query_heads"},
+    counts_keys_as_queries=True,
+    knows=frozenset(
+        """
+        rope_theta query_bias key_bias value_bias proj_bias layerscale_value drop_path_rate
+        use_gated_mlp num_register_tokens pos_embed_shift pos_embed_jitter pos_embed_rescale
+        _out_features _out_indices apply_layernorm reshape_hidden_states
+        """.split()  # noqa: SIM905
+    ),
+)
+
+DATA2VEC_VISION = Family(
+    model_type="data2vec-vision",
+    attention={"self": "encoder.layer.*.attention.attention"},
+    projections=BERT.projections,
+    head_dim=BERT.head_dim,
+    follows=BERT.follows,
+    head_arguments={"relative_position_bias": 1},
+    counts_keys_as_queries=True,
+    refused={
+        "use_relative_position_bias": "each layer has a table of position biases with a column per "
+        "head, which the table of families has no word for"
+    },
+    knows=frozenset(
+        """
+        use_mask_token use_absolute_position_embeddings use_shared_relative_position_bias
+        layer_scale_init_value drop_path_rate use_mean_pooling out_indices pool_scales
+        use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs
+        auxiliary_concat_input semantic_loss_ignore_index
+        """.split()  # noqa: SIM905
+    ),
+)
+
 WAV2VEC2 = Family(
     model_type="wav2vec2",
     attention={"self": "encoder.layers.*.attention"},
@@ -55,27 +113,39 @@ WAV2VEC2 = Family(
 ROWS = (
     VIT,
     replace(VIT, model_type="deit"),
+    replace(VIT, model_type="ijepa"),
+    DINOV2,
     replace(
-        VIT,
-        model_type="dinov2",
-        attention={"self": "encoder.layer.*.attention"},
-        since="5.18",
-        knows=frozenset(
-            {
-                "mlp_ratio",
-                "layerscale_value",
-                "drop_path_rate",
-                "use_swiglu_ffn",
-                "_out_features",
-                "_out_indices",
-                "apply_layernorm",
-                "reshape_hidden_states",
-                "use_mask_token",
-            }
-        ),
+        DINOV2,
+        model_type="dinov2_with_registers",
+        knows=DINOV2.knows | {"num_register_tokens"},
     ),
+    DINOV3,
+    DATA2VEC_VISION,
     CLIP,
     replace(CLIP, model_type="clip_text_model", attention=_CLIP_PART),
     replace(CLIP, model_type="clip_vision_model", attention=_CLIP_PART),
+    # its vision encoder ends in a pooling with attention of its own, which stays whole
+    replace(CLIP, model_type="siglip"),
+    replace(
+        CLIP,
+        model_type="siglip_vision_model",
+        attention=_CLIP_PART,
+        knows=frozenset({"vision_use_head"}),
+    ),
     WAV2VEC2,
+    replace(
+        WAV2VEC2,
+        model_type="hubert",
+        knows=WAV2VEC2.knows | {"feat_proj_layer_norm", "conv_pos_batch_norm"},
+    ),
+    replace(
+        WAV2VEC2,
+        model_type="data2vec-audio",
+        knows=WAV2VEC2.knows | {"conv_pos_kernel_size"},
+    ),
+    replace(
+        WAV2VEC2, model_type="unispeech", knows=WAV2VEC2.knows | {"num_ctc_classes", "replace_prob"}
+    ),
+    replace(WAV2VEC2, model_type="sew", knows=WAV2VEC2.knows | {"squeeze_factor"}),
 )

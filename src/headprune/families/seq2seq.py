@@ -48,6 +48,8 @@ ROWS = (
     BART,
     replace(BART, model_type="mbart"),
     replace(BART, model_type="pegasus"),
+    replace(BART, model_type="m2m_100"),  # NLLB-200 says so as well
+    replace(BART, model_type="blenderbot", knows=frozenset({"encoder_no_repeat_ngram_size"})),
     replace(
         BART,
         model_type="marian",

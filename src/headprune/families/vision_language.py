@@ -40,6 +40,9 @@ _QWEN = {"image_token_id", "video_token_id", "vision_start_token_id", "vision_en
 ROWS = (
     vision_language("llava", set()),
     vision_language("llava_next", {"image_grid_pinpoints"}),
+    vision_language(
+        "llava_onevision", {"image_grid_pinpoints", "video_token_index", "vision_aspect_ratio"}
+    ),
     vision_language("gemma3", {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"}),
     vision_language("paligemma", set()),
     vision_language("mistral3", {"spatial_merge_size"}),
@@ -47,6 +50,8 @@ ROWS = (
     vision_language("qwen2_vl", _QWEN),
     vision_language("qwen2_5_vl", _QWEN),
     vision_language("qwen3_vl", _QWEN),
+    vision_language("qwen3_vl_moe", _QWEN),
+    vision_language("idefics2", {"perceiver_config"}, path="text_model"),
     vision_language("idefics3", {"scale_factor"}, path="text_model"),
     vision_language("smolvlm", {"scale_factor"}, path="text_model"),
 )

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.families import COMMON_SETTINGS, FAMILIES, Family
 from headprune.models.ids import with_restored_ids
+from headprune.models.unknown import why_unknown
 from headprune.plan import ModelIdentity
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
@@ -27,6 +28,8 @@ def family_of(config: PreTrainedConfig) -> Family:
     Raises:
         FamilyError: If there is none, or the config has a setting that the row refuses.
     """
+    if config.model_type not in FAMILIES:
+        raise FamilyError(why_unknown(config))
     family = FAMILIES[config.model_type]
     if family.since and Version(transformers.__version__) < Version(family.since):
         raise FamilyError(

@@ -215,7 +215,10 @@ def _run(
     handles = [
         a.module.register_forward_pre_hook(hook_for(a), with_kwargs=True) for a in attentions
     ]
-    takes = inspect.signature(model.base_model.forward).parameters
+    base = model.base_model
+    if not inputs.keys() <= inspect.signature(base.forward).parameters.keys():
+        base = model  # the base of DINOv3 is its encoder, which takes no pixels
+    takes = inspect.signature(base.forward).parameters
     # what a module leaves in a cache would be there when it runs once more
     options = {"use_cache": False} if "use_cache" in takes else {}
     configs = [c for c in (model.config, model.config.get_text_config()) if hasattr(c, "use_cache")]
@@ -224,7 +227,7 @@ def _run(
         for config in configs:
             config.use_cache = False
         with torch.no_grad(), _listening(attentions):
-            model.base_model(**inputs, **options)
+            base(**inputs, **options)
     finally:
         for config, value in zip(configs, cached, strict=True):
             config.use_cache = value
