@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# processes that share the suite
+WORKERS ?= 2
 
 .PHONY: demo test self-check test-real test-real-short test-lowest load-matrix lint format clean
 
@@ -17,7 +19,7 @@ demo: $(STAMP)
 
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 ## self-check: headprune check on a tiny model, trained and cut on the spot
 self-check: $(STAMP)

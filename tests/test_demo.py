@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from headprune.cli import app as cli
@@ -26,7 +27,7 @@ FITTING = {
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The script's names, with smaller numbers, in a folder of its own and in this process."""
     monkeypatch.chdir(tmp_path)
-    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    tiny.save(tiny.model("llama-gqa", torch.bfloat16), tmp_path / "model")
     for name in ("train.txt", "test.txt"):
         (tmp_path / name).write_text(tiny.text(3_000))
     settings = (DEMO / "headprune.yaml").read_text()
@@ -45,7 +46,11 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise stop.value
 
     own = names["main"].__globals__
-    own |= {"headprune": headprune, "HERE": tmp_path, "fetch": lambda name: tmp_path / "model"}
+    own |= {
+        "headprune": headprune,
+        "HERE": tmp_path,
+        "fetch": lambda name, dtype: tmp_path / "model",
+    }
     own["console"] = Console(width=120, force_terminal=False)
     return names
 
