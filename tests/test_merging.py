@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from headprune.merging.grouping import (
     partitions,
     similar,
 )
+from headprune.merging.spec import Activations, project
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Planes, Rotation
 from headprune.tensors.solvers import conjugate_gradients
@@ -202,6 +205,73 @@ def test_a_shared_value_is_exact_with_rank_enough_and_best_without() -> None:
     assert float(lost) == pytest.approx(found.lost, rel=1e-6)
     worse = (h.o @ h.v - h.o @ h.v.mean(0)).square().sum()
     assert 0 < found.lost < float(worse)
+
+
+def attention(h: Heads, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    later = torch.arange(keys.shape[2]) > rows[:, None]
+    return (queries @ keys[:, h.owners].mT).masked_fill(later, -torch.inf).softmax(-1)
+
+
+def seen(h: Heads, windows: int, length: int = 12, seed: int = 0) -> Activations:
+    """What a causal module with these weights does on random windows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(windows, length, h.q.shape[2], generator=generator, dtype=torch.float64)
+    x = torch.cat([x, torch.ones(windows, length, 1, dtype=torch.float64)], -1)
+    queries, keys = project(x, h.affine("q")), project(x, h.affine("k"))
+
+    def own(q: Tensor, k: Tensor, part: slice, rows: Tensor) -> Tensor:
+        return attention(h, q, k, rows)
+
+    inputs = dict.fromkeys(("q", "k", "v"), x)
+    empty = torch.empty(windows, length, h.o.shape[1], dtype=torch.float64)
+    known = Activations(inputs, queries, keys, None, 1.0, own, empty)
+    return replace(known, outputs=given_by(h, known))
+
+
+def given_by(h: Heads, known: Activations) -> Tensor:
+    """The outputs of these weights on the inputs of some activations."""
+    q, k, v = (project(known.inputs[role], h.affine(role)) for role in ("q", "k", "v"))
+    read = attention(h, q, k, torch.arange(q.shape[2])) @ v[:, h.owners]
+    return torch.einsum("shtd,hod->sto", read, h.o)
+
+
+def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h, group = heads(), [tuple(range(6))]
+    h = replace(h, q=h.q / 4, k=h.k / 4)
+    fresh = seen(h, 64, seed=1)
+
+    def lost(windows: int) -> float:
+        merged = MERGES["lowrank"](h, group, Setting(activations=seen(h, windows)))
+        return float((given_by(merged, fresh) - fresh.outputs).square().sum())
+
+    few, many = lost(4), lost(64)
+    assert many < few < 1.5 * many
+    monkeypatch.setattr(sys.modules["headprune.merging.lowrank"], "RIDGES", (1e-6,))
+    assert lost(4) > 1.8 * lost(64)  # fitted as closely as it goes
+
+
+@pytest.mark.parametrize("roles", ["qkvo", "k", "v", "x"])
+def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
+    h, groups = heads(per_kv=2), [(0, 1, 2), (3, 4, 5)]
+    changes = {role: torch.zeros_like(getattr(h, role)) for role in roles if role != "x"}
+    changes |= {f"{r}_bias": torch.zeros_like(getattr(h, f"{r}_bias")) for r in roles if r in "qkv"}
+    h = replace(h, **changes)
+    known = seen(h, 4)
+    if roles == "x":
+        nothing = torch.zeros_like(known.inputs["q"])
+        zeros = {
+            name: torch.zeros_like(getattr(known, name)) for name in ("queries", "keys", "outputs")
+        }
+        known = replace(known, inputs=dict.fromkeys(known.inputs, nothing), **zeros)
+    setting = Setting(activations=known)
+    for name in MERGES:
+        merged = MERGES[name](h, groups, setting)
+        for role in "qkvo":
+            assert getattr(merged, role).isfinite().all()
+            assert role not in roles or getattr(merged, role).abs().max() < 1e-12
+    assert (lowrank_cost(h, setting)((0, 1, 2)) < 1e-12) == (roles == "qkvo")
 
 
 def test_similar_heads_find_each_other() -> None:

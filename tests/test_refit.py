@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from headprune.models.heads import read_heads, read_output, write_heads
 from headprune.models.refit import refit
 from headprune.pipelines.prune import prune
 from headprune.tensors import least_squares
-from headprune.tensors.least_squares import Moments, removal_costs, ridge_path
+from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
 from tests import tiny
 from tests.cutting import uneven_plan
 
@@ -63,6 +64,18 @@ def test_moments_of_shards_add_up() -> None:
     assert whole.error(torch.ones(3, 4).double()) == pytest.approx(
         parts.error(torch.ones(3, 4).double())
     )
+
+
+def test_other_tokens_choose_the_ridge() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(40, n, generator=generator) for n in (20, 3))  # y has nothing to do with x
+    start, ridges = torch.zeros(3, 20).double(), [math.inf, 1e0, 1e-6]
+    fitted, judged = Moments.of(x[:30], y[:30]), Moments.of(x[30:], y[30:])
+    ridge, error = best_ridge(fitted, judged, start, ridges)
+    assert (ridge, error) == (math.inf, pytest.approx(float(y[30:].square().sum())))
+    assert best_ridge(fitted, fitted, start, ridges)[0] == 1e-6  # judged by what it has seen
+    assert held_out(17).nonzero().flatten().tolist() == [7, 15]
+    assert held_out(3).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])

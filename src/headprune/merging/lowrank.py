@@ -1,17 +1,18 @@
 """Low-rank merge: the shared K and V that disturb scores and outputs least.
 
-Starts from the closed form of ``tensors.lowrank`` and refines it by alternating least squares on
-the calibration text, each half with the other held fixed:
+Starts from the closed form of ``tensors.lowrank`` and refines it by least squares on calibration
+text:
 
-    K   queries and the shared keys against the original's scores, each score weighted with the
-        attention it gets; what all keys of a query have in common is left out where softmax
-        ignores it
-    V   the shared values and W_O against the original's outputs, under the attention that the new
-        scores give
+    K   queries and the shared keys, in turn, against the original's scores, each score weighted
+        with the attention it gets; what all keys of a query have in common is left out where
+        softmax ignores it
+    V   the shared values in closed form, from what the new scores read of them; then W_O against
+        the original's outputs, by a ridge towards the closed form that held-out windows choose
 
-No gradient steps: every half is a quadratic problem, solved by a few conjugate gradient steps or
-directly. Where a norm stands between the projections and the scores, queries cannot absorb a map,
-and one of the group's own keys is taken, the one that disturbs the scores least.
+No gradient steps: each half of K is a quadratic problem, and a few conjugate gradient steps into it
+carry over to other text. W_O, solved all the way, does not by itself: it has as many inputs as a
+few windows have tokens. Where a norm stands between the projections and the scores, queries cannot
+absorb a map, and one of the group's own keys is taken, the one that disturbs the scores least.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ STEPS = 3  # of conjugate gradients in every half round
 QUERIES = 96  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike,
 ALL_QUERIES = 3072  # but so many at least where there are few windows
 POOLED = 128  # of every window, evenly spaced, in the second moment of what is read of V
-RIDGE = 1e-2  # towards where a half round of the scores starts
 RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)  # of W_O, held-out windows choose
 _WHITE_FLOOR = 1e-4
 
@@ -76,7 +76,7 @@ def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
         owners = [list(group).index(heads.owners[query]) for query in queries]
         found = shared_key(moments_of_queries, owners, joint @ key_moment @ joint.T, setting.planes)
         key = found.basis @ joint
-        # as large as the keys were, so that one ridge suits both sides
+        # as large as the keys were
         scale = float(joint.norm() / key.norm().clamp(min=1e-12) / len(group) ** 0.5) or 1.0
         new_q[queries] = found.maps @ q[queries] / scale
         shared.append(key * scale)
@@ -93,7 +93,7 @@ class _ScoreFit:
 
     Query heads are laid out by the group whose keys they read: (sequences, groups, heads of a group
     x length, ...), so that one product serves all heads of a group. Inputs are white, which makes
-    the few steps go far, and the ridge one on what the maps compute.
+    the few steps go far.
     """
 
     def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
@@ -148,13 +148,13 @@ class _ScoreFit:
         def normal(q: Tensor) -> Tensor:
             return self._to_queries(self._scores(self._queries(q), keys), keys)
 
-        return _ridge_solved(normal, self._to_queries(self.target, keys), q)
+        return _improved(normal, self._to_queries(self.target, keys), q)
 
     def _fitted_keys(self, k: Tensor, queries: Tensor) -> Tensor:
         def normal(k: Tensor) -> Tensor:
             return self._to_keys(self._scores(queries, self._keys(k)), queries)
 
-        return _ridge_solved(normal, self._to_keys(self.target, queries), k)
+        return _improved(normal, self._to_keys(self.target, queries), k)
 
     def errors_of_own_keys(self, queries: Sequence[int], group: Sequence[int]) -> list[float]:
         """What it costs these queries to read, all of them, the keys of one head of a group."""
@@ -283,11 +283,9 @@ def _with_fitted_outputs(heads: Heads, read: Tensor, wanted: Tensor) -> Heads:
     return replace(heads, o=o, o_bias=bias)
 
 
-def _ridge_solved(apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor) -> Tensor:
-    """Conjugate gradients from ``start``, held near it by a ridge of its own size."""
-    image = apply(start)
-    weight = RIDGE * (image * start).sum() / (start * start).sum().clamp(min=1e-30)
-    return conjugate_gradients(lambda x: apply(x) + weight * x, start, right - image, STEPS)
+def _improved(apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor) -> Tensor:
+    """A few conjugate gradient steps; that they are few is what holds them near ``start``."""
+    return conjugate_gradients(apply, start, right - apply(start), STEPS)
 
 
 def _gathered(moved: Tensor, inputs: Tensor) -> Tensor:
