@@ -13,7 +13,7 @@ from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.inspect import inspect
 from tests import tiny
 from tests.cutting import uneven_plan
-from tests.test_families import GENERATING
+from tests.test_generation import GENERATING
 
 
 @pytest.mark.parametrize("empty", [None, 0, -1])

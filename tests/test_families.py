@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from headprune.models.attention import (
     of_kinds,
     refuse_unknown_settings,
 )
-from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.prune import prune
@@ -139,31 +137,6 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     cuts = resolve(Plan(unit=Unit.HEAD, attentions=parts), reloaded, ragged=True)
     assert prove(reloaded, cuts, tmp_path / "again").passed
     assert attention_of(reloaded)[1].group_sizes == (2, 2)
-
-
-GENERATING = [case for case in tiny.FAMILY_CASES if tiny.task(case) in ("causal-lm", "seq2seq-lm")]
-
-
-@pytest.mark.parametrize("empty", ["none", "first", "last"])
-@pytest.mark.parametrize("case", GENERATING)
-def test_generation_does_not_depend_on_the_cache(case: str, empty: str) -> None:
-    model = tiny.model(case)
-    model.generation_config.eos_token_id = None  # so that all run to the end
-    cut_heads(model, resolve(uneven_plan(model, *EMPTY[empty]), model))
-    inputs: dict[str, Any] = dict(proof.probe_inputs(model))
-    inputs.pop("decoder_input_ids", None)
-    if task_of(model) == "causal-lm":  # decoders are padded on the left
-        inputs = {name: value.flip(1) for name, value in inputs.items()}
-    else:
-        inputs["decoder_start_token_id"] = 2
-    options = {**inputs, "max_new_tokens": 9, "do_sample": False}
-    uncached = model.generate(**options, use_cache=False).tolist()
-    assert model.generate(**options).tolist() == uncached
-    # the stock Falcon with alibi does not take a static cache either
-    if model._can_compile_fullgraph and not getattr(model.config, "alibi", False):
-        assert model.generate(**options, cache_implementation="static").tolist() == uncached
-    beams = model.generate(**options, num_beams=3).tolist()
-    assert beams == model.generate(**options, num_beams=3, use_cache=False).tolist()
 
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)

@@ -593,7 +593,7 @@ class EmptyAttention(_Changed):
         return source.shape[1]
 
 
-def _keep_length(cache: Any, layer: int, states: Any) -> Any:
+def _keep_length(cache: Any, layer: Any, states: Any) -> Any:
     """Puts a stub into a layer's own place in the cache: one head that is one number wide.
 
     transformers reads the sequence length off the first layer and the sizes of masks off the first

@@ -1,0 +1,244 @@
+"""Generation of cut models through every kind of cache, as their gated originals generate.
+
+The gates are hooks on the uncut model: nothing of the runtime is in what the cut model is held to.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from headprune.models import proof
+from headprune.models.attention import attention_of
+from headprune.models.gating import fixed, gated
+from headprune.models.loading import task_of
+from headprune.models.surgery import Cut, cut_heads, resolve
+from headprune.plan import AttentionPlan, Plan
+from headprune.runtime import modeling_headprune
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.cutting import uneven_plan
+
+NEW = 6
+TOLERANCE = 1e-5  # of the largest logit; without its stub a layer moves them by 1e-2 and more
+GENERATING = [
+    case for case in tiny.FAMILY_CASES if task_of(tiny.model(case)) in ("causal-lm", "seq2seq-lm")
+]
+
+
+def _windows(case: str) -> list[str]:
+    """The variants of a family by the kinds of layers in its cache; none if it has but one."""
+    text = tiny.config(case).get_text_config(decoder=True)
+    names = {field.name for field in dataclasses.fields(text)}
+    if "layer_types" in names:
+        return [f"{case}-sliding_first", f"{case}-full_first"]
+    if "use_sliding_window" in names:
+        return [f"{case}-sliding"]
+    return [case] if "sliding_window" in names else []
+
+
+WINDOWED = [variant for case in GENERATING for variant in _windows(case)]
+
+
+def _left_padded() -> dict[str, Tensor]:
+    """Two texts of more than two of the tiny windows."""
+    ids = torch.randint(5, tiny.VOCAB, (2, 22), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+# in it prompt lookup finds something to continue with
+REPEATING = {"input_ids": torch.tensor([[7, 8, 9, 10, 11, 12, 7, 8, 9, 10, 13, 14, 7, 8, 9]])}
+Computed = tuple[Tensor, Tensor]
+
+
+def chunks(model: PreTrainedModel) -> Computed:
+    """Logits of a padded batch: a first piece, several tokens at once, then one by one."""
+    ids, mask = _left_padded().values()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    logits, cache, start = [], None, 0
+    for piece in ids.split([12, 5, 2, 1, 1, 1], dim=1):
+        end = start + piece.shape[1]
+        own = {"position_ids": positions[:, start:end]} if takes_positions else {}
+        with torch.no_grad():
+            result = model(
+                piece, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **own
+            )
+        logits.append(result.logits)
+        cache, start = result.past_key_values, end
+    return ids, torch.cat(logits, dim=1)[mask.bool()]
+
+
+def _generate(model: PreTrainedModel, one_text: bool = False, **options: Any) -> Computed:
+    """Tokens, and the logits they were chosen by; of beams, whose losers may tie, the scores."""
+    inputs = REPEATING if one_text else _left_padded()
+    if task_of(model) == "seq2seq-lm":
+        inputs = proof.probe_inputs(model)
+        del inputs["decoder_input_ids"]
+        inputs = {name: value[:1] if one_text else value for name, value in inputs.items()}
+        options["decoder_start_token_id"] = 2
+    out = model.generate(
+        **inputs,
+        **options,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    scores = getattr(out, "sequences_scores", None)
+    return out.sequences, torch.stack(out.logits) if scores is None else scores
+
+
+def assisted(model: PreTrainedModel) -> Computed:
+    """With a small model of another kind where that will do; it is right now and then."""
+    own = task_of(model) == "seq2seq-lm" or model.config.model_type in tiny.VISION_LANGUAGE
+    helper = assistant(model.config.model_type if own else "llama-mha")
+    return _generate(model, one_text=True, assistant_model=helper)
+
+
+def _option(one_text: bool = False, **options: Any) -> Callable[[PreTrainedModel], Computed]:
+    return lambda model: _generate(model, one_text, **options)
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+MODES: dict[str, Callable[[PreTrainedModel], Computed]] = {
+    "greedy": _option(),
+    "beams": _option(num_beams=3, output_scores=True),
+    "prompt_lookup": _option(one_text=True, prompt_lookup_num_tokens=4),
+    "assisted": assisted,
+    "static": _option(**STATIC),
+    "prefill_chunks": _option(prefill_chunk_size=5),
+    "static_prefill_chunks": _option(**STATIC, prefill_chunk_size=5),
+}
+
+
+@functools.cache
+def original(case: str) -> PreTrainedModel:
+    """An uncut model; generating with it changes nothing in it."""
+    return tiny.model(case)
+
+
+@functools.cache
+def assistant(case: str) -> PreTrainedModel:
+    """Without gates, also where it is the original's equal."""
+    return tiny.model(case)
+
+
+@functools.lru_cache(maxsize=1)
+def pair(case: str, empty: tuple[int, ...]) -> tuple[list[Cut], PreTrainedModel]:
+    """A cut of the original, some of whose layers have no heads, and the model it leads to."""
+    base = original(case)
+    plan, cut = uneven_plan(base, *empty), copy.deepcopy(base)
+    cut_heads(cut, resolve(plan, cut))
+    return resolve(plan, base), cut
+
+
+def compare(mode: Callable[[PreTrainedModel], Computed], case: str, empty: tuple[int, ...]) -> None:
+    """Asserts that the cut model computes what its gated original does, if that can do it."""
+    cuts, cut = pair(case, empty)
+    with gated([c.attention for c in cuts], fixed([c.gate() for c in cuts])):
+        try:
+            tokens, logits = mode(original(case))
+        except (TypeError, ValueError, RuntimeError) as error:
+            pytest.skip(f"the uncut model: {str(error).splitlines()[-1]}")
+    got_tokens, got = mode(cut)
+    assert got_tokens.tolist() == tokens.tolist()
+    assert (got - logits).abs().max() <= TOLERANCE * max(1.0, float(logits.abs().max()))
+
+
+def firsts(case: str) -> tuple[int, ...]:
+    """The first layer of each type."""
+    sliding = DynamicCache(config=original(case).config.get_text_config(decoder=True)).is_sliding
+    return tuple(sorted({sliding.index(kind) for kind in sliding}))
+
+
+def emptied(case: str) -> list[tuple[int, ...]]:
+    """Each layer alone, the first of each type together, all but the first and all but the last."""
+    layers = range(tiny.LAYERS)
+    return sorted({*((i,) for i in layers), firsts(case), (*layers[1:],), (*layers[:-1],)})
+
+
+# the text part of a model of images and text is one of these
+TEXT = [case for case in WINDOWED if tiny.family_of_case(case) not in tiny.VISION_LANGUAGE]
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_padded_batches_and_crops_with_any_layers_empty(case: str) -> None:
+    for empty in emptied(case):
+        compare(chunks, case, empty)
+        if len(empty) == 1:
+            compare(MODES["prompt_lookup"], case, empty)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", WINDOWED)
+def test_generation_with_the_first_layer_of_each_type_empty(case: str, mode: str) -> None:
+    compare(MODES[mode], case, firsts(case))
+
+
+# where no layer has a window, all modes with a crop are one
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "assisted"])
+@pytest.mark.parametrize("case", [case for case in GENERATING if not _windows(case)])
+def test_generation_with_the_first_and_last_layer_empty(case: str, mode: str) -> None:
+    compare(MODES[mode], case, (0, -1))
+
+
+@pytest.mark.parametrize("mode", [chunks, *MODES.values()], ids=["chunks", *MODES])
+def test_without_a_stub_no_mode_is_that_of_the_gated_original(
+    mode: Callable[[PreTrainedModel], Computed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_headprune, "_keep_length", stub_in_layer_0)
+    with pytest.raises((AssertionError, AttributeError, RuntimeError)):
+        compare(mode, "smollm3-full_first", (1,))
+
+
+def stub_in_layer_0(cache: Any, layer: int, states: Tensor) -> int:
+    """What keeps the length for generate(), but no masks and no crops."""
+    if layer == 0:
+        cache.update(states[:, None, :, :1], states[:, None, :, :1], layer)
+    return states.shape[1]
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gemma2-full_first"])
+def test_a_static_cache_of_given_sizes_takes_the_stub(case: str) -> None:
+    model, ids = copy.deepcopy(original(case)), REPEATING["input_ids"]
+    parts = {
+        a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=() if layer < 2 else (*range(6),))
+        for layer, a in enumerate(attention_of(model))
+    }
+    cut_heads(model, resolve(Plan(unit=Unit.HEAD, attentions=parts), model))
+    cache = StaticCache(config=model.config, max_cache_len=20)
+    cache.early_initialization(1, 3, 10, model.dtype, model.device)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        start = model(ids[:, :9], past_key_values=cache).logits
+        end = model(ids[:, 9:], past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat([start, end], dim=1), wanted)
+    assert cache.layers[1].keys.shape[1:] == (3, min(20, cache.layers[1].max_cache_len), 10)
+
+
+def test_a_cache_with_stubs_takes_all_operations_on_batches() -> None:
+    _, cut = pair("gemma2-full_first", (0, 1))
+    ids, mask = _left_padded().values()
+    rows = torch.tensor([1, 0, 1])
+    with torch.no_grad():
+        wanted = cut(ids[rows], attention_mask=mask[rows]).logits[:, -3:]
+        cache = cut(ids[:, :-3], attention_mask=mask[:, :-3], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([2, 3, 0, 1]))
+        cache.batch_select_indices(torch.tensor([0, 2, 1]))
+        got = cut(ids[rows, -3:], attention_mask=mask[rows], past_key_values=cache).logits
+    torch.testing.assert_close(got, wanted)
