@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import headprune
 from headprune.config import (
     CalibrationConfig,
+    CheckConfig,
     ConvertConfig,
     DataConfig,
     Dtype,
@@ -29,10 +30,11 @@ from headprune.models.precision import refuse_missing_dtype, widened
 from headprune.models.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
 from headprune.models.surgery import cut_heads, fold_gates, resolve
 from headprune.pipelines import prune as pruning
+from headprune.pipelines.check import check
 from headprune.pipelines.convert_gqa import convert_gqa
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.heal import heal
-from headprune.pipelines.prune import Pruned, prune
+from headprune.pipelines.prune import Pruned, migrate, prune
 from headprune.pipelines.score import score
 from headprune.pipelines.train_gates import train_gates
 from headprune.pipelines.verify import verify
@@ -40,6 +42,7 @@ from headprune.plan import Plan
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.test_verify import PRUNED, old_folder
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = CalibrationConfig(tokens=600, seq_len=16)
@@ -184,8 +187,20 @@ def test_evaluation_is_in_what_the_checkpoint_holds(
     out = prune(base, tmp_path / "out", plan=uneven_plan(headprune.from_pretrained(base))).output
     report = evaluate(out, data, EvaluateConfig(seq_len=16, speed=False), against=base)
     assert report.model.dtype == str(half)[6:]
+    limits = ("perplexity <= 1000", "query_heads <= 100 %")
+    settings = {"model": str(out), "data": data.source, "against": str(base), "limits": limits}
+    checked = check(CheckConfig(**settings, seq_len=16))
+    assert checked.passed
+    assert checked.metrics[0].value == report.model.metrics[0].value
     again = prune(out, tmp_path / "again", plan=uneven_plan(headprune.from_pretrained(out)))
     sound(again, half, out)
+
+
+def test_migration(half: torch.dtype, tmp_path: Path) -> None:
+    old = old_folder(tiny.model("bert-mlm", half), tmp_path / "old", PRUNED)
+    result = migrate(old, tmp_path / "out")
+    sound(result, half)
+    assert result.manifest.proof["cast"] == 0.0
 
 
 def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
