@@ -24,6 +24,7 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.errors import CheckpointError, HeadpruneError, ProofError
+from headprune.merging import MERGES
 from headprune.models import proof
 from headprune.models.attention import attention_of
 from headprune.models.precision import refuse_missing_dtype, widened
@@ -159,7 +160,7 @@ def test_a_refit_is_that_of_the_float32_copy(
     assert any(not torch.equal(others[name], ours[name]) for name in ours)
 
 
-@pytest.mark.parametrize("merge", ["mean", "first", "procrustes", "medoid", "norm-mean", "lowrank"])
+@pytest.mark.parametrize("merge", list(MERGES))
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
 def test_every_merge(
     case: str, merge: str, half: torch.dtype, data: DataConfig, tmp_path: Path

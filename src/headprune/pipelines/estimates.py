@@ -80,13 +80,21 @@ class Sizes:
         return states + 3 * 4 * tokens * self.vocabulary
 
     def stored(self, dtype: Dtype = Dtype.AUTO) -> int:
-        """Bytes of the weights in an element type."""
+        """Bytes of the weights in an element type; "auto" is that of the checkpoint."""
         return self.parameters * self.itemsize_of(dtype)
+
+    def computed(self, dtype: Dtype = Dtype.AUTO) -> int:
+        """Bytes of the weights in what is computed in; "auto" is float32 at least."""
+        return self.parameters * self.computed_itemsize(dtype)
 
     def itemsize_of(self, dtype: Dtype) -> int:
         """Bytes of an element."""
         parsed = parse_dtype(dtype.value)
         return self.itemsize if isinstance(parsed, str) else parsed.itemsize
+
+    def computed_itemsize(self, dtype: Dtype) -> int:
+        """Bytes of an element of what is computed in."""
+        return max(self.itemsize, 4) if dtype is Dtype.AUTO else self.itemsize_of(dtype)
 
 
 def sizes_of(recipe: Recipe) -> Sizes:
@@ -166,7 +174,7 @@ def healing(step: HealStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     batch = step.batch_size * step.seq_len
     teacher = sizes.parameters * (2 if step.bf16 else 4)
     needs = _training(step, sizes, float(step.steps * batch), batch, trained, teacher)
-    return replace(needs, disk_bytes=needs.disk_bytes + sizes.stored())
+    return replace(needs, disk_bytes=needs.disk_bytes + sizes.stored(step.out_dtype))
 
 
 def _training(
@@ -179,7 +187,7 @@ def _training(
 ) -> Estimate:
     """Forward, backward through the activations, and through the weights that move."""
     passes = 2 + trained / sizes.parameters + bool(teacher) + step.gradient_checkpointing
-    itemsize = sizes.itemsize_of(getattr(step, "dtype", Dtype.FLOAT32))
+    itemsize = sizes.computed_itemsize(getattr(step, "dtype", Dtype.FLOAT32))
     held = sizes.activations(batch, itemsize, trained=not step.gradient_checkpointing)
     return Estimate(
         None if tokens is None else OVERHEAD_SECONDS + passes * sizes.forward(tokens),
@@ -190,32 +198,32 @@ def _training(
 
 def cutting(step: PruneStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     """prune: loaded, cut and read back."""
-    stored = sizes.stored(step.dtype)
-    return Estimate(OVERHEAD_SECONDS + 4 * stored / BYTES_PER_SECOND, 2 * stored, stored)
+    stored, held = sizes.stored(step.out_dtype), sizes.computed(step.dtype)
+    return Estimate(OVERHEAD_SECONDS + 4 * stored / BYTES_PER_SECOND, 2 * held, stored)
 
 
 def converting(step: ConvertStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     """convert-gqa."""
-    stored = sizes.stored(step.dtype)
+    stored, weights = sizes.stored(step.out_dtype), sizes.computed(step.dtype)
     seconds = OVERHEAD_SECONDS + 4 * stored / BYTES_PER_SECOND
     if step.calibrate is not None:
         seconds += 3 * sizes.forward(step.calibration_tokens)
     held = step.calibration_tokens * sizes.hidden * 4 * 8
-    return Estimate(seconds, 2 * stored + held, stored)
+    return Estimate(seconds, 2 * weights + held, stored)
 
 
 def scoring(step: ScoreStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     """score: forward and backward over the calibration text."""
     batch = step.batch_size * step.seq_len
-    held = sizes.activations(batch, sizes.itemsize_of(step.dtype), trained=True)
+    held = sizes.activations(batch, sizes.computed_itemsize(step.dtype), trained=True)
     seconds = OVERHEAD_SECONDS + 2 * sizes.forward(step.tokens if step.data else 0)
-    return Estimate(seconds, sizes.stored(step.dtype) + held, 100_000)
+    return Estimate(seconds, sizes.computed(step.dtype) + held, 100_000)
 
 
 def planning(step: PlanStep, recipe: Recipe, sizes: Sizes) -> Estimate:
     """plan: the model is loaded, and timed where a speed-up is asked for."""
     seconds = step.rounds * OVERHEAD_SECONDS + SPEED_SECONDS * (step.min_speedup is not None)
-    return Estimate(seconds, sizes.stored(), 100_000)
+    return Estimate(seconds, sizes.computed(), 100_000)
 
 
 def checking(step: CheckStep, recipe: Recipe, sizes: Sizes) -> Estimate:
