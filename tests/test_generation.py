@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from headprune.errors import ProofError
 from headprune.models import proof
 from headprune.models.attention import attention_of
 from headprune.models.gating import fixed, gated
@@ -26,7 +28,7 @@ from headprune.plan import AttentionPlan, Plan
 from headprune.runtime import modeling_headprune
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.cutting import uneven_plan
+from tests.cutting import prove, uneven_plan
 
 NEW = 6
 TOLERANCE = 1e-5  # of the largest logit; without its stub a layer moves them by 1e-2 and more
@@ -86,6 +88,7 @@ def _generate(model: PreTrainedModel, one_text: bool = False, **options: Any) ->
         del inputs["decoder_input_ids"]
         inputs = {name: value[:1] if one_text else value for name, value in inputs.items()}
         options["decoder_start_token_id"] = 2
+        options["no_repeat_ngram_size"] = 1  # positions show only between tokens that differ
     out = model.generate(
         **inputs,
         **options,
@@ -164,9 +167,9 @@ def firsts(case: str) -> tuple[int, ...]:
 
 
 def emptied(case: str) -> list[tuple[int, ...]]:
-    """Each layer alone, the first of each type together, all but the first and all but the last."""
+    """Each layer alone, the first of each type together, all but the last."""
     layers = range(tiny.LAYERS)
-    return sorted({*((i,) for i in layers), firsts(case), (*layers[1:],), (*layers[:-1],)})
+    return sorted({*((layer,) for layer in layers), firsts(case), (*layers[:-1],)})
 
 
 # the text part of a model of images and text is one of these
@@ -208,6 +211,22 @@ def stub_in_layer_0(cache: Any, layer: int, states: Tensor) -> int:
     if layer == 0:
         cache.update(states[:, None, :, :1], states[:, None, :, :1], layer)
     return states.shape[1]
+
+
+@pytest.mark.parametrize("case", ["gemma2-full_first", "gemma2-sliding_first"])
+def test_the_proof_decodes_in_chunks_and_so_sees_a_missing_stub(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def proven() -> bool:
+        model = copy.deepcopy(original(case))
+        return prove(model, resolve(uneven_plan(model, 1), model), tmp_path).passed
+
+    assert proven()
+    monkeypatch.setattr(modeling_headprune, "_keep_length", stub_in_layer_0)
+    with pytest.raises((ProofError, RuntimeError)):
+        proven()
+    monkeypatch.setattr(proof, "_decoded_in_chunks", lambda model, inputs: torch.ones(1))
+    assert proven()  # one text decoded one by one does not show it
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gemma2-full_first"])

@@ -59,6 +59,17 @@ def test_a_changed_weight_is_seen_three_times(result: Path, llama_folder: Path) 
     assert "model.safetensors was changed" in verification.checks[0].found
 
 
+def test_a_result_from_before_a_probe_is_proven_by_those_it_stored(result: Path) -> None:
+    manifest = json.loads((result / "headprune.json").read_text())
+    chunks = manifest["probe"]["outputs"].pop("logits_decoded_in_chunks")
+    (result / "headprune.json").write_text(json.dumps(manifest))
+    assert verify(result).passed
+    chunks["values"] = [value + 1 for value in chunks["values"]]
+    manifest["probe"]["outputs"]["logits_decoded_in_chunks"] = chunks
+    (result / "headprune.json").write_text(json.dumps(manifest))
+    assert len(failed(verify(result))) == 2
+
+
 def test_a_native_result_needs_no_code_to_be_verified(llama_folder: Path, tmp_path: Path) -> None:
     model = headprune.from_pretrained(llama_folder)
     keep = {a.path: (0, 1, 4, 5) for a in attention_of(model)}

@@ -157,11 +157,13 @@ def _decoded_in_chunks(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Ten
     """Logits of the whole batch through one cache: several positions at once, then one by one.
 
     Texts of a decoder are padded on the left. Masks of later pieces are then as long as the cache
-    says, which one text decoded one by one does not show: it needs no mask.
+    says, which one text decoded one by one does not show: it needs no mask. The first position
+    stays: a padded one that sees none at all is NaN in float64, and so are those that pass it over.
     """
     if "decoder_input_ids" in inputs:
         return _through_cache(model, inputs, _CHUNKS)
     mask = inputs["attention_mask"].flip(1)
+    mask[:, 0] = 1
     padded = {"input_ids": inputs["input_ids"], "attention_mask": mask}
     if "position_ids" in inspect.signature(model.forward).parameters:
         padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)

@@ -453,7 +453,7 @@ class _Facts:
         self.output = next(inside, None)
         # its place in the cache, where it is one of a decoder
         layer = getattr(attention.module, "layer_idx", None)
-        self.cache_layer = getattr(attention.module, "layer_id", layer)
+        self.cache_layer: Any = getattr(attention.module, "layer_id", layer)
 
 
 class _Changed:
