@@ -56,7 +56,7 @@ class _Likeness:
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """Larger for a better likeness."""
+        """Larger for a better likeness: most at its own place, least that it does not name."""
         own = sum(len(site.names) for site in self.own)
         kinds = -abs(len(self.row.attention) - len(self.own or self.elsewhere))
         tails = {pattern.rpartition(".")[2] for pattern in self.row.attention.values()}
@@ -151,7 +151,8 @@ def _starred(path: str) -> str:
 
 
 def _nearest(base: nn.Module, sites: Sequence[_Site]) -> _Likeness | None:
-    likenesses = (_likeness(base, sites, FAMILIES[name]) for name in FAMILIES)
+    rows = (row for name, row in FAMILIES.items() if name in CONFIG_MAPPING)
+    likenesses = (_likeness(base, sites, row) for row in rows)
     best = max(filter(None, likenesses), key=lambda likeness: likeness.rank, default=None)
     if best is None or not best.beside:
         return best
@@ -176,8 +177,9 @@ def _has_projections(base: nn.Module, path: str, row: Family) -> bool:
     module = base.get_submodule(path)
     found = [_submodule(base, path, p.path) for p in row.projections if not p.optional]
     found += [_submodule(base, path, norm) for norm in row.whole_norms]
-    sizes = (row.head_dim, *row.follows)
-    return all(found) and all(hasattr(module, size) for size in sizes) and _wide(module, row)
+    sized = isinstance(getattr(module, row.head_dim, None), int)
+    sized = sized and all(hasattr(module, size) for size in row.follows)
+    return None not in found and sized and _wide(module, row)
 
 
 def _submodule(base: nn.Module, path: str, relative: str) -> nn.Module | None:
