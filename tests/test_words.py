@@ -133,6 +133,7 @@ def dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"waits {seconds} s to try again")
 
     monkeypatch.setattr(time, "sleep", no_time)
+    monkeypatch.setattr(hub, "REMEMBERED_S", 1e9)
     hub._why_not.cache_clear()
 
 

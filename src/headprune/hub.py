@@ -1,7 +1,8 @@
-"""Whether the hub can be asked: found out once, where libraries would try again and again."""
+"""Whether the hub can be asked: found out by one request, where libraries make many."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,17 +13,18 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 PATIENCE_S = 5.0
+REMEMBERED_S = 60.0  # networks come back
 
 
 def why_not() -> str | None:
     """Why the hub cannot be asked; None where it can."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    return _why_not(constants.ENDPOINT)
+    return _why_not(constants.ENDPOINT, int(time.monotonic() / REMEMBERED_S))
 
 
 @cache
-def _why_not(endpoint: str) -> str | None:
+def _why_not(endpoint: str, _when: int) -> str | None:
     """One request, by the hub's own client, which knows proxies and certificates."""
     try:
         get_session().head(endpoint, timeout=PATIENCE_S)
