@@ -249,6 +249,7 @@ def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
     assert result.manifest.weight_bytes is not None
     before, after = result.manifest.weight_bytes
     assert after > before
+    assert any("written in float32" in warning for warning in result.warnings)
     # what is computed in is not what is written
     same = prune(base, tmp_path / "same", plan=plan, dtype=Dtype.FLOAT64)
     assert dtypes_on_disk(same.output) == {torch.bfloat16}
@@ -440,6 +441,18 @@ def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
         prune(base, tmp_path / "out", plan=plan)
     result = prune(base, tmp_path / "out", plan=plan, drop_unexpected=True)
     assert set(stored_tensors(base)) - set(stored_tensors(result.output)) == {"adapter.up.weight"}
+
+
+def test_what_a_class_passes_over_is_said(tmp_path: Path) -> None:
+    base = saved("deepseek_v3", torch.bfloat16, tmp_path / "model")
+    weights = load_file(base / "model.safetensors")
+    more = {"model.layers.61.embed_tokens.weight": torch.ones(2, 2)}  # of the real one's last layer
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file({**weights, **more}, base / "model.safetensors", metadata={"format": "pt"})
+    result = prune(base, tmp_path / "out", plan=uneven_plan(headprune.from_pretrained(base)))
+    assert len(result.warnings) == 1
+    assert "1 of the checkpoint's tensors" in result.warnings[0]
+    assert "'model.layers.61.embed_tokens.weight'" in result.warnings[0]
 
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)

@@ -136,6 +136,7 @@ def convert_gqa(
             on_stage=bar.stage,
             on_module=bar.step,
         )
+    terminal.warn(result.pruned.warnings)
     if not json_:
         render.converted(terminal.out, result)
     elif heal_steps is None:

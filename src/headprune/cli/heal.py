@@ -106,6 +106,7 @@ def heal(
             on_step=on_step,
             on_stage=bar.stage,
         )
+    terminal.warn(result.pruned.warnings)
     if json_:
         typer.echo(json.dumps(result.as_json(), indent=2))
     else:

@@ -49,6 +49,7 @@ def migrate(
             drop_unexpected=drop_unexpected,
             on_stage=on_stage,
         )
+    terminal.warn(result.warnings)
     if json_:
         typer.echo(result.manifest.model_dump_json(indent=2))
     else:

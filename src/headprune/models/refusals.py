@@ -6,6 +6,7 @@ import copy
 import hashlib
 import inspect
 import json
+import re
 import shlex
 from collections.abc import Collection
 from pathlib import Path
@@ -134,6 +135,29 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
     raise CheckpointError(
         f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and the "
         f"result would lack them: {listed}. {where}"
+    )
+
+
+# What old checkpoints hold beside weights: masks and tables that are computed from the config.
+_COMPUTED = re.compile(
+    r"inv_freq|position_ids|masked_bias|att\w*\.bias$|relative_position_index|\.version$"
+)
+
+
+def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """The weights of a checkpoint that its class ignores by design, of those with some names.
+
+    Layers that predict several tokens at once are such: DeepSeek-V3 has one as its last.
+    """
+    patterns = [re.compile(pattern) for pattern in net._keys_to_ignore_on_load_unexpected or ()]
+    prefix = f"{net.base_model_prefix}."
+    taken = {name.removeprefix(prefix) for name in net.state_dict()}
+    return sorted(
+        name
+        for name in names
+        if any(pattern.search(name) for pattern in patterns)
+        and name.removeprefix(prefix) not in taken
+        and not _COMPUTED.search(name)
     )
 
 

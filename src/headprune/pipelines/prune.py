@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from headprune.models.precision import (
     widened,
 )
 from headprune.models.refit import refit as refit_outputs
+from headprune.models.refusals import passed_over
 from headprune.models.stored import (
     StoredDtypes,
     commonest_dtype,
@@ -127,7 +128,7 @@ class Pruned:
         output: The folder.
         plan: What stayed.
         manifest: The record in the folder.
-        warnings: What was asked for and is likely not meant, a sentence each.
+        warnings: What is likely not meant or not known, a sentence each.
     """
 
     output: Path
@@ -216,7 +217,7 @@ def prune(
         on_stage,
         refit=refitted,
     )
-    return replace(pruned, warnings=_warnings(evidence, chosen, refit))
+    return replace(pruned, warnings=(*pruned.warnings, *_warnings(evidence, chosen, refit)))
 
 
 def _warnings(evidence: _Evidence, chosen: Plan, refit: DataConfig | None) -> tuple[str, ...]:
@@ -349,7 +350,7 @@ def write_proven(
         plan.write(folder / "plan.json")
         if history is not None:
             shutil.copyfile(history / "history.jsonl", folder / "heal.jsonl")
-        auto_class = auto_class_of(net)
+        auto_class, left_out = auto_class_of(net), passed_over(net, stored_tensors(origin))
         del net
 
         on_stage("proving the folder")
@@ -375,7 +376,22 @@ def write_proven(
             probe=proof.sample(inputs, expected.wanted).as_json(),
         )
         write_card(folder, output.name, plan, manifest)
-    return Pruned(output, plan, manifest)
+    return Pruned(output, plan, manifest, tuple(_said_of(manifest, left_out)))
+
+
+def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
+    """What a user of the result should know of its weights."""
+    if left_out:
+        yield (
+            f"Not in the result: {len(left_out)} of the checkpoint's tensors, which the class of "
+            f"transformers passes over by design ('{left_out[0]}' is the first)."
+        )
+    before, after = manifest.weight_bytes or (0, 0)
+    if before < after:
+        yield (
+            f"The weights take {after:,} bytes, and those of the original {before:,}: they are "
+            f"written in {manifest.dtype}."
+        )
 
 
 def preview(
