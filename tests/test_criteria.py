@@ -473,7 +473,8 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
     tensors = load_file(scores / "scores.safetensors")
     tensors["fisher"][3] = float("nan")
     save_file(tensors, scores / "scores.safetensors")
-    refused(CheckpointError, "fisher score of unit 3", lambda: prune(folder, out, scores=scores))
+    damaged = "fisher score of unit 3"
+    refused(CheckpointError, damaged, lambda: prune(folder, out, scores=scores, keep=0.5))
     tensors["fisher"] = tensors["wanda"][:5].clone()
     save_file(tensors, scores / "scores.safetensors")
     refused(CheckpointError, "5 scores for 24 units", lambda: plan(folder, scores, half))
@@ -482,7 +483,11 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
     assert not out.exists()
 
 
-def test_nan_is_named_with_its_layer(tmp_path: Path, text: DataConfig) -> None:
+def test_nan_is_named_with_its_layer(
+    tmp_path: Path, text: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what is looked at when a model is loaded is made up; text may overflow all the same
+    monkeypatch.setattr("headprune.pipelines.prune.refuse_not_finite", lambda *_: None)
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -39,7 +39,9 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("text.txt", "test.txt", "hub.txt"):
         (tmp_path / name).write_text(tiny.text(2_000))
     (check,) = re.findall(r"```yaml\n# headprune.yaml\n(.*?)```", README, re.DOTALL)
-    (tmp_path / "headprune.yaml").write_text(check.replace("seq_len: 256", "seq_len: 16"))
+    # a layer without heads keeps its length in the cache, which in a tiny model is a share of it
+    check = check.replace("seq_len: 256", "seq_len: 16").replace("token <= 75 %", "token <= 77 %")
+    (tmp_path / "headprune.yaml").write_text(check)
     return tmp_path
 
 

@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
 
-# as safetensors names them; other ones (F8_E4M3, F4) are those of quantised weights
+# as safetensors names them; others (F8_E4M3, F6_E2M3, F4) are those of quantised weights
 _FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -207,7 +207,7 @@ def refuse_quantised_tensors(model: str | Path, tensors: Mapping[str, StoredTens
         CheckpointError: Naming the first such tensor.
     """
     for name, tensor in tensors.items():
-        if tensor.dtype.startswith(("F8", "F4", "F6")):
+        if tensor.dtype.startswith(("F8_", "F6_", "F4")):
             raise CheckpointError(
                 f"'{model}' is quantised: '{name}' is stored in {tensor.dtype}. Give the "
                 "unquantised model that it was made from, and quantise the result."

@@ -103,8 +103,9 @@ def size_rows(run: Run) -> list[tuple[str, int, int]]:
     elif manifest is not None:
         first = run.steps[0] if run.steps else None
         for name, before_last, after_last in card.sizes(manifest):
-            begun = first[name.replace(" ", "_").lower()][0] if first else before_last
-            rows.append((name, begun, after_last))
+            # bytes are in the manifest only, and not in those of results made by older versions
+            counted = first.get(name.replace(" ", "_").lower()) if first else None
+            rows.append((name, counted[0] if counted else before_last, after_last))
     elif run.head_map is not None and not run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
         rows = [("query heads", heads, sum(layer.kept for layer in run.head_map.layers))]
