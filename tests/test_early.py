@@ -21,7 +21,7 @@ MISTAKES = {
     "prune gone --output out": "Give one of --gates (from train-gates)",
     "prune gone --output out --gates g --plan p": "Give one of --gates (from train-gates)",
     "prune gone --dry-run": "Give one of --gates (from train-gates)",
-    "prune gone --output out --scores scores": "hold 2 criteria",
+    "prune gone --output out --scores scores --keep 4": "hold 2 criteria",
     "prune gone --output out --scores scores --criterion fisher": "--scores needs --keep",
     "prune gone --output out --scores scores --criterion fischer --keep 4": "Did you mean 'fisher'",
     "prune gone --output out --scores scores --criterion fisher --keep 1.5": "between 0 and 1, not",
