@@ -565,9 +565,10 @@ def _refuse(evidence: _Evidence, refit: DataConfig | None = None) -> None:
     if scores is None and evidence.criterion is not None:
         raise PlanError("--criterion goes with --scores; gates and plans have none.")
     if scores is not None:
+        found = read_scores(scores)
         if keep is None:
             raise PlanError("--scores needs --keep, the share or count of heads that stay.")
-        read_scores(scores).of(evidence.criterion)
+        found.of(evidence.criterion)
     refuse_target(keep)
     if isinstance(plan, Path):
         plan_content(plan)
