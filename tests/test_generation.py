@@ -30,7 +30,7 @@ from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import prove, uneven_plan
 
-NEW = 6
+NEW = 5  # tokens, after prompts that are longer than the window of 8
 TOLERANCE = 1e-5  # of the largest logit; without its stub a layer moves them by 1e-2 and more
 GENERATING = [case for case in tiny.FAMILY_CASES if tiny.task(case) in ("causal-lm", "seq2seq-lm")]
 
@@ -190,8 +190,8 @@ def test_generation_with_the_first_layer_of_each_type_empty(case: str, mode: str
     compare(MODES[mode], case, firsts(case))
 
 
-# where no layer has a window, all modes with a crop are one
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "assisted"])
+# where no layer has a window, crops and chunks are those of prompt lookup
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in ("assisted", "prefill_chunks")])
 @pytest.mark.parametrize("case", [case for case in GENERATING if not _windows(case)])
 def test_generation_with_the_first_and_last_layer_empty(case: str, mode: str) -> None:
     compare(MODES[mode], case, (0, -1))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headprune.errors import PlanError
+from headprune.errors import DataError, PlanError
 from headprune.merging import MERGES, NEEDS_CALIBRATION, Heads, Setting
 from headprune.merging.budget import spread
 from headprune.merging.grouping import (
@@ -272,6 +272,15 @@ def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
             assert getattr(merged, role).isfinite().all()
             assert role not in roles or getattr(merged, role).abs().max() < 1e-12
     assert (lowrank_cost(h, setting)((0, 1, 2)) < 1e-12) == (roles == "qkvo")
+
+
+@pytest.mark.parametrize("where", ["inputs", "outputs"])
+def test_calibration_that_is_not_finite_is_refused(where: str) -> None:
+    h = heads()
+    known = seen(h, 2)
+    (known.outputs if where == "outputs" else known.inputs["q"])[0, 0, 0] = torch.inf
+    with pytest.raises(DataError, match="not finite"):
+        MERGES["lowrank"](h, [tuple(range(6))], Setting(activations=known))
 
 
 def test_similar_heads_find_each_other() -> None:

@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headprune.errors import PlanError
+from headprune.errors import DataError, PlanError
 from headprune.merging.spec import Activations, Groups, Heads, Setting, project
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 from headprune.tensors.lowrank import shared_key, shared_value
@@ -45,6 +45,12 @@ def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
     if setting.activations is None:
         raise PlanError("--merge lowrank needs text to calibrate on: give --calibrate DATA.")
     activations = setting.activations
+    known = (activations.outputs, *activations.second_moments.values())
+    if not all(bool(tensor.isfinite().all()) for tensor in known):
+        raise DataError(
+            "What an attention module is given or gives on the calibration text is not finite. Try "
+            "--dtype float32."
+        )
     if activations.own_scored is None:
         merged = _merged_keys(heads, groups, setting)
         scored = _scored(merged, activations)
