@@ -166,8 +166,8 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
 
     wanted = logits(first_layers)
     errors = {name: float((logits(tmp_path / name) - wanted).square().mean()) for name in results}
-    assert errors["lowrank"] < errors["procrustes"] < errors["mean"]
-    assert errors["by-scores"] < errors["by-plan"]
+    assert 5 * errors["lowrank"] < min(errors["mean"], errors["procrustes"])
+    assert 2 * errors["by-scores"] < errors["by-plan"]
     assert healed.after < healed.before
     evaluated = evaluate(tmp_path / "by-scores", text, EvaluateConfig(speed=False, max_windows=2))
     assert evaluated.model.dtype == "bfloat16"
