@@ -387,7 +387,7 @@ def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
             f"transformers passes over by design ('{left_out[0]}' is the first)."
         )
     before, after = manifest.weight_bytes or (0, 0)
-    if before < after:
+    if 0 < before < after:
         yield (
             f"The weights take {after:,} bytes, and those of the original {before:,}: they are "
             f"written in {manifest.dtype}."
