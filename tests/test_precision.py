@@ -274,6 +274,23 @@ def test_a_mixed_checkpoint_is_kept_tensor_by_tensor(data: DataConfig, tmp_path:
     assert verify(out.output).passed
 
 
+def test_a_tied_embedding_of_another_type_is_kept(tmp_path: Path) -> None:
+    model = tiny.model("gpt2", torch.bfloat16)
+    base = tiny.save(model, tmp_path / "model")
+    weights = load_file(base / "model.safetensors")
+    name = "transformer.wte.weight"  # the first weight, and that of the head as well
+    assert "lm_head.weight" not in weights
+    weights[name] = weights[name].float() + 1e-5
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    plan = uneven_plan(headprune.from_pretrained(base))
+    result = prune(base, tmp_path / "out", plan=plan)
+    written = load_file(result.output / "model.safetensors")
+    assert torch.equal(written[name], weights[name])
+    assert {t.dtype for n, t in written.items() if n != name} == {torch.bfloat16}
+    assert json.loads((result.output / "config.json").read_text())["dtype"] == "bfloat16"
+    assert verify(result.output).passed
+
+
 @pytest.mark.parametrize("case", tiny.present("qwen3_moe", "gpt_neox", "vit"))
 def test_types_are_found_under_the_names_on_disk(case: str, tmp_path: Path) -> None:
     base = saved(case, torch.bfloat16, tmp_path / "model")
@@ -341,7 +358,8 @@ def test_an_overflow_is_refused_before_any_work(
     command: str, data: DataConfig, tmp_path: Path
 ) -> None:
     base = overflowing(tmp_path, 300.0)
-    with pytest.raises(CheckpointError, match=r"overflows in float16: 'model.layers.2.mlp"):
+    refusal = r"overflows in float16: 'model.layers.2.mlp.*--dtype float32"
+    with pytest.raises(CheckpointError, match=refusal):
         COMMANDS[command](base, data, tmp_path / "out", Dtype.FLOAT16)
     assert not (tmp_path / "out").exists()
     COMMANDS[command](base, data, tmp_path / "out", Dtype.AUTO)
@@ -441,6 +459,37 @@ def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
         prune(base, tmp_path / "out", plan=plan)
     result = prune(base, tmp_path / "out", plan=plan, drop_unexpected=True)
     assert set(stored_tensors(base)) - set(stored_tensors(result.output)) == {"adapter.up.weight"}
+    assert verify(result.output, against=base).passed
+
+
+@pytest.mark.parametrize("case", tiny.present("gpt2", "gpt_neo", "gptj"))
+def test_masks_of_old_checkpoints_are_no_weights(case: str, tmp_path: Path) -> None:
+    base = saved(case, torch.float32, tmp_path / "model")
+    weights = load_file(base / "model.safetensors")
+    inside = "attn.attention" if case == "gpt_neo" else "attn"
+    masks = {f"transformer.h.0.{inside}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
+    masks[f"transformer.h.0.{inside}.masked_bias"] = torch.tensor(-1e9)
+    save_file({**weights, **masks}, base / "model.safetensors", metadata={"format": "pt"})
+    headprune.from_pretrained(base)
+    real = {
+        "transformer.h.9.attn.bias": torch.ones(4),
+        "transformer.h.9.attn.weight": torch.ones(4),
+    }
+    save_file({**weights, **real}, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="holds . tensors"):
+        headprune.from_pretrained(base)
+
+
+def test_a_checkpoint_of_the_hub_that_is_not_found_again_keeps_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    plan = uneven_plan(headprune.from_pretrained(base))
+    monkeypatch.setattr("headprune.pipelines.prune.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.models.stored.stored_tensors", lambda *_: {})
+    result = prune(base, tmp_path / "out", plan=plan)
+    assert dtypes_on_disk(result.output) == {torch.bfloat16}
+    assert not result.warnings
 
 
 def test_what_a_class_passes_over_is_said(tmp_path: Path) -> None:

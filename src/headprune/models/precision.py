@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,13 @@ def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None
 
 
 @torch.no_grad()
-def refuse_not_finite(
-    net: PreTrainedModel,
-    model: str | Path,
-    instead: str = "Compute in another type: --dtype float32, or bfloat16.",
-) -> None:
+def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | None = None) -> None:
     """Runs a model once on made-up inputs, and refuses one that gives no finite numbers.
 
     Args:
         net: The model.
         model: Its folder or hub id.
-        instead: What to do about an overflow.
+        instead: What to do about an overflow; None for what fits the type of ``net``.
 
     Raises:
         CheckpointError: Naming the first module that overflows, or the tensor that is damaged.
@@ -105,6 +102,8 @@ def refuse_not_finite(
                 "cast to a type that cannot hold it. Get it again."
             )
     dtype = str(net.dtype).removeprefix("torch.")
+    half = net.dtype in (torch.float16, torch.bfloat16)
+    instead = instead or f"Compute in another type: --dtype {'float32' if half else 'float64'}."
     where = overflowed[0] if overflowed else type(net).__name__
     raise CheckpointError(
         f"'{model}' overflows in {dtype}: '{where}' is the first module whose output is not "
@@ -125,12 +124,16 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
         CheckpointError: Naming the weight, or the module whose output is not finite.
     """
     stored.refuse_overflow(net)
-    if stored.default is torch.float16 and net.dtype is not torch.float16:
-        trial = copy.deepcopy(net).half()
-        try:
-            refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
-        finally:
-            del trial
+    if stored.default is not torch.float16 or net.dtype is torch.float16:
+        return
+    trial, whole = copy.deepcopy(net), set(net._keep_in_fp32_modules or ())
+    kept = {n: torch.float32 for n in trial.state_dict() if whole & set(n.split("."))}
+    replace(stored, exceptions={**stored.exceptions, **kept}).cast(trial)
+    try:
+        refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
+    except (RuntimeError, NotImplementedError) as error:
+        if "Half" not in str(error):  # what this machine cannot compute in float16 is not tried
+            raise
 
 
 def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:

@@ -338,7 +338,7 @@ class Expectation:
                 "A proof would show nothing, and nothing was written: with these heads gone the "
                 f"model amplifies rounding in {_name(self.dtype)} to {self.rounding:.1e} of its "
                 f"largest output, and a wrong cut would change it by no more than {control:.1e}. "
-                "Keep more heads, or compute with --dtype float64."
+                "Keep more heads, or compute in float64."
             )
 
 
@@ -389,7 +389,7 @@ def conclude(expected: Expectation, cut: Outputs, reloaded: Outputs, cast: float
             "The proof failed, and nothing was written: the gated original and the cut model "
             f"differ by {proof.gated_vs_cut:.2e}, the reloaded one by "
             f"{proof.gated_vs_reloaded:.2e} of the largest output; {proof.tolerance:.0e} is "
-            "allowed. Please report this model and plan; --dtype float64 rules out rounding."
+            "allowed. Please report this model and plan; computing in float64 rules out rounding."
         )
     return proof
 

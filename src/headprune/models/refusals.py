@@ -121,10 +121,12 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
     Raises:
         CheckpointError: Naming them, and the class that takes them if there is one.
     """
+    names = [name for name in names if not _is_computed(name, names)]
     if not names:
         return
     taking = _classes_that_take(net, names)
-    listed = ", ".join(f"'{name}'" for name in sorted(names)[:2]) + ", ..." * (len(names) > 2)
+    shown = [name if len(name) <= 48 else f"...{name[-45:]}" for name in sorted(names)[:2]]
+    listed = ", ".join(f"'{name}'" for name in shown) + ", ..." * (len(names) > 2)
     if not taking:
         where = f"No class of transformers for {net.config.model_type} takes them; "
         where += "if the result can do without them, --drop-unexpected leaves them out."
@@ -140,8 +142,15 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
 
 # What old checkpoints hold beside weights: masks and tables that are computed from the config.
 _COMPUTED = re.compile(
-    r"inv_freq|position_ids|masked_bias|att\w*\.bias$|relative_position_index|\.version$"
+    r"inv_freq$|position_ids$|relative_position_index$|\.version$|\.causal_mask$"
+    r"|\.(attn|attention)\.(masked_)?bias$"
 )
+
+
+def _is_computed(name: str, names: Collection[str]) -> bool:
+    """Whether a name is that of a mask or table, and not of the bias of a projection."""
+    weight = name.removesuffix("bias") + "weight"
+    return bool(_COMPUTED.search(name)) and weight not in names
 
 
 def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
@@ -157,7 +166,7 @@ def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
         for name in names
         if any(pattern.search(name) for pattern in patterns)
         and name.removeprefix(prefix) not in taken
-        and not _COMPUTED.search(name)
+        and not _is_computed(name, names)
     )
 
 

@@ -122,7 +122,7 @@ class StoredDtypes:
     def names(self) -> str:
         """The types for readers, the commonest first."""
         every = dict.fromkeys((self.default, *self.exceptions.values()))
-        return ", ".join(str(dtype).removeprefix("torch.") for dtype in every)
+        return ", ".join(map(_name, every))
 
     def narrows(self, net: PreTrainedModel) -> bool:
         """Whether some weight has more digits than what is stored of it."""
@@ -139,8 +139,9 @@ class StoredDtypes:
             largest = float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
             if limit < largest < math.inf:
                 raise CheckpointError(
-                    f"'{name}' holds {largest:.3g}, and {self.names} ends at {limit:,.0f}: the "
-                    "weight would overflow. Write another type: --out-dtype bfloat16."
+                    f"'{name}' holds {largest:.3g}, and {_name(self.of(name))} ends at "
+                    f"{limit:,.6g}: the weight would overflow. Write another type: --out-dtype "
+                    "bfloat16 or float32."
                 )
 
     @torch.no_grad()
@@ -167,6 +168,16 @@ class StoredDtypes:
         for config in _configs(net):
             config.dtype = self.default
 
+    def save(self, net: PreTrainedModel, folder: Path) -> None:
+        """Casts a model and writes it; its config names the type of most weights."""
+        self.cast(net)
+        net.save_pretrained(folder)
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("dtype") != _name(self.default):  # transformers goes by the first weight
+            config["dtype"] = _name(self.default)
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
 
 def stored_dtypes(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> StoredDtypes:
     """The element types of a loaded model's checkpoint.
@@ -174,21 +185,22 @@ def stored_dtypes(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> 
     Args:
         net: The model.
         tensors: What its checkpoint holds; empty where that cannot be seen, as for a model that
-            was made in memory, and then the types are those of ``net``.
+            was made in memory; then it is the type that the loader noted, or that of ``net``.
     """
     floats = {name: _FLOATS[t.dtype] for name, t in tensors.items() if t.dtype in _FLOATS}
     if not floats:
-        return StoredDtypes(net.dtype)
+        return StoredDtypes(getattr(net, "headprune_checkpoint_dtype", None) or net.dtype)
     counts: Counter[torch.dtype] = Counter()
     for name, dtype in floats.items():
         counts[dtype] += tensors[name].elements
     default = counts.most_common(1)[0][0]
-    exceptions = {}
+    found: dict[int, torch.dtype] = {}  # by tensor: tied ones have several names, one on disk
     if len(counts) > 1:
         for name, tensor in _floating(net):
             kinds = {floats[n] for n in _names_on_disk(net, name, tensor) if n in floats}
             if len(kinds) == 1 and kinds != {default}:
-                exceptions[name] = kinds.pop()
+                found[id(tensor)] = kinds.pop()
+    exceptions = {name: found[id(t)] for name, t in _floating(net) if id(t) in found}
     return StoredDtypes(default, exceptions)
 
 
@@ -212,6 +224,10 @@ def refuse_quantised_tensors(model: str | Path, tensors: Mapping[str, StoredTens
                 f"'{model}' is quantised: '{name}' is stored in {tensor.dtype}. Give the "
                 "unquantised model that it was made from, and quantise the result."
             )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bits(dtype: torch.dtype) -> int:

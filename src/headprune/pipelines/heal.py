@@ -142,6 +142,7 @@ def heal(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         assume_supported=assume_supported,
+        drop_unexpected=drop_unexpected,
         resume=True,
     )
     refuse_missing_file(data.source)

@@ -330,6 +330,7 @@ def write_proven(
     cuts = fold_gates(cuts)
     changed = stored.round(net)
     expected = proof.expect(net, cuts, inputs)
+    expected.refuse_inconclusive()
     cast = proof.difference(exact, expected.wanted) if exact is not None and changed else 0.0
 
     on_stage("cutting")
@@ -343,9 +344,8 @@ def write_proven(
 
     with whole_folder(output) as folder:
         on_stage("writing")
-        stored.cast(net)
         with uneven_heads_are_known():
-            net.save_pretrained(folder)
+            stored.save(net, folder)
         copy_companions(home, folder)
         plan.write(folder / "plan.json")
         if history is not None:
@@ -512,6 +512,7 @@ def load(
         trust_remote_code=trust_remote_code,
         drop_unexpected=drop_unexpected,
     )
+    net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
     if not assume_supported:
         refuse_unknown_settings(net.config)
     refuse_not_finite(net, model)

@@ -129,7 +129,9 @@ def train_gates(
         trust_remote_code,
         assume_supported,
         drop_unexpected,
-        keep_bfloat16=frozen and torch.cuda.is_available(),
+        keep_bfloat16=frozen
+        and torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported(including_emulation=False),
     )
     refuse_without_text(net, "train-gates")
     attentions = of_kinds(attention_of(net), config.attention)
