@@ -35,7 +35,8 @@ def compute_dtype(
         keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
     """
     if asked is not Dtype.AUTO:
-        return getattr(torch, asked.value)  # type: ignore[no-any-return]
+        given: torch.dtype = getattr(torch, asked.value)
+        return given
     if keep_bfloat16 and stored is torch.bfloat16:
         return stored
     return torch.promote_types(stored or torch.float32, torch.float32)
@@ -50,7 +51,7 @@ def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None
     try:
         ones = torch.ones(2, 2, device=device, dtype=dtype)
         nn.functional.softmax(ones @ ones, dim=-1)
-    except (RuntimeError, TypeError, NotImplementedError):
+    except (RuntimeError, TypeError):
         name = str(dtype).removeprefix("torch.")
         raise HeadpruneError(
             f"--dtype {name}: the device '{device}' cannot compute in {name}. Use --dtype float32."
@@ -131,7 +132,7 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
     replace(stored, exceptions={**stored.exceptions, **kept}).cast(trial)
     try:
         refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         if "Half" not in str(error):  # what this machine cannot compute in float16 is not tried
             raise
 

@@ -66,7 +66,8 @@ def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTe
     for file in _weight_files(model, subfolder):
         try:
             with safe_open(file, "pt") as content:
-                for name in content.keys():  # noqa: SIM118  (it is no mapping)
+                names = content.keys()
+                for name in names:
                     part = content.get_slice(name)
                     elements = torch.Size(part.get_shape()).numel()
                     found[name] = StoredTensor(part.get_dtype(), elements)
