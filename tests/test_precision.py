@@ -209,7 +209,7 @@ def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
     net = headprune.from_pretrained(base, dtype=torch.float32)
     expected = proof.expect(net, resolve(uneven_plan(net), net))
     shifted = {
-        path: part.model_copy(update={"keep": part.keep, "scale": part.scale and part.scale[::-1]})
+        path: part.model_copy(update={"scale": part.scale and part.scale[::-1]})
         for path, part in uneven_plan(net).attentions.items()
     }
     cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=shifted), net))

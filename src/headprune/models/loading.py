@@ -194,7 +194,7 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
             f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer "
             f"files of the original model into the folder. {_first_line(error)}"
         ) from None
-    vocabulary = load_config(model, **kwargs).get_text_config().vocab_size
+    vocabulary = getattr(load_config(model, **kwargs).get_text_config(), "vocab_size", 0)
     added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     ordinary = sum(token not in added for token in tokenizer.get_vocab())
     if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:  # the one is a word boundary
