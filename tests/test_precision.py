@@ -317,6 +317,20 @@ def test_types_are_found_under_the_names_on_disk(case: str, tmp_path: Path) -> N
     assert {n: t.dtype for n, t in again.items()} == {n: t.dtype for n, t in mixed.items()}
 
 
+def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    whole = stored_tensors(base)
+    (base / "model.safetensors").rename(base / "part.safetensors")
+    for file in ("part.safetensors", "../model/part.safetensors"):
+        index = {"weight_map": dict.fromkeys(whole, file)}
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+        if file == "part.safetensors":
+            assert stored_tensors(base) == whole
+            continue
+        with pytest.raises(CheckpointError, match="no index of weights in its own folder"):
+            stored_tensors(base)
+
+
 def test_rounding_says_whether_it_changed_anything() -> None:
     net = tiny.model("llama-gqa")
     assert StoredDtypes(torch.bfloat16).round(net)

@@ -13,14 +13,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-# as the format names them
-DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
-    torch.bool: "BOOL",
-}
+from headprune.tensors.dtypes import SAFETENSORS, dtype_name
+
+DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
 
 
 def write(tensors: dict[str, Tensor], file: IO[bytes]) -> dict[str, list[Any]]:
@@ -62,4 +57,4 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def describe(tensor: Tensor, raw: Tensor) -> list[Any]:
     """Element type, shape, and the SHA-256 of the bytes: equal for tensors that are the same."""
     digest = hashlib.sha256(raw.numpy().data).hexdigest()
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest]
+    return [dtype_name(tensor.dtype), list(tensor.shape), digest]

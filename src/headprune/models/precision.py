@@ -22,6 +22,7 @@ from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
 from headprune.models import proof
 from headprune.models.stored import StoredDtypes
+from headprune.tensors.dtypes import dtype_name
 
 
 def compute_dtype(
@@ -52,7 +53,7 @@ def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None
         ones = torch.ones(2, 2, device=device, dtype=dtype)
         nn.functional.softmax(ones @ ones, dim=-1)
     except (RuntimeError, TypeError):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         raise HeadpruneError(
             f"--dtype {name}: the device '{device}' cannot compute in {name}. Use --dtype float32."
         ) from None
@@ -102,7 +103,7 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
                 f"'{name}' of '{model}' holds NaN or infinity: the checkpoint is damaged, or was "
                 "cast to a type that cannot hold it. Get it again."
             )
-    dtype = str(net.dtype).removeprefix("torch.")
+    dtype = dtype_name(net.dtype)
     half = net.dtype in (torch.float16, torch.bfloat16)
     instead = instead or f"Compute in another type: --dtype {'float32' if half else 'float64'}."
     where = overflowed[0] if overflowed else type(net).__name__

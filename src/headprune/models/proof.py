@@ -26,6 +26,7 @@ from headprune.models.attention import family_of
 from headprune.models.gating import fixed, gated
 from headprune.models.loading import task_of
 from headprune.models.surgery import Cut
+from headprune.tensors.dtypes import dtype_name
 
 PROBE_SEED = 20_190_523
 _DECODED = 4
@@ -336,9 +337,9 @@ class Expectation:
         if control < _CONCLUSIVE * self.tolerance:
             raise ProofError(
                 "A proof would show nothing, and nothing was written: with these heads gone the "
-                f"model amplifies rounding in {_name(self.dtype)} to {self.rounding:.1e} of its "
-                f"largest output, and a wrong cut would change it by no more than {control:.1e}. "
-                "Keep more heads, or compute in float64."
+                f"model amplifies rounding in {dtype_name(self.dtype)} to {self.rounding:.1e} of "
+                f"its largest output, and a wrong cut would change it by no more than "
+                f"{control:.1e}. Keep more heads, or compute in float64."
             )
 
 
@@ -380,7 +381,7 @@ def conclude(expected: Expectation, cut: Outputs, reloaded: Outputs, cast: float
         control=None if control is None else difference(wanted, control),
         rounding=expected.rounding,
         tolerance=expected.tolerance,
-        dtype=_name(expected.dtype),
+        dtype=dtype_name(expected.dtype),
         cast=cast,
         probes=tuple(wanted),
     )
@@ -392,7 +393,3 @@ def conclude(expected: Expectation, cut: Outputs, reloaded: Outputs, cast: float
             "allowed. Please report this model and plan; computing in float64 rules out rounding."
         )
     return proof
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

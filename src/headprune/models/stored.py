@@ -23,15 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
+from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
-# as safetensors names them; others (F8_E4M3, F6_E2M3, F4) are those of quantised weights
-_FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-_ITEMSIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+_FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,8 @@ class StoredTensor:
     @property
     def bytes(self) -> int:
         """Bytes on disk."""
-        return self.elements * _ITEMSIZE.get(self.dtype, 1)
+        known = SAFETENSORS.get(self.dtype)
+        return self.elements * (known.itemsize if known is not None else 1)
 
 
 def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTensor]:
@@ -97,9 +92,13 @@ def _weight_files(model: str | Path, subfolder: str) -> list[Path]:
         return [whole] if whole is not None else []
     try:
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if any(Path(shard).name != shard for shard in shards):  # it would lead out of the folder
+            raise ValueError
         files = [find(shard) for shard in sorted(shards)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise CheckpointError(f"'{index}' is no index of weights. Get it again.") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(
+            f"'{index}' is no index of weights in its own folder. Get it again."
+        ) from None
     return [file for file in files if file is not None]
 
 
@@ -123,7 +122,7 @@ class StoredDtypes:
     def names(self) -> str:
         """The types for readers, the commonest first."""
         every = dict.fromkeys((self.default, *self.exceptions.values()))
-        return ", ".join(map(_name, every))
+        return ", ".join(map(dtype_name, every))
 
     def narrows(self, net: PreTrainedModel) -> bool:
         """Whether some weight has more digits than what is stored of it."""
@@ -140,7 +139,7 @@ class StoredDtypes:
             largest = float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
             if limit < largest < math.inf:
                 raise CheckpointError(
-                    f"'{name}' holds {largest:.3g}, and {_name(self.of(name))} ends at "
+                    f"'{name}' holds {largest:.3g}, and {dtype_name(self.of(name))} ends at "
                     f"{limit:,.6g}: the weight would overflow. Write another type: --out-dtype "
                     "bfloat16 or float32."
                 )
@@ -175,8 +174,8 @@ class StoredDtypes:
         net.save_pretrained(folder)
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        if config.get("dtype") != _name(self.default):  # transformers goes by the first weight
-            config["dtype"] = _name(self.default)
+        if config.get("dtype") != dtype_name(self.default):  # transformers goes by the first weight
+            config["dtype"] = dtype_name(self.default)
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -225,10 +224,6 @@ def refuse_quantised_tensors(model: str | Path, tensors: Mapping[str, StoredTens
                 f"'{model}' is quantised: '{name}' is stored in {tensor.dtype}. Give the "
                 "unquantised model that it was made from, and quantise the result."
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _bits(dtype: torch.dtype) -> int:

@@ -44,6 +44,7 @@ from headprune.models.loading import (
 )
 from headprune.models.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.models.refusals import refuse_without_text
+from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 _TOKEN_METRICS = ("perplexity", "bits_per_byte", "nll_nats_per_token")
@@ -72,7 +73,7 @@ class _Measured:
             name=self.name,
             architecture=type(self.net).__name__,
             task=task_of(self.net),
-            dtype=str(self.net.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.net.dtype),
             metrics=tuple(self.metrics),
             cost=model_cost(self.net),
             speed=speed,

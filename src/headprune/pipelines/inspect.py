@@ -11,6 +11,7 @@ from headprune.models import cost
 from headprune.models.attention import attention_of, family_of
 from headprune.models.loading import from_pretrained, task_of
 from headprune.models.planning import default_unit, unit_sizes
+from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
 # kernels and quantisers are tuned for these widths; narrower heads waste lanes
@@ -115,7 +116,7 @@ def inspect(
         family=family_of(net.config).model_type,
         architecture=type(net).__name__,
         task=task_of(net),
-        dtype=str(net.dtype).removeprefix("torch."),
+        dtype=dtype_name(net.dtype),
         unit=unit,
         units=len(unit_sizes(attentions, unit)),
         attentions=tuple(
