@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from headprune.checkpoint import seccomp
 from headprune.errors import CheckpointError
+from headprune.markup import printable
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -92,7 +93,7 @@ def _messages(child: subprocess.Popen[bytes], order: bytes) -> Iterator[dict[str
     for line in child.stdout:
         message = json.loads(line)
         if "refused" in message:
-            raise CheckpointError(printable(message["refused"], 2000))
+            raise CheckpointError(message["refused"])
         yield message
 
 
@@ -102,7 +103,7 @@ def _last_words(status: int, complaints: IO[bytes]) -> str:
     else:
         complaints.seek(0)
         lines = complaints.read().decode(errors="replace").strip().splitlines()
-        why = printable(lines[-1]) if lines else f"it ended with exit code {status}"
+        why = printable(lines[-1][:300]) if lines else f"it ended with exit code {status}"
     return f"The process that reads the files without privileges came to no end: {why}."
 
 
@@ -162,8 +163,3 @@ def _limit(what: int, soft: int, hard: int) -> None:
 def _cpu_seconds_used() -> int:
     used = os.times()
     return int(used.user + used.system) + 1
-
-
-def printable(text: str, most: int = 300) -> str:
-    """Text of unknown origin, fit for a terminal: nothing invisible, nothing without end."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])

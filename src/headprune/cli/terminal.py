@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,15 +21,29 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 
 from headprune.errors import HeadpruneError
+from headprune.markup import inert, sentence
 from headprune.training import processes
 
 if TYPE_CHECKING:
     from headprune.pipelines.score import Watch
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+class _Console(Console):
+    """Shows what was read from files as text, never as commands to a terminal or a CI runner."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Renders to segments, whose texts are apart from the styles that rich gives them."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=inert(segment.text))
+
+
+out = _Console(highlight=False)
+err = _Console(stderr=True, highlight=False)
 
 
 def quiet_libraries() -> None:
@@ -125,13 +139,13 @@ def watched() -> Iterator[Watch]:
 
 def warn(sentences: Iterable[str]) -> None:
     """Says what was asked for and is likely not meant; on stderr, so that --json stays JSON."""
-    for sentence in sentences:
-        err.print(f"[yellow]warning:[/] {_escaped(sentence)}", soft_wrap=True)
+    for each in sentences:
+        err.print(f"[yellow]warning:[/] {_escaped(sentence(each, 800))}", soft_wrap=True)
 
 
-def note(sentence: str) -> None:
+def note(text: str) -> None:
     """Says how something was understood."""
-    err.print(f"[yellow]note:[/] {_escaped(sentence)}", soft_wrap=True)
+    err.print(f"[yellow]note:[/] {_escaped(sentence(text))}", soft_wrap=True)
 
 
 def run(command: Callable[[], None]) -> None:
@@ -142,7 +156,7 @@ def run(command: Callable[[], None]) -> None:
         command()
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
-        err.print(f"[bold red]error:[/]{where} {_escaped(str(error))}", soft_wrap=True)
+        err.print(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")

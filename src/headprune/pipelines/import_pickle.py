@@ -16,9 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from headprune.checkpoint.folders import check_output, whole_folder
 from headprune.checkpoint.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
-from headprune.checkpoint.sandbox import converse, printable
+from headprune.checkpoint.sandbox import converse
 from headprune.checkpoint.streaming import bytes_of, describe
 from headprune.errors import CheckpointError
+from headprune.markup import printable
 from headprune.models.refusals import refuse_links
 from headprune.models.ties import tied_names
 
