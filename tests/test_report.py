@@ -417,7 +417,7 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 0
     assert json.loads(out)["runs"][0]["name"] == "cut"
     code, _, err = command(capsys, "report", place / "cut", "--output", output)
-    assert code == 2 and "exists already; replace it with --overwrite" in err
+    assert code == 2 and "already exists" in err and "--overwrite" in err
     code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
     assert code == 0 and "Written to" in out
 

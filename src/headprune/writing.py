@@ -61,6 +61,11 @@ def work_folder(place: Path) -> Path:
     return beside(real(place), ".{}.partial")
 
 
+def is_reserved(place: Path) -> bool:
+    """Whether this process has reserved an output."""
+    return real(place) in _held
+
+
 @contextmanager
 def reserved(place: Path) -> Iterator[Path]:
     """Reserves an output, file or folder, for this process; within it once more at no cost.
@@ -164,7 +169,10 @@ def is_work_folder(path: Path) -> bool:
     named = path.name.startswith(".") and path.name.endswith(".partial")
     if not named or path.is_symlink() or not path.is_dir():
         return False
-    return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
+    try:
+        return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
+    except OSError:  # another user's
+        return False
 
 
 def abandoned(work: Path, remove: bool = False) -> bool:
