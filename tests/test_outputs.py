@@ -46,7 +46,8 @@ def test_killed_at_any_moment_the_old_or_the_new_output_is_there(how: str, tmp_p
         pytest.skip("this file system cannot exchange two folders")
     home = tmp_path / "home"
     command = [sys.executable, "-m", "tests.dying", str(home), how]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 0, done.stderr
     deaths = json.loads(done.stdout)
     assert len(deaths) > 40  # the writer has so many moments to die at
@@ -532,6 +533,8 @@ def left_behind(home: Path) -> list[Path]:
     heal_config = dict.fromkeys(("model", "teacher", "data", "heal"), "")
     (home / "r-checkpoints/config.yaml").write_text(yaml.safe_dump(heal_config))
     (home / f".live.{os.getpid()}.partial").mkdir()
+    (home / ".partial/new").mkdir(parents=True)  # of a recipe's run, whose step has that name
+    (home / ".partial/new/plan.json").write_text("{}")
     (home / ".mine.partial").mkdir()
     (home / ".mine.partial" / "notes.txt").write_text("mine")
     folders = [
@@ -569,7 +572,8 @@ def test_clean_finds_and_removes_what_dead_runs_left(tmp_path: Path) -> None:
     assert clean(found).removed
     kept = everything(home)
     assert len(before) - len(kept) == 6
-    assert {"good/model.safetensors", ".mine.partial/notes.txt"} <= kept.keys()
+    others = {"good/model.safetensors", ".mine.partial/notes.txt", ".partial/new/plan.json"}
+    assert others <= kept.keys()
     assert (home / f".live.{os.getpid()}.partial").is_dir()
     assert not any(path.exists() for path in wanted)
     assert survey(home).leftovers == ()

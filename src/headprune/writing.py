@@ -15,6 +15,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -166,8 +167,7 @@ def _perhaps_without_locks() -> Iterator[None]:
 
 def is_work_folder(path: Path) -> bool:
     """Whether outputs were made in a folder: it has such a name, and holds nothing else."""
-    named = path.name.startswith(".") and path.name.endswith(".partial")
-    if not named or path.is_symlink() or not path.is_dir():
+    if not re.fullmatch(r"\..+\.partial", path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:
         return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
