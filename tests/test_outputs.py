@@ -23,6 +23,7 @@ from headprune.errors import CheckpointError
 from headprune.pipelines import sweep as sweeping
 from headprune.pipelines.clean import clean, survey
 from headprune.pipelines.sweep import sweep
+from headprune.report.figures import heat_map, save
 from headprune.writing import beside, reserved, work_folder, write_whole
 from tests import tiny
 from tests.dying import FILES, state, write
@@ -472,6 +473,19 @@ def test_recipes_keep_off_their_inputs(home: Path, capsys: pytest.CaptureFixture
     after = everything(home)
     assert {name: after.get(name) for name in before} == before
     assert Path("zoo/out/cut/text.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_figures_are_known_by_their_maker(suffix: str, tmp_path: Path) -> None:
+    figure, file = heat_map([[0.5, 1.0]], ["0"], "Heads"), tmp_path / f"heads{suffix}"
+    save(figure, file)
+    assert ownership.FIGURE(file)
+    figure.savefig(file)  # the same, by matplotlib alone
+    with (
+        pytest.raises(CheckpointError, match="did not write it"),
+        claimed_file(file, ownership.FIGURE, overwrite=True),
+    ):
+        pytest.fail("there was work")
 
 
 # ----------------------------------------------------------------------- sweeps

@@ -420,6 +420,13 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 2 and "already exists" in err and "--overwrite" in err
     code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
     assert code == 0 and "Written to" in out
+    for name in ("summary.md", "summary.md", "page.html"):
+        to = ["--output", tmp_path / name, "--overwrite"]
+        code, _, err = command(capsys, "report", place / "cut", *to)
+        assert code == 0, err
+    (tmp_path / "summary.md").write_text("## mine")
+    code, _, err = command(capsys, "report", place / "cut", *to[:1], tmp_path / "summary.md", to[2])
+    assert code == 2 and "headprune did not write it" in err
 
 
 def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
