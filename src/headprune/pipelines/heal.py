@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.folders import check_output
 from headprune.commands import command
-from headprune.config import DataConfig, Dtype, HealConfig, Objective, write_yaml
+from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.sources import refuse_missing_file
-from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.errors import DataError, HeadpruneError
 from headprune.models.attention import attention_of
 from headprune.models.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.models.planning import plan_from_scores
@@ -44,14 +43,8 @@ from headprune.training.heal import (
     trainable,
 )
 from headprune.training.objectives import Batch
-from headprune.training.slim import (
-    HistoryCallback,
-    Interrupted,
-    Step,
-    disk_errors,
-    last_complete_checkpoint,
-    stop_on_interrupt,
-)
+from headprune.training.slim import HistoryCallback, Remedies, Step, stop_on_interrupt, train
+from headprune.training.work import HealSettings, Work, settings_now
 
 HELD_OUT = 8  # rows of the text that are not trained on, to compare before with after
 
@@ -118,19 +111,13 @@ def heal(
         HeadpruneError: If models and data do not fit together, or the output cannot be written.
         Interrupted: After Ctrl-C; a checkpoint has been written.
         ProofError: If the folder does not compute what the healed model computes.
+        TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
-    check_output(output, overwrite)
-    work = output.with_name(f"{output.name}-checkpoints")
-    settings = {
-        "model": str(model),
-        "teacher": str(teacher),
-        "data": data.model_dump(mode="json"),
-        "heal": config.model_dump(mode="json"),
-    }
-    _check_work(work, settings, resume, overwrite)
+    work = Work.beside(output)
+    settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
     again = command(
         "heal",
         model,
@@ -214,9 +201,9 @@ def heal(
             True,
             on_stage,
             healing=facts,
-            history=work,
+            history=work.folder,
         )
-        shutil.rmtree(work, ignore_errors=True)
+        work.remove()
         return Healed(pruned, before, after, steps)
 
     return processes.on_main(finish)

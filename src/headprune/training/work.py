@@ -1,0 +1,265 @@
+"""The folder in which a training works: OUT-checkpoints, beside the output until that is complete.
+
+config.yaml     what the training was started with; where it is missing there is no run
+history.jsonl   one record per step
+checkpoints/    what --resume goes on from (see ``training.checkpoints``)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from headprune.checkpoint.folders import write_whole
+from headprune.config import Count, DataConfig, HealConfig, TrainGatesConfig
+from headprune.errors import CheckpointError
+from headprune.parsing import parse_json, read_yaml, validated
+from headprune.training import checkpoints, processes
+
+CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
+_SUFFIX = "-checkpoints"
+
+
+class Settings(BaseModel):
+    """What a training was started with.
+
+    Attributes:
+        model: Folder or hub id.
+        data: Where its text comes from.
+        processes: How many train; each draws its own random numbers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    model: str
+    data: DataConfig
+    processes: Count = 1
+
+
+class GatesSettings(Settings):
+    """Of ``train-gates``."""
+
+    train_gates: TrainGatesConfig
+
+
+class HealSettings(Settings):
+    """Of ``heal``.
+
+    Attributes:
+        teacher: The model to match.
+    """
+
+    teacher: str
+    heal: HealConfig
+
+
+_KINDS: dict[str, tuple[str, type[Settings]]] = {
+    "train_gates": ("train-gates", GatesSettings),
+    "heal": ("heal", HealSettings),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The folder of one training.
+
+    Attributes:
+        folder: Where it is.
+    """
+
+    folder: Path
+
+    @classmethod
+    def beside(cls, output: Path) -> Work:
+        """The folder that belongs to an output."""
+        return cls(output.with_name(f"{output.name}{_SUFFIX}"))
+
+    @property
+    def history(self) -> Path:
+        """One JSON record per step."""
+        return self.folder / HISTORY
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.folder / CHECKPOINTS
+
+    def check(self, settings: Settings, resume: bool, overwrite: bool) -> None:
+        """Looks at what an earlier run may have left, and changes nothing.
+
+        Raises:
+            CheckpointError: If there is a run and nothing says what becomes of it, if there is
+                none to resume or only one with other settings, or if the folder is someone else's.
+        """
+        before = self._begun()
+        if before is None:
+            self._refuse_others()
+            if resume:
+                raise CheckpointError(
+                    f"There is no run in '{self.folder}' to resume; leave out --resume."
+                )
+        elif resume:
+            if changed := _changed(before, settings):
+                raise CheckpointError(
+                    f"The run in '{self.folder}' was started with other settings ({changed}). "
+                    "Resume it with the same ones, or start anew with --overwrite."
+                )
+        elif not overwrite:
+            raise CheckpointError(
+                f"'{self.folder}' holds an interrupted run. Go on with --resume, or start anew "
+                "with --overwrite."
+            )
+
+    def begin(self, settings: Settings) -> None:
+        """Makes room for a run; its settings come last, and say that there is one.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        self.remove()
+        content = settings.model_dump(mode="json")
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise checkpoints.unwritable(self.folder, error) from None
+        write_whole(self.folder / CONFIG, yaml.safe_dump(content, sort_keys=False))
+
+    def record(self, step: Any) -> None:
+        """Adds the record of a step, a dataclass, to the history.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        try:
+            with self.history.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(step), allow_nan=False) + "\n")
+        except OSError as error:
+            raise checkpoints.unwritable(self.history, error) from error
+
+    def cut_history(self, step: int, kind: type) -> None:
+        """Drops the records after a step, of which a kill may have left half a line.
+
+        Args:
+            step: The last step whose record stays.
+            kind: The dataclass of a record.
+
+        Raises:
+            CheckpointError: If the records up to the step are not all there.
+        """
+        kept: list[str] = []
+        record = TypeAdapter(kind)
+        try:
+            if step:
+                with self.history.open(encoding="utf-8") as file:
+                    kept.extend(text.removesuffix("\n") for text in islice(file, step))
+            for number, text in enumerate(kept, 1):
+                if record.validate_python(parse_json(text)).step != number:
+                    raise ValueError
+            if len(kept) < step:
+                raise ValueError
+        except (OSError, ValueError, RecursionError):  # pydantic's are ValueErrors
+            raise CheckpointError(
+                f"'{self.history}' is damaged: it needs a record of every step up to {step}. "
+                "Bring it back from a copy, or start anew with --overwrite."
+            ) from None
+        write_whole(self.history, "".join(f"{text}\n" for text in kept))
+
+    def remove(self) -> None:
+        """Removes the run, its settings first, so that what a kill leaves of it is none."""
+        with suppress(OSError):
+            (self.folder / CONFIG).unlink(missing_ok=True)
+            for path in list(self.folder.iterdir()):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            self.folder.rmdir()
+
+    def _begun(self) -> Settings | None:
+        """What the run here was started with; None if there is none.
+
+        Raises:
+            CheckpointError: If that is damaged, or none of ours.
+        """
+        path = self.folder / CONFIG
+        try:
+            content = read_yaml(path)
+        except FileNotFoundError:
+            return None
+        kind = _kind(content)
+        if kind is None:
+            raise CheckpointError(
+                f"'{path}' is of no training of headprune, or damaged. Move '{self.folder}' away, "
+                "or choose another --output."
+            )
+        try:
+            return validated(_KINDS[kind][1], content, path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} Remove '{self.folder}' to start anew.") from None
+
+    def _refuse_others(self) -> None:
+        """Refuses a folder without a run that holds what no training leaves behind."""
+        if not self.folder.is_dir():
+            return
+        ours = {HISTORY, CHECKPOINTS}
+        others = [path for path in self.folder.iterdir() if path.name not in ours]
+        others = [path for path in others if not path.name.startswith(f".{CONFIG}")]
+        if self.checkpoints.is_dir():
+            of_steps = {*checkpoints.found(self.checkpoints), self.checkpoints / checkpoints.PARTIAL}
+            others += [path for path in self.checkpoints.iterdir() if path not in of_steps]
+        if others:
+            raise CheckpointError(
+                f"'{self.folder}' is where checkpoints would lie, and it holds something else: "
+                f"'{min(others).name}'. Move it away, or choose another --output."
+            )
+
+
+def unfinished(folder: Path) -> str | None:
+    """The command that goes on with the training in a folder; None where there is none.
+
+    Raises:
+        CheckpointError: If its settings cannot be read.
+    """
+    if not folder.name.endswith(_SUFFIX) or not (folder / CONFIG).is_file():
+        return None
+    kind = _kind(read_yaml(folder / CONFIG))
+    return None if kind is None else _KINDS[kind][0]
+
+
+def settings_now(kind: type[Settings], model: str | Path, **others: Any) -> Settings:
+    """What a training is started with here."""
+    return kind(model=str(model), processes=processes.count(), **others)
+
+
+def _kind(content: object) -> str | None:
+    """Which training the content of a config.yaml belongs to."""
+    kinds = [name for name in _KINDS if isinstance(content, dict) and name in content]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _changed(before: Settings, now: Settings) -> str:
+    """What is not as it was, in words."""
+    if type(before) is not type(now):
+        named = {settings: command for command, settings in _KINDS.values()}
+        return f"of {named[type(before)]}"
+    old, new = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    return ", ".join(f"{k}: {old[k]} then, {new[k]} now" for k in new if old[k] != new[k])
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    nested = {
+        f"{name}.{key}": value
+        for name, section in settings.items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+    }
+    return {n: value for n, value in settings.items() if not isinstance(value, dict)} | nested
