@@ -1,16 +1,11 @@
-"""Writing folders and files whole or not at all."""
+"""What results take over from the folder of their model, and what files are known by."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from headprune.errors import CheckpointError
 
@@ -48,65 +43,6 @@ def check_output(path: Path, overwrite: bool) -> None:
             f"The output folder '{path}' already exists. Choose another one, or replace it with "
             "--overwrite."
         )
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary sibling that takes the place of ``path`` once the block ends well.
-
-    An existing ``path`` stays until the new one is complete. If the block fails, for want of disk
-    space or by Ctrl-C, nothing is left behind.
-
-    Raises:
-        CheckpointError: If writing fails.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        yield temporary
-        for file in temporary.rglob("*"):
-            file.chmod(0o755 if file.is_dir() else 0o644)  # safetensors writes 0600
-        if path.exists():
-            retired = path.with_name(f".{path.name}.{os.getpid()}.old")
-            path.rename(retired)
-            temporary.rename(path)
-            shutil.rmtree(retired)
-        else:
-            temporary.rename(path)
-    except (OSError, SafetensorError) as error:
-        raise write_error(path, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8, by way of a temporary sibling.
-
-    Raises:
-        CheckpointError: If writing fails.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
-    except OSError as error:
-        raise write_error(path, error) from error
-    finally:
-        with suppress(OSError):  # where the parent is a file, there is nothing to remove
-            temporary.unlink(missing_ok=True)
-
-
-def write_error(path: Path, error: Exception) -> CheckpointError:
-    """Says in one sentence why writing failed."""
-    full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-    why = "the disk is full" if full else str(error)
-    return CheckpointError(
-        f"Could not write '{path}': {why}. Nothing was left there; free some space or choose "
-        "another place."
-    )
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headprune.checkpoint.folders import write_error, write_whole
 from headprune.config import Method
 from headprune.errors import CheckpointError, PlanError
 from headprune.plan import ModelIdentity
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit
+from headprune.writing import write_error, write_whole
 
 TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safetensors"
 

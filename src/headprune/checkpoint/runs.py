@@ -20,9 +20,10 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headprune.checkpoint.folders import sha256_of, write_whole
+from headprune.checkpoint.folders import sha256_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
+from headprune.writing import write_whole
 
 RECORD, RECIPE, LOCK, PARTIAL = "run.json", "recipe.yaml", "requirements.lock", ".partial"
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headprune.checkpoint.folders import whole_folder
+from headprune.checkpoint.outputs import whole_folder
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.errors import CheckpointError, PlanError
 from headprune.plan import ModelIdentity

@@ -190,10 +190,10 @@ def _run(config: cfg.CheckConfig, trust: bool) -> CheckReport:
 
 def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:
     """To whoever listens: a person, a script, JUnit readers, GitHub Actions."""
-    from headprune.checkpoint.folders import write_whole
     from headprune.cli import render_check
     from headprune.regression import actions
     from headprune.regression.junit import junit_xml
+    from headprune.writing import write_whole
 
     if json_:
         typer.echo(report.model_dump_json(indent=2))

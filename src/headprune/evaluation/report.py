@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from headprune.checkpoint.folders import write_whole
 from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.speed import Speed
 from headprune.models.cost import ModelCost
+from headprune.writing import write_whole
 
 
 class _Record(BaseModel):

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from headprune.checkpoint.folders import check_output, whole_folder
+from headprune.checkpoint.folders import check_output
+from headprune.checkpoint.outputs import whole_folder
 from headprune.checkpoint.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
 from headprune.checkpoint.sandbox import converse
 from headprune.checkpoint.streaming import bytes_of, describe

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from headprune.checkpoint.folders import write_whole
 from headprune.errors import RecipeError
 from headprune.recipe import Recipe, read_recipe
+from headprune.writing import write_whole
 
 MODEL, DATA = "HuggingFaceTB/SmolLM2-135M", "wikitext:wikitext-2-raw-v1"
 

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from headprune import hub
 from headprune.checkpoint.card import write_card
-from headprune.checkpoint.folders import check_output, copy_companions, whole_folder
+from headprune.checkpoint.folders import check_output, copy_companions
 from headprune.checkpoint.gates import read_gates, read_metadata
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
+from headprune.checkpoint.outputs import whole_folder
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
 from headprune.criteria import CRITERIA

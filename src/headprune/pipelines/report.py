@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headprune.checkpoint.folders import write_whole
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.report import Difference, ModelReport, Report
 from headprune.pipelines.check import CheckReport
@@ -19,6 +18,7 @@ from headprune.report.discovery import discover
 from headprune.report.figures import save
 from headprune.report.reading import assemble
 from headprune.report.view import Check, Evaluation, Interval, Quality, Run, Size
+from headprune.writing import write_whole
 
 FIDELITY = ("mean_cosine", "similarity_correlation")
 MARKDOWN = (".md", ".markdown")

@@ -13,7 +13,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from headprune.checkpoint.folders import write_error, write_whole
 from headprune.checkpoint.manifest import versions
 from headprune.checkpoint.runs import (
     LOCK,
@@ -36,6 +35,7 @@ from headprune.pipelines.steps import ROWS, Job, Watch
 from headprune.recipe import ORIGINAL, Recipe, Slot, Step
 from headprune.training import processes
 from headprune.training.slim import Interrupted
+from headprune.writing import write_error, write_whole
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run
 

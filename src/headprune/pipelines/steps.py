@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headprune.checkpoint.folders import write_whole
 from headprune.config import (
     BudgetConfig,
     CalibrationConfig,
@@ -49,6 +48,7 @@ from headprune.recipe import (
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import parse_limit
 from headprune.regression.verdicts import Verdict
+from headprune.writing import write_whole
 
 
 def _no_progress(done: int, total: int, numbers: str = "") -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from headprune.checkpoint.folders import check_output, write_whole
+from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.scores import read_scores
 from headprune.config import (
     BudgetConfig,
@@ -39,6 +39,7 @@ from headprune.pipelines.prune import load, prune
 from headprune.pipelines.score import Watch, score
 from headprune.report.figures import Series, curve, pareto, save
 from headprune.tensors.units import Unit
+from headprune.writing import write_whole
 
 # of what a task measures, the number that the curve is drawn of
 MAIN = ("perplexity", "accuracy", "spearman", "similarity_correlation")

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from headprune.checkpoint.folders import write_whole
 from headprune.errors import CheckpointError, DataError
 from headprune.evaluation.samples import FORMULAS, Samples
+from headprune.writing import write_whole
 
 SCHEMA_VERSION = 1
 

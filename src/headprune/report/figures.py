@@ -19,8 +19,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from headprune.checkpoint.folders import write_whole
 from headprune.errors import HeadpruneError
+from headprune.writing import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

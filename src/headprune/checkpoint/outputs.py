@@ -1,0 +1,232 @@
+"""The output of a command: refused before any work if it may not be written, then written whole.
+
+An existing output is replaced only where headprune wrote all of it (``checkpoint.ownership``), only
+when the new one is complete, and in one step where the system has such a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from safetensors import SafetensorError
+
+from headprune.checkpoint.ownership import foreign
+from headprune.config import DataConfig
+from headprune.errors import CheckpointError
+from headprune.writing import put, real, reserved, work_folder, write_error
+from headprune.writing import write_whole as write_whole
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Input = str | Path | None
+
+
+@contextmanager
+def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterator[None]:
+    """Reserves an output folder for as long as the block lasts, or the process lives.
+
+    Within the block it may be claimed once more, without being looked at again. A link is followed:
+    what it points to is the output.
+
+    Args:
+        path: The folder.
+        overwrite: Whether an existing one may be replaced, if headprune wrote it.
+        inputs: What the command reads: folders, files, or hub ids, which are not looked at.
+
+    Raises:
+        CheckpointError: If it is a file, or the folder that the user is in; if it is, holds or lies
+            in an input; if there is one already and it must not be replaced; if another process is
+            writing it, or nothing can be written there.
+    """
+    place = real(path)
+    _refuse_place(path, place)
+    refuse_input(path, inputs)
+    with reserved(place):
+        if not overwrite and place.is_dir() and any(place.iterdir()):
+            raise CheckpointError(
+                f"The output folder '{path}' already exists. Choose another one, or replace it "
+                "with --overwrite."
+            )
+        refuse_foreign(path)
+        yield
+
+
+def claims_output(*inputs: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Has a function claim its folder ``output`` while it runs, by ``overwrite`` if it has that.
+
+    Args:
+        *inputs: The parameters that name its inputs.
+    """
+
+    def claiming(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def claimer(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            places = [place_of(given[name]) for name in inputs]
+            with claimed(Path(given["output"]), given.get("overwrite", False), places):
+                return function(*args, **kwargs)
+
+        return claimer
+
+    return claiming
+
+
+def place_of(value: Any) -> Input:
+    """Where an input lies; None for what lies nowhere."""
+    if isinstance(value, DataConfig):
+        return value.source
+    return value if isinstance(value, str | Path) else None
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary folder that takes the place of ``path`` once the block ends well.
+
+    An existing ``path`` stays until the new one is complete, and the two are exchanged in one step
+    (renameat2, renamex_np) where the system has it; elsewhere a process that dies between the two
+    steps leaves what the next one that writes there finishes. If the block fails, for want of disk
+    space or by Ctrl-C, nothing is left behind.
+
+    Raises:
+        CheckpointError: If writing fails, or ``path`` holds what headprune did not write.
+    """
+    place = real(path)
+    try:
+        with claimed(path, overwrite=True), reserved(place) as new:
+            new.mkdir()
+            yield new
+            for file in new.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)  # safetensors writes 0600
+            refuse_foreign(path)  # as it may have changed since
+            put(new, place, work_folder(place) / "old")
+    except (OSError, SafetensorError) as error:
+        raise write_error(path, error) from error
+
+
+def claimed_file(
+    path: Path,
+    is_ours: Callable[[Path], bool],
+    overwrite: bool,
+    inputs: Sequence[Input] = (),
+) -> None:
+    """Refuses an output file that may not be written, before any work is done.
+
+    Args:
+        path: The file.
+        is_ours: Tells whether an existing one is what the command writes.
+        overwrite: Whether such a one may be replaced.
+        inputs: What the command reads, as for ``claimed``.
+
+    Raises:
+        CheckpointError: If it is no regular file, not ours, an input or part of one; if it is there
+            and must not be replaced, or nothing can be written there.
+    """
+    place = real(path)
+    _refuse_unwritable(path, place)
+    _refuse_dangling(path, place)
+    if os.path.lexists(place) and not place.is_file():
+        raise CheckpointError(f"The output '{path}' is no file; give the name of one.")
+    _refuse_input_file(path, inputs)
+    if place.exists() and not is_ours(place):
+        raise CheckpointError(
+            f"'{path}' exists and is not what headprune writes there; move it away, or choose "
+            "another output."
+        )
+    if place.exists() and not overwrite:
+        raise CheckpointError(
+            f"The output '{path}' already exists. Choose another one, or replace it with "
+            "--overwrite."
+        )
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuses a folder that holds what headprune did not write.
+
+    Raises:
+        CheckpointError: Naming the first such file.
+    """
+    place = real(path)
+    stranger = foreign(place) if place.is_dir() else None
+    if stranger is not None:
+        raise CheckpointError(
+            f"'{stranger}' in '{path}' is no part of what headprune wrote there; move it away, or "
+            "choose another output."
+        )
+
+
+def refuse_input(path: Path, inputs: Sequence[Input]) -> None:
+    """Refuses an output folder that is, holds or lies in an input.
+
+    Raises:
+        CheckpointError: Naming the input.
+    """
+    place = real(path)
+    for given, source in _places(inputs):
+        if source == place:
+            how = "is the input"
+        elif source.is_relative_to(place):
+            how = "holds the input"
+        elif place.is_relative_to(source):
+            how = "lies in the input"
+        else:
+            continue
+        raise CheckpointError(f"The output '{path}' {how} '{given}'. Choose another output.")
+
+
+def _refuse_input_file(path: Path, inputs: Sequence[Input]) -> None:
+    place = real(path)
+    for given, source in _places(inputs):
+        if source == place or (place.exists() and place.is_relative_to(source)):
+            how = "is the input" if source == place else "is a file of the input"
+            raise CheckpointError(f"The output '{path}' {how} '{given}'. Choose another output.")
+
+
+def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
+    """The inputs that lie on this machine, and where."""
+    for given in inputs:
+        if given is not None and os.path.exists(given):  # noqa: PTH110  (false for any name)
+            yield given, real(Path(given))
+
+
+def _refuse_place(path: Path, place: Path) -> None:
+    _refuse_unwritable(path, place)
+    _refuse_dangling(path, place)
+    if place.is_file():
+        raise CheckpointError(f"The output '{path}' is a file; give a folder name.")
+    if Path.cwd().resolve().is_relative_to(place):
+        raise CheckpointError(
+            f"The output '{path}' is the folder you are in, or holds it, which cannot be replaced "
+            "as a whole. Give another name."
+        )
+
+
+def _refuse_dangling(path: Path, place: Path) -> None:
+    if path.is_symlink() and not place.exists():  # or it leads in a circle
+        raise CheckpointError(
+            f"The output '{path}' is a link that leads nowhere ('{place}'). Remove it, or choose "
+            "another output."
+        )
+
+
+def _refuse_unwritable(path: Path, place: Path) -> None:
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            place.lstat()  # fails where the name is too long
+        above = next(parent for parent in place.parents if parent.exists())
+        writable = above.is_dir() and os.access(above, os.W_OK)
+    except OSError as error:
+        raise write_error(path, error) from error
+    if not writable:
+        raise CheckpointError(
+            f"The output '{path}' cannot be made: '{above}' is no folder that can be written to."
+        )
