@@ -16,7 +16,8 @@ from headprune.tensors.units import Unit
 # bounds that no use comes near, so that a slip of the hand is refused and not run for years
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
-Steps = Annotated[int, Field(ge=1, le=10**9)]
+MOST_STEPS = 10**9
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Length = Annotated[int, Field(ge=2, le=10**9)]  # tokens of a sequence
 Few = Annotated[int, Field(ge=1, le=10**6)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -44,6 +44,11 @@ class Draws(BaseModel):
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, tuple[int, ...], int, int, float]
 
+    def for_numpy(self) -> Any:
+        """As NumPy takes it."""
+        name, keys, *others = self.numpy
+        return (name, np.array(keys, dtype=np.uint32), *others)
+
 
 class Progress(BaseModel):
     """How far a training is.
@@ -102,7 +107,8 @@ class Expected:
 
 def draws_here(device: torch.device) -> tuple[Draws, dict[str, Tensor]]:
     """Where the random numbers of this process stand: those of the libraries, and of torch."""
-    name, keys, *others = np.random.get_state()
+    name, keys, *others = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)  # or it is the state of no Mersenne twister
     numbers = Draws(python=random.getstate(), numpy=(name, keys.tolist(), *others))
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -114,7 +120,7 @@ def draw_on(checkpoint: Checkpoint, rank: int, device: torch.device) -> None:
     """Lets the random numbers of a process go on from where they stood."""
     draws, states = checkpoint.progress.draws[rank], checkpoint.part(f"draws.{rank}")
     random.setstate(draws.python)
-    np.random.set_state(draws.numpy)
+    np.random.set_state(draws.for_numpy())
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -278,7 +284,7 @@ def _try_draws(checkpoint: Checkpoint) -> None:
     try:
         for rank, draws in enumerate(checkpoint.progress.draws):
             random.Random().setstate(draws.python)
-            np.random.RandomState().set_state(draws.numpy)
+            np.random.RandomState().set_state(draws.for_numpy())
             torch.Generator().set_state(checkpoint.tensors[f"draws.{rank}.cpu"])
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         why: Any = str(error).splitlines()[0] if str(error) else type(error).__name__

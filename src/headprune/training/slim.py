@@ -220,7 +220,7 @@ def train(
     work: Work,
     callback: HistoryCallback,
     resume: bool,
-    again: str,
+    go_on: str,
     on_stage: Callable[[str], None],
 ) -> None:
     """Trains to the last step.
@@ -230,7 +230,7 @@ def train(
         work: Where history and checkpoints lie.
         callback: Keeps the history.
         resume: Go on from the last checkpoint, if one was written.
-        again: What the user types to go on.
+        go_on: What the user is told after Ctrl-C.
         on_stage: Called with a few words if the last checkpoint is damaged.
 
     Raises:
@@ -254,13 +254,11 @@ def train(
     if callback.interrupted:
         raise Interrupted(
             f"Stopped after step {trainer.state.global_step} of {trainer.args.max_steps}; a "
-            f"checkpoint is in '{work.folder}'. Go on with {again}"
+            f"checkpoint is in '{work.folder}'. {go_on}"
         )
 
 
-def _newest(
-    trainer: SlimTrainer, work: Work, on_stage: Callable[[str], None]
-) -> Checkpoint | None:
+def _newest(trainer: SlimTrainer, work: Work, on_stage: Callable[[str], None]) -> Checkpoint | None:
     """The checkpoint that all processes go on from; those after it are damaged, and go."""
     expected = trainer.expected()
     chosen: Checkpoint | None = None

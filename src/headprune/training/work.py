@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,14 +19,16 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from headprune.checkpoint.folders import write_whole
+from headprune.checkpoint.outputs import Input, claimed
 from headprune.config import Count, DataConfig, HealConfig, TrainGatesConfig
 from headprune.errors import CheckpointError
 from headprune.parsing import parse_json, read_yaml, validated
 from headprune.training import checkpoints, processes
+from headprune.writing import beside, real, write_whole
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
 _SUFFIX = "-checkpoints"
+_PARTIAL = ".*.partial"  # of a file that was not written to its end
 
 
 class Settings(BaseModel):
@@ -81,7 +84,7 @@ class Work:
     @classmethod
     def beside(cls, output: Path) -> Work:
         """The folder that belongs to an output."""
-        return cls(output.with_name(f"{output.name}{_SUFFIX}"))
+        return cls(beside(real(output) if output.is_symlink() else output, f"{{}}{_SUFFIX}"))
 
     @property
     def history(self) -> Path:
@@ -156,7 +159,7 @@ class Work:
             CheckpointError: If the records up to the step are not all there.
         """
         kept: list[str] = []
-        record = TypeAdapter(kind)
+        record: TypeAdapter[Any] = TypeAdapter(kind)
         try:
             if step:
                 with self.history.open(encoding="utf-8") as file:
@@ -177,11 +180,9 @@ class Work:
         """Removes the run, its settings first, so that what a kill leaves of it is none."""
         with suppress(OSError):
             (self.folder / CONFIG).unlink(missing_ok=True)
-            for path in list(self.folder.iterdir()):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink()
+            self.history.unlink(missing_ok=True)
+            for folder in (self.checkpoints, *self.folder.glob(_PARTIAL)):
+                shutil.rmtree(folder, ignore_errors=True)
             self.folder.rmdir()
 
     def _begun(self) -> Settings | None:
@@ -211,16 +212,44 @@ class Work:
         if not self.folder.is_dir():
             return
         ours = {HISTORY, CHECKPOINTS}
+        ours |= {path.name for path in self.folder.glob(_PARTIAL)}
         others = [path for path in self.folder.iterdir() if path.name not in ours]
-        others = [path for path in others if not path.name.startswith(f".{CONFIG}")]
         if self.checkpoints.is_dir():
-            of_steps = {*checkpoints.found(self.checkpoints), self.checkpoints / checkpoints.PARTIAL}
+            of_steps = {
+                *checkpoints.found(self.checkpoints),
+                self.checkpoints / checkpoints.PARTIAL,
+            }
             others += [path for path in self.checkpoints.iterdir() if path not in of_steps]
         if others:
             raise CheckpointError(
                 f"'{self.folder}' is where checkpoints would lie, and it holds something else: "
                 f"'{min(others).name}'. Move it away, or choose another --output."
             )
+
+
+@contextmanager
+def at_work(
+    output: Path, settings: Settings, inputs: Sequence[Input], resume: bool, overwrite: bool
+) -> Iterator[Work]:
+    """Claims an output, and the folder in which it is trained, while the block lasts.
+
+    The main process does so for all; what it cannot do ends all of them.
+
+    Args:
+        output: What the training is to write.
+        settings: What it is started with.
+        inputs: What it reads.
+        resume: Whether it goes on with an earlier run.
+        overwrite: Whether an earlier output or run may be replaced.
+
+    Raises:
+        CheckpointError: If the output may not be written, or the run not be begun or resumed.
+    """
+    work = Work.beside(output)
+    with ExitStack() as stack:
+        processes.on_main(lambda: stack.enter_context(claimed(output, overwrite, inputs)))
+        processes.on_main(lambda: work.check(settings, resume, overwrite))
+        yield work
 
 
 def unfinished(folder: Path) -> str | None:
