@@ -196,7 +196,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
         start = ["convert-gqa", "a model", "--kv-heads", "1", "--calibrate", "text.jsonl"]
         start += ["--heal", "3"]
     Path("out").mkdir()
-    Path("out/file").touch()  # --overwrite is needed again
+    Path("out/.DS_Store").touch()  # --overwrite is needed again
     with monkeypatch.context() as patched:
         patched.setattr("headprune.pipelines.heal.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start, *healing)
