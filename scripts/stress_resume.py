@@ -44,7 +44,8 @@ from headprune.pipelines.train_gates import train_gates
 
 COMMANDS = ("train-gates", "heal")
 SAVE_EVERY = 3
-LIMIT_S = 120.0  # for one run; they take a few seconds
+LIMIT_S = 300.0  # for one run; they take a few seconds
+LOG = f"{tempfile.gettempdir()}/stress_resume.{os.getpid()}.log"  # of the processes that train
 CHANGING = {"headprune.json": ("created",)}  # what may differ between two runs, by file
 
 
@@ -109,6 +110,8 @@ def started(work: Callable[[], object], processes: int) -> list[int]:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1), os.dup2(log, 2)
             work()
         except BaseException:
             traceback.print_exc()
@@ -143,7 +146,7 @@ def killed(pids: list[int], history: Path, step: int, chance: random.Random) -> 
     deadline = time.monotonic() + LIMIT_S
     while lines(history) < step:
         if time.monotonic() > deadline or os.waitpid(pids[0], os.WNOHANG)[0]:
-            raise SystemExit(f"No step {step} was recorded in '{history}'.")
+            raise SystemExit(f"No step {step} was recorded in '{history}': see {LOG}")
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.04))
     os.kill(chance.choice(pids), signal.SIGKILL)
@@ -163,7 +166,7 @@ def broken(
 
     Every run gets as far as a new checkpoint before it is killed.
     """
-    output, kills, after_the_last = f"{command}-{processes}-broken", 0, 0
+    output, kills, after_the_last = f"broken/{command}-{processes}", 0, 0
     work = home / f"{output}-checkpoints"
     while True:
         begun = (work / "config.yaml").exists()
@@ -171,7 +174,7 @@ def broken(
         done = latest(work / "checkpoints")
         if done >= steps or after_the_last:
             if not finished(pids):
-                raise SystemExit(f"{command} did not go on from step {done}.")
+                raise SystemExit(f"{command} did not go on from step {done}: see {LOG}")
             return output, kills, after_the_last
         step = min(steps, done + chance.randint(SAVE_EVERY + 1, max(SAVE_EVERY + 1, 2 * every)))
         if not killed(pids, work / "history.jsonl", step, chance):
@@ -196,22 +199,23 @@ def same(one: Path, other: Path) -> bool:
     ]
     differing = [n for n in held[0].keys() | held[1].keys() if held[0].get(n) != held[1].get(n)]
     for name in differing:
-        print(f"  {one.name} and {other.name} differ in {name}")
+        print(f"  {one} and {other} differ in {name}")
     return not differing
 
 
 def stress(command: str, home: Path, steps: int, every: int, processes: int, seed: int) -> Outcome:
     """Holds a broken training against an unbroken one."""
-    whole, other = f"{command}-{processes}-whole", f"{command}-{processes}-other"
+    whole, other = f"whole/{command}-{processes}", f"other/{command}-{processes}"
     for output, own in ((whole, 0), (other, 1)):
         if not finished(started(training(command, home, output, steps, seed=own), processes)):
-            raise SystemExit(f"{command} failed without being killed.")
+            raise SystemExit(f"{command} failed without being killed: see {LOG}")
     chance = random.Random(f"{seed} {command} {processes}")
     ended, kills, after_the_last = broken(command, home, steps, every, processes, chance)
     weights = "model.safetensors" if command == "heal" else "gates.safetensors"
     differs = (home / whole / weights).read_bytes() != (home / other / weights).read_bytes()
     identical = same(home / whole, home / ended)
-    litter = sorted(path.name for path in home.iterdir() if "-checkpoints" in path.name)
+    kept = {path.name for path in (home / "whole").iterdir()}
+    litter = sorted({path.name for path in (home / "broken").iterdir()} - kept)
     if litter:
         raise SystemExit(f"Left behind: {', '.join(litter)}.")
     return Outcome(command, processes, steps, kills, after_the_last, identical, differs)
@@ -233,7 +237,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         if not finished(started(lambda: prepare(home), 1)):
-            raise SystemExit("The models could not be made.")
+            raise SystemExit(f"The models could not be made: see {LOG}")
         for command in COMMANDS:
             for processes in asked.processes:
                 found = stress(command, home, asked.steps, asked.every, processes, asked.seed)
@@ -244,6 +248,7 @@ def main() -> None:
         asked.json.write_text(
             json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n"
         )
+    Path(LOG).unlink()
     sys.exit(not all(found.identical and found.other_seed_differs for found in outcomes))
 
 

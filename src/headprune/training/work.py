@@ -158,14 +158,14 @@ class Work:
         Raises:
             CheckpointError: If the records up to the step are not all there.
         """
-        kept: list[str] = []
+        kept: list[bytes] = []
         record: TypeAdapter[Any] = TypeAdapter(kind)
         try:
             if step:
-                with self.history.open(encoding="utf-8") as file:
-                    kept.extend(text.removesuffix("\n") for text in islice(file, step))
-            for number, text in enumerate(kept, 1):
-                if record.validate_python(parse_json(text)).step != number:
+                with self.history.open("rb") as file:
+                    kept.extend(islice(file, step))
+            for number, line in enumerate(kept, 1):
+                if record.validate_python(parse_json(line.decode())).step != number:
                     raise ValueError
             if len(kept) < step:
                 raise ValueError
@@ -174,7 +174,7 @@ class Work:
                 f"'{self.history}' is damaged: it needs a record of every step up to {step}. "
                 "Bring it back from a copy, or start anew with --overwrite."
             ) from None
-        write_whole(self.history, "".join(f"{text}\n" for text in kept))
+        write_whole(self.history, b"".join(kept))
 
     def remove(self) -> None:
         """Removes the run, its settings first, so that what a kill leaves of it is none."""
