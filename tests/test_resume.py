@@ -318,12 +318,12 @@ def test_foreign_or_damaged_settings_are_left_alone(
     assert sorted(stopped.folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("file", ["notes.txt", "checkpoints/last.pt"])
+@pytest.mark.parametrize("file", ["notes.txt", "checkpoints/checkpoint-5/optimizer.pt"])
 def test_a_folder_of_someone_else_is_left_alone(file: str, home: Path, tmp_path: Path) -> None:
     path = tmp_path / "g-checkpoints" / file
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    with pytest.raises(CheckpointError, match=f"holds something else: '{path.name}'"):
+    with pytest.raises(CheckpointError, match="holds something else: '(notes.txt|checkpoint-5)'"):
         gates(home, tmp_path / "g", overwrite=True)
     assert path.read_text() == "mine"
 

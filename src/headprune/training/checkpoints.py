@@ -29,6 +29,7 @@ from headprune.parsing import read_as
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 STATE, PROGRESS, PARTIAL = "state.safetensors", "progress.json", ".partial"
+FOR_TRAINER = "trainer_state.json"  # made anew for every run that goes on from here
 KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d{1,10})")
 
@@ -166,6 +167,14 @@ def found(folder: Path) -> list[Path]:
     return [numbers[step] for step in sorted(numbers)]
 
 
+def ours(path: Path) -> bool:
+    """Whether a checkpoint, whole or not, holds nothing but what is written here."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    known = path.name == PARTIAL or _NAME.fullmatch(path.name) is not None
+    return known and {file.name for file in path.iterdir()} <= {STATE, PROGRESS, FOR_TRAINER}
+
+
 def newest(folder: Path, expected: Expected) -> Checkpoint | None:
     """The newest checkpoint that is whole; None if none was written.
 
@@ -210,10 +219,10 @@ def read(path: Path, expected: Expected) -> Checkpoint:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"'{file}' cannot be read: {error}.") from None
-    infinite = first_infinite(tensors)
+    checkpoint = Checkpoint(path, progress, tensors)
+    infinite = first_infinite(checkpoint.part("trained"))
     if infinite is not None:
         raise CheckpointError(f"'{file}' is damaged: '{infinite}' is not finite.")
-    checkpoint = Checkpoint(path, progress, tensors)
     _try_draws(checkpoint)
     return checkpoint
 

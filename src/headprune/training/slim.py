@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 
 from headprune.errors import HeadpruneError, TrainingError
 from headprune.training import processes
 from headprune.training.checkpoints import (
+    FOR_TRAINER,
     Checkpoint,
     Expected,
     Kind,
@@ -140,7 +140,7 @@ class SlimTrainer(Trainer):  # type: ignore[misc]
         state = TrainerState(global_step=step, train_batch_size=self.args.train_batch_size)
         state.compute_steps(self.args, self.args.max_steps)
         try:
-            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            state.save_to_json(str(folder / FOR_TRAINER))
         except OSError as error:
             raise unwritable(folder, error) from error
 

@@ -84,7 +84,8 @@ class Work:
     @classmethod
     def beside(cls, output: Path) -> Work:
         """The folder that belongs to an output."""
-        return cls(beside(real(output) if output.is_symlink() else output, f"{{}}{_SUFFIX}"))
+        named = output.name not in ("", "..") and not output.is_symlink()
+        return cls(beside(output if named else real(output), f"{{}}{_SUFFIX}"))
 
     @property
     def history(self) -> Path:
@@ -131,7 +132,7 @@ class Work:
         self.remove()
         content = settings.model_dump(mode="json")
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(parents=True)
         except OSError as error:
             raise checkpoints.unwritable(self.folder, error) from None
         write_whole(self.folder / CONFIG, yaml.safe_dump(content, sort_keys=False))
@@ -215,11 +216,7 @@ class Work:
         ours |= {path.name for path in self.folder.glob(_PARTIAL)}
         others = [path for path in self.folder.iterdir() if path.name not in ours]
         if self.checkpoints.is_dir():
-            of_steps = {
-                *checkpoints.found(self.checkpoints),
-                self.checkpoints / checkpoints.PARTIAL,
-            }
-            others += [path for path in self.checkpoints.iterdir() if path not in of_steps]
+            others += [path for path in self.checkpoints.iterdir() if not checkpoints.ours(path)]
         if others:
             raise CheckpointError(
                 f"'{self.folder}' is where checkpoints would lie, and it holds something else: "
