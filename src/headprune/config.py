@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
+from headprune.writing import write_whole
 
 # bounds that no use comes near, so that a slip of the hand is refused and not run for years
 Positive = Annotated[float, Field(gt=0, le=1e9)]
@@ -477,5 +478,5 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
 
 
 def write_yaml(content: dict[str, Any], path: Path) -> None:
-    """Writes a resolved config."""
-    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    """Writes a resolved config, whole or not at all."""
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headprune.errors import PlanError
 from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
+from headprune.writing import write_whole
 
 SCHEMA_VERSION = 1
 
@@ -119,14 +120,14 @@ class Plan(BaseModel):
         return sum(len(a.keep) for a in self.attentions.values())
 
     def write(self, path: Path) -> None:
-        """Writes the plan as indented JSON with one line per module, so that diffs are readable."""
+        """Writes the plan as indented JSON, whole, with one line per module for readable diffs."""
         head = self.model_dump(mode="json", exclude={"attentions"})
         rows = [
             f"    {json.dumps(name)}: {a.model_dump_json(exclude_none=True)}"
             for name, a in self.attentions.items()
         ]
         body = json.dumps(head, indent=2)[:-2] + ',\n  "attentions": {\n' + ",\n".join(rows)
-        path.write_text(body + "\n  }\n}\n", encoding="utf-8")
+        write_whole(path, body + "\n  }\n}\n")
 
 
 def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> Plan:

@@ -159,6 +159,46 @@ def _perhaps_without_locks() -> Iterator[None]:
             raise
 
 
+def is_work_folder(path: Path) -> bool:
+    """Whether outputs were made in a folder: it has such a name, and holds nothing else."""
+    named = path.name.startswith(".") and path.name.endswith(".partial")
+    if not named or path.is_symlink() or not path.is_dir():
+        return False
+    return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
+
+
+def abandoned(work: Path, remove: bool = False) -> bool:
+    """Whether no process is at work in a work folder; False where nothing can tell.
+
+    Args:
+        work: The folder.
+        remove: Remove it then; an output that was being put in its place is put there first.
+
+    Raises:
+        OSError: If that fails.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        if remove:
+            for new in (work / _NEW).glob("*"):
+                adopt(new, work.with_name(new.name), work / _OLD)
+            _remove(work)
+        return True
+    finally:
+        os.close(lock)
+
+
 def put(new: Path, place: Path, old: Path) -> None:
     """Moves a complete folder to its place; an earlier one there is removed, at no moment both.
 

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from safetensors import SafetensorError
 
-from headprune.checkpoint.ownership import foreign
+from headprune.checkpoint.ownership import FileKind, foreign, is_one_piece, part_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
 from headprune.writing import put, real, reserved, work_folder, write_error
 from headprune.writing import write_whole as write_whole
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 Input = str | Path | None
 
 
 @contextmanager
-def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterator[None]:
+def claimed(
+    path: Path, overwrite: bool, inputs: Sequence[Input] = (), goes_on: bool = False
+) -> Iterator[None]:
     """Reserves an output folder for as long as the block lasts, or the process lives.
 
     Within the block it may be claimed once more, without being looked at again. A link is followed:
@@ -38,6 +39,7 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
         path: The folder.
         overwrite: Whether an existing one may be replaced, if headprune wrote it.
         inputs: What the command reads: folders, files, or hub ids, which are not looked at.
+        goes_on: Whether the command goes on in an existing one, which is then not replaced.
 
     Raises:
         CheckpointError: If it is a file, or the folder that the user is in; if it is, holds or lies
@@ -48,6 +50,9 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
     _refuse_place(path, place)
     refuse_input(path, inputs)
     with reserved(place):
+        if goes_on:
+            yield
+            return
         if not overwrite and place.is_dir() and any(place.iterdir()):
             raise CheckpointError(
                 f"The output folder '{path}' already exists. Choose another one, or replace it "
@@ -57,26 +62,92 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
         yield
 
 
-def claims_output(*inputs: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has a function claim its folder ``output`` while it runs, by ``overwrite`` if it has that.
+@contextmanager
+def claimed_file(
+    path: Path,
+    is_ours: Callable[[Path], bool],
+    overwrite: bool,
+    inputs: Sequence[Input] = (),
+) -> Iterator[None]:
+    """Reserves an output file for as long as the block lasts, or the process lives.
 
     Args:
-        *inputs: The parameters that name its inputs.
+        path: The file; ``write_whole`` writes it.
+        is_ours: Tells whether an existing one is what the command writes.
+        overwrite: Whether such a one may be replaced.
+        inputs: What the command reads, as for ``claimed``.
+
+    Raises:
+        CheckpointError: If it is no regular file, an input, or part of one; if there is one already
+            and it is not ours or must not be replaced; if another process is writing it, or nothing
+            can be written there.
+    """
+    place = real(path)
+    _refuse_unwritable(path, place)
+    _refuse_dangling(path, place)
+    if os.path.lexists(place) and not place.is_file():
+        raise CheckpointError(f"The output '{path}' is no file; give the name of one.")
+    for given, source in _places(inputs):
+        if source == place or part_of(source, place):
+            raise CheckpointError(
+                f"The output '{path}' is, or belongs to, the input '{given}'. Choose another "
+                "output."
+            )
+    with reserved(place):
+        if place.exists() and not overwrite:
+            raise CheckpointError(
+                f"The output '{path}' already exists. Choose another one, or replace it with "
+                "--overwrite."
+            )
+        if place.exists() and not is_ours(place):
+            raise CheckpointError(
+                f"'{path}' exists, and headprune did not write it; move it away, or choose another "
+                "output."
+            )
+        yield
+
+
+@contextmanager
+def claimed_files(
+    paths: Iterable[Path],
+    is_ours: Callable[[Path], bool],
+    overwrite: bool,
+    inputs: Sequence[Input] = (),
+) -> Iterator[None]:
+    """Reserves several output files; arguments and errors as for ``claimed_file``."""
+    with ExitStack() as claims:
+        for path in paths:
+            claims.enter_context(claimed_file(path, is_ours, overwrite, inputs))
+        yield
+
+
+def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F]:
+    """Has a function claim its ``output`` while it runs, by its ``overwrite`` if it has that.
+
+    Args:
+        *inputs: The parameters that name what it reads.
+        kind: What it writes, if that is a file; then it may be None, for none.
     """
 
-    def claiming(function: Callable[P, R]) -> Callable[P, R]:
+    def claiming(function: F) -> F:
         signature = inspect.signature(function)
 
         @wraps(function)
-        def claimer(*args: P.args, **kwargs: P.kwargs) -> R:
+        def claimer(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
+            output, overwrite = given["output"], given.get("overwrite", False)
             places = [place_of(given[name]) for name in inputs]
-            with claimed(Path(given["output"]), given.get("overwrite", False), places):
+            claim: AbstractContextManager[None] = nullcontext()
+            if kind is None:
+                claim = claimed(output, overwrite, places)
+            elif output is not None:
+                claim = claimed_file(output, kind, overwrite, places)
+            with claim:
                 return function(*args, **kwargs)
 
-        return claimer
+        return cast(F, claimer)
 
     return claiming
 
@@ -85,7 +156,7 @@ def place_of(value: Any) -> Input:
     """Where an input lies; None for what lies nowhere."""
     if isinstance(value, DataConfig):
         return value.source
-    return value if isinstance(value, str | Path) else None
+    return value if isinstance(value, (str, Path)) else None
 
 
 @contextmanager
@@ -113,42 +184,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise write_error(path, error) from error
 
 
-def claimed_file(
-    path: Path,
-    is_ours: Callable[[Path], bool],
-    overwrite: bool,
-    inputs: Sequence[Input] = (),
-) -> None:
-    """Refuses an output file that may not be written, before any work is done.
-
-    Args:
-        path: The file.
-        is_ours: Tells whether an existing one is what the command writes.
-        overwrite: Whether such a one may be replaced.
-        inputs: What the command reads, as for ``claimed``.
-
-    Raises:
-        CheckpointError: If it is no regular file, not ours, an input or part of one; if it is there
-            and must not be replaced, or nothing can be written there.
-    """
-    place = real(path)
-    _refuse_unwritable(path, place)
-    _refuse_dangling(path, place)
-    if os.path.lexists(place) and not place.is_file():
-        raise CheckpointError(f"The output '{path}' is no file; give the name of one.")
-    _refuse_input_file(path, inputs)
-    if place.exists() and not is_ours(place):
-        raise CheckpointError(
-            f"'{path}' exists and is not what headprune writes there; move it away, or choose "
-            "another output."
-        )
-    if place.exists() and not overwrite:
-        raise CheckpointError(
-            f"The output '{path}' already exists. Choose another one, or replace it with "
-            "--overwrite."
-        )
-
-
 def refuse_foreign(path: Path) -> None:
     """Refuses a folder that holds what headprune did not write.
 
@@ -165,7 +200,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def refuse_input(path: Path, inputs: Sequence[Input]) -> None:
-    """Refuses an output folder that is, holds or lies in an input.
+    """Refuses an output folder that is or holds an input, or lies in a model or the like.
 
     Raises:
         CheckpointError: Naming the input.
@@ -176,19 +211,11 @@ def refuse_input(path: Path, inputs: Sequence[Input]) -> None:
             how = "is the input"
         elif source.is_relative_to(place):
             how = "holds the input"
-        elif place.is_relative_to(source):
+        elif place.is_relative_to(source) and is_one_piece(source):
             how = "lies in the input"
         else:
             continue
         raise CheckpointError(f"The output '{path}' {how} '{given}'. Choose another output.")
-
-
-def _refuse_input_file(path: Path, inputs: Sequence[Input]) -> None:
-    place = real(path)
-    for given, source in _places(inputs):
-        if source == place or (place.exists() and place.is_relative_to(source)):
-            how = "is the input" if source == place else "is a file of the input"
-            raise CheckpointError(f"The output '{path}' {how} '{given}'. Choose another output.")
 
 
 def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:

@@ -10,17 +10,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from headprune.errors import CheckpointError
 from headprune.parsing import read_json, read_yaml
 from headprune.runtime import MANIFEST
 
 IMPORTED = "import.json"
-GENERATOR = "headprune"  # how the files name their maker
 _ANYWHERE = (".DS_Store", "Thumbs.db", "desktop.ini", ".gitattributes")  # of file managers and hubs
 # what a dead run of this or an older version left, and a download from the hub
 _LEFTOVERS = ("*.partial/new/*", "*.partial/old/*", "*.partial", ".cache/huggingface/*")
@@ -43,6 +41,11 @@ class Kind:
     files: tuple[str, ...] = ()
     listed: Callable[[dict[str, Any]], Iterable[str]] = lambda content: ()
 
+    def content(self, folder: Path) -> dict[str, Any] | None:
+        """The content of the record; None where the folder is none of this kind."""
+        read = read_yaml if self.record.endswith(".yaml") else read_json
+        return _content(folder / self.record, self.fields, read)
+
 
 def _of_manifest(content: dict[str, Any]) -> Iterable[str]:
     return content["files"] if isinstance(content["files"], dict) else ()
@@ -61,65 +64,80 @@ def _of_run(content: dict[str, Any]) -> Iterator[str]:
 
 _TRAINING = ("history.jsonl", "checkpoints/*")
 _SCORES = ("scores.safetensors", "scores.json")
-KINDS = {
-    "result": Kind(
+SWEEP = Kind(
+    "config.yaml",
+    frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
+    ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*", "tmp????????/*"),
+)
+TRAININGS = (
+    Kind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
+    Kind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
+)
+KINDS = (
+    SWEEP,
+    Kind(
         MANIFEST,
         frozenset({"source", "lineage", "shape", "proof", "files"}),
         ("README.md",),
         _of_manifest,
     ),
-    "gates": Kind(
+    Kind(
         "gates.json",
         frozenset({"headprune_version", "model", "unit", "modules", "kept_heads"}),
         ("gates.safetensors", "weights.safetensors", "config.yaml", *_TRAINING),
     ),
-    "scores": Kind(
-        "scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES
-    ),
-    "sweep": Kind(
-        "config.yaml",
-        frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
-        ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*"),
-    ),
-    "training of gates": Kind(
-        "config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING
-    ),
-    "healing": Kind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
-    "run": Kind(
+    Kind("scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES),
+    *TRAININGS,
+    Kind(
         "run.json",
         frozenset({"name", "versions", "steps"}),
         ("recipe.yaml", "requirements.lock", ".lock", ".partial/*"),
         _of_run,
     ),
-    "imported weights": Kind(IMPORTED, frozenset({"headprune_version", "files"}), (), _of_import),
-}
+    Kind(IMPORTED, frozenset({"headprune_version", "files"}), (), _of_import),
+)
 
 
-def kind_of(folder: Path) -> str | None:
-    """What headprune wrote in a folder; None where it is none of ours."""
-    return next((name for name, kind in KINDS.items() if _record(folder, kind) is not None), None)
+def is_training(folder: Path) -> bool:
+    """Whether a training was interrupted in a folder, and can go on."""
+    begun = (folder / "checkpoints").is_dir()
+    return begun and any(kind.content(folder) is not None for kind in TRAININGS)
+
+
+def is_one_piece(folder: Path) -> bool:
+    """Whether a folder is a model, or what headprune wrote: nothing else belongs in it."""
+    return (folder / "config.json").is_file() or bool(_parts(folder))
+
+
+def part_of(folder: Path, file: Path) -> bool:
+    """Whether a file is one of those that make up what headprune wrote in a folder."""
+    if not (file.is_relative_to(folder) and file.exists()):
+        return False
+    inside = file.relative_to(folder).as_posix()
+    return any(fnmatch(inside, pattern) for pattern in _parts(folder))
 
 
 def foreign(folder: Path) -> str | None:
     """The first file in a folder that headprune did not write there; None if all are ours."""
-    patterns: list[str] = []
-    named: set[str] = set()
-    for kind in KINDS.values():
-        content = _record(folder, kind)
-        if content is not None:
-            patterns += [kind.record, *kind.files]
-            named |= {str(file) for file in kind.listed(content)}
+    parts = _parts(folder)
     for file in _files(folder):
         inside = file.relative_to(folder).as_posix()
         litter = file.name in _ANYWHERE or any(fnmatch(inside, one) for one in _LEFTOVERS)
-        known = inside in named or any(fnmatch(inside, pattern) for pattern in patterns)
-        if not (litter or known or (patterns and is_ours(file))):
+        known = any(fnmatch(inside, pattern) for pattern in parts)
+        if not (litter or known or (parts and is_ours(file))):
             return inside
     return None
 
 
-def _record(folder: Path, kind: Kind) -> dict[str, Any] | None:
-    return _content(folder / kind.record, kind.fields)
+def _parts(folder: Path) -> list[str]:
+    """Patterns of the files that the records in a folder stand for."""
+    found: list[str] = []
+    for kind in KINDS:
+        content = kind.content(folder)
+        if content is not None:
+            listed = (escape(str(file)) for file in kind.listed(content))
+            found += [kind.record, *kind.files, *listed]
+    return found
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -136,60 +154,55 @@ def _files(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class FileKind:
-    """A file that headprune writes.
+    """A file that headprune writes; called with a file, it says whether that is one.
 
     Attributes:
-        fields: Sets of fields; it is JSON, or YAML, that has all of one of them.
-        mark: What stands near its start, if it is neither.
+        fields: What it holds, among other things, if it is JSON or YAML.
+        marks: What stands near its start, if it is neither; one of these.
+        read: Reads the former.
     """
 
-    fields: tuple[frozenset[str], ...] = ()
-    mark: bytes = b""
+    fields: frozenset[str] = frozenset()
+    marks: tuple[bytes, ...] = ()
+    read: Callable[[Path], Any] = read_json
 
-
-PLAN = FileKind((frozenset({"unit", "attentions"}),))
-EVALUATION = FileKind((frozenset({"provenance", "model", "differences"}),))
-CHECK = FileKind((frozenset({"provenance", "model", "verdict", "limits"}),))
-BASELINE = FileKind((frozenset({"subject", "inputs_sha256", "structure", "samples"}),))
-RECIPE = FileKind((frozenset({"model", "output", "steps"}),))
-JUNIT = FileKind(mark=b'<testsuite name="headprune check"')
-PAGE = FileKind(mark=b'<meta name="generator" content="headprune')
-SUMMARY = FileKind(mark=b"<!-- headprune")
-FIGURE = FileKind(mark=b"headprune")
-FILE_KINDS = (PLAN, EVALUATION, CHECK, BASELINE, JUNIT, PAGE, SUMMARY)
-
-
-def is_ours(file: Path, *kinds: FileKind) -> bool:
-    """Whether headprune wrote a file.
-
-    Args:
-        file: The file; a link is none of ours.
-        *kinds: What it must be; none for any of those that a user may have put among others.
-    """
-    if file.is_symlink() or not file.is_file():
-        return False
-    return any(_is(file, kind) for kind in kinds or FILE_KINDS)
-
-
-def _is(file: Path, kind: FileKind) -> bool:
-    if kind.mark:
+    def __call__(self, file: Path) -> bool:
+        """Whether headprune wrote a file; a link is none of ours."""
+        if file.is_symlink() or not file.is_file():
+            return False
+        if not self.marks:
+            return _content(file, self.fields, self.read) is not None
         try:
             with file.open("rb") as stream:
-                return kind.mark in stream.read(_MARKED_BYTES)
+                start = stream.read(_MARKED_BYTES)
         except OSError:
             return False
-    return any(_content(file, fields) is not None for fields in kind.fields)
+        return any(mark in start for mark in self.marks)
 
 
-def _content(file: Path, fields: frozenset[str]) -> dict[str, Any] | None:
+PLAN = FileKind(frozenset({"unit", "attentions"}))
+EVALUATION = FileKind(frozenset({"provenance", "model", "differences"}))
+CHECK = FileKind(frozenset({"verdict", "limits", "judge_s"}))
+BASELINE = FileKind(frozenset({"subject", "inputs_sha256", "structure", "samples"}))
+RECIPE = FileKind(frozenset({"model", "output", "steps"}), read=read_yaml)
+JUNIT = FileKind(marks=(b'<testsuite name="headprune check"',))
+REPORT = FileKind(marks=(b'<meta name="generator" content="headprune', b"<!-- headprune"))
+FIGURE = FileKind(marks=(b"<dc:title>headprune</dc:title>", b"Software\0headprune"))
+# what a user may have put into a folder of ours
+_AMONG_OTHERS = (PLAN, EVALUATION, CHECK, BASELINE, JUNIT, REPORT, FIGURE)
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is of any kind that headprune writes by itself."""
+    return any(kind(file) for kind in _AMONG_OTHERS)
+
+
+def _content(
+    file: Path, fields: frozenset[str], read: Callable[[Path], Any]
+) -> dict[str, Any] | None:
     """The content of a JSON or YAML file that has all of some fields."""
-    if not file.is_file() or file.suffix not in (".json", ".yaml", ".yml"):
-        return None
     try:
-        content = read_json(file) if file.suffix == ".json" else read_yaml(file, loader=_LOADER)
+        content = read(file)
     except (CheckpointError, FileNotFoundError):
         return None
     return content if isinstance(content, dict) and fields <= content.keys() else None
-
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -10,6 +10,7 @@ import typer
 from headprune._version import __version__
 from headprune.cli import terminal
 from headprune.cli.check import check
+from headprune.cli.clean import clean
 from headprune.cli.convert_gqa import convert_gqa
 from headprune.cli.evaluate import evaluate
 from headprune.cli.families import families
@@ -75,6 +76,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "check": check,
     "run": run,
     "init": init,
+    "clean": clean,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)

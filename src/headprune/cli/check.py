@@ -84,7 +84,9 @@ def check(
             "--allow-other", help="Replace a baseline of other data, settings or another model."
         ),
     ] = False,
-    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML there.")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write JUnit XML there, also over an earlier one.")
+    ] = None,
     seq_len: SeqLen = _CHECK.seq_len,
     batch_size: EvaluateBatch = _CHECK.batch_size,
     max_windows: MaxWindows = None,
@@ -124,13 +126,12 @@ def check(
     try:
         with _never_one():
             config = _config(values)
-            if junit is not None:
-                junit.unlink(missing_ok=True)  # an old one would look like this run's
             if update_baseline:
                 _update(config, allow_dirty, allow_other, trust_remote_code, json_)
                 return
-            report = _run(config, trust_remote_code)
-            _tell(report, junit, json_)
+            with _junit(junit, config):
+                report = _run(config, trust_remote_code)
+                _tell(report, junit, json_)
     except HeadpruneError as error:
         if os.environ.get("GITHUB_ACTIONS") == "true":
             from headprune.regression.actions import annotation
@@ -155,6 +156,29 @@ def _never_one() -> Iterator[None]:
         raise HeadpruneError(
             f"The check itself failed: {type(error).__name__}: {error}. Please report this."
         ) from error
+
+
+@contextmanager
+def _junit(path: Path | None, config: cfg.CheckConfig) -> Iterator[None]:
+    """Keeps the JUnit file for this run; if the check cannot run, the file says so.
+
+    An old one would look like this run's.
+    """
+    if path is None:
+        yield
+        return
+    from headprune.checkpoint.outputs import claimed_file
+    from headprune.checkpoint.ownership import JUNIT
+    from headprune.regression.junit import junit_error
+    from headprune.writing import write_whole
+
+    inputs = (config.model, config.data, config.baseline, config.against)
+    with claimed_file(path, JUNIT, overwrite=True, inputs=inputs):
+        try:
+            yield
+        except BaseException as error:  # also by Ctrl-C
+            write_whole(path, junit_error(config.model, str(error) or type(error).__name__))
+            raise
 
 
 def _config(values: dict[str, Any]) -> cfg.CheckConfig:

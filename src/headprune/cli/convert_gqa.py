@@ -116,51 +116,52 @@ def convert_gqa(
         cfg.build(cfg.HealConfig, healing)
     source = None if calibrate is None else data_config(calibrate, split, text_column, None)
     terminal.quiet_libraries()
-    from headprune.checkpoint.folders import check_output
+    from headprune.checkpoint.outputs import claimed
     from headprune.cli import render
     from headprune.pipelines.convert_gqa import convert_gqa as pipeline
+    from headprune.writing import beside
 
-    check_output(output, overwrite)
-    converted_to = output if heal_steps is None else output.with_name(f"{output.name}-unhealed")
-    with terminal.bar() as bar:
-        result = pipeline(
-            model,
-            converted_to,
-            config,
-            calibrate=source,
-            shape=shape,
+    converted_to = output if heal_steps is None else beside(output, "{}-unhealed")
+    with claimed(output, overwrite, (model, calibrate)):
+        with terminal.bar() as bar:
+            result = pipeline(
+                model,
+                converted_to,
+                config,
+                calibrate=source,
+                shape=shape,
+                overwrite=overwrite,
+                trust_remote_code=trust_remote_code,
+                assume_supported=assume_supported,
+                drop_unexpected=drop_unexpected,
+                on_stage=bar.stage,
+                on_module=bar.step,
+            )
+        terminal.warn(result.pruned.warnings)
+        if not json_:
+            render.converted(terminal.out, result)
+        elif heal_steps is None:
+            typer.echo(json.dumps(result.as_json(), indent=2))
+        if heal_steps is None or calibrate is None:
+            return
+        heal(
+            str(converted_to),
+            teacher=model,
+            data=calibrate,
+            output=output,
+            steps=heal_steps,
+            seq_len=min(seq_len, _HEAL.seq_len),
+            train=train,
+            learning_rate=learning_rate,
+            bf16=bf16,
+            seed=seed,
             overwrite=overwrite,
+            split=split,
+            text_column=text_column,
+            json_=json_,
             trust_remote_code=trust_remote_code,
             assume_supported=assume_supported,
             drop_unexpected=drop_unexpected,
-            on_stage=bar.stage,
-            on_module=bar.step,
+            out_dtype=out_dtype,
         )
-    terminal.warn(result.pruned.warnings)
-    if not json_:
-        render.converted(terminal.out, result)
-    elif heal_steps is None:
-        typer.echo(json.dumps(result.as_json(), indent=2))
-    if heal_steps is None or calibrate is None:
-        return
-    heal(
-        str(converted_to),
-        teacher=model,
-        data=calibrate,
-        output=output,
-        steps=heal_steps,
-        seq_len=min(seq_len, _HEAL.seq_len),
-        train=train,
-        learning_rate=learning_rate,
-        bf16=bf16,
-        seed=seed,
-        overwrite=overwrite,
-        split=split,
-        text_column=text_column,
-        json_=json_,
-        trust_remote_code=trust_remote_code,
-        assume_supported=assume_supported,
-        drop_unexpected=drop_unexpected,
-        out_dtype=out_dtype,
-    )
-    shutil.rmtree(converted_to, ignore_errors=True)
+        shutil.rmtree(converted_to, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,9 @@ def evaluate(
     against: Annotated[
         str | None, typer.Option(help="Base model: report paired differences to it.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the report as JSON, also over an earlier one.")
+    ] = None,
     seq_len: SeqLen = _EVALUATE.seq_len,
     batch_size: EvaluateBatch = _EVALUATE.batch_size,
     max_windows: MaxWindows = None,
@@ -77,10 +80,15 @@ def evaluate(
     )
     source = data_config(data, split, text_column, label_column)
     terminal.quiet_libraries()
+    from headprune.checkpoint.outputs import claimed_file
+    from headprune.checkpoint.ownership import EVALUATION
     from headprune.cli import render
     from headprune.pipelines.evaluate import evaluate as pipeline
 
-    with terminal.counted("evaluating") as progress:
+    claim: AbstractContextManager[None] = nullcontext()
+    if output is not None:
+        claim = claimed_file(output, EVALUATION, overwrite=True, inputs=(model, data, against))
+    with claim, terminal.counted("evaluating") as progress:
         report = pipeline(
             model,
             source,
@@ -90,8 +98,8 @@ def evaluate(
             drop_unexpected=drop_unexpected,
             progress=progress,
         )
-    if output is not None:
-        report.write(output)
+        if output is not None:
+            report.write(output)
     if json_:
         typer.echo(report.model_dump_json(indent=2))
     else:

@@ -54,12 +54,15 @@ def heat_maps(console: Console, scores: Scores) -> None:
     console.print(f"[bright_black]{SHADES[0]} would go first, {SHADES[-1]} last[/]")
 
 
-def figures(scores: Scores, path: Path) -> list[Path]:
+def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
     """Draws every criterion into a file of its own; returns the files.
 
     Raises:
-        HeadpruneError: If the suffix is none that can be drawn.
+        HeadpruneError: If the suffix is none that can be drawn, or a file exists and must not be
+            replaced.
     """
+    from headprune.checkpoint.outputs import claimed_files
+    from headprune.checkpoint.ownership import FIGURE
     from headprune.report.figures import SUFFIXES, heat_map, save
 
     if path.suffix not in SUFFIXES:
@@ -67,21 +70,23 @@ def figures(scores: Scores, path: Path) -> list[Path]:
             f"--figure {path}: give a file name that ends in {' or '.join(SUFFIXES)}."
             f"{did_you_mean(path.suffix, list(SUFFIXES))}"
         )
-    drawn = []
-    for name, values in scores.scores.items():
-        rows = _by_module(scores, _ranks(values))
-        single = len(scores.scores) == 1
-        target = path if single else path.with_name(f"{path.stem}-{name}{path.suffix}")
-        figure = heat_map(
-            [ranks for _, ranks in rows],
-            [module for module, _ in rows],
-            f"{name}: {scores.metadata.model.name}",
-            value_label="rank among all",
-            column_label=scores.metadata.unit.value,
-        )
-        save(figure, target)
-        drawn.append(target)
-    return drawn
+    single = len(scores.scores) == 1
+    files = {
+        name: path if single else path.with_name(f"{path.stem}-{name}{path.suffix}")
+        for name in scores.scores
+    }
+    with claimed_files(files.values(), FIGURE, overwrite):
+        for name, file in files.items():
+            rows = _by_module(scores, _ranks(scores.scores[name]))
+            figure = heat_map(
+                [ranks for _, ranks in rows],
+                [module for module, _ in rows],
+                f"{name}: {scores.metadata.model.name}",
+                value_label="rank among all",
+                column_label=scores.metadata.unit.value,
+            )
+            save(figure, file)
+    return list(files.values())
 
 
 def planned(console: Console, result: Planned, output: Path, next_command: str) -> None:

@@ -82,7 +82,7 @@ def score(
     if show is not None:
         if model is not None or output is not None:
             raise HeadpruneError("--show draws a scores folder: leave out MODEL and --output.")
-        _show(show, figure, json_)
+        _show(show, figure, overwrite, json_)
         return
     if model is None or output is None:
         raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
@@ -134,7 +134,7 @@ def score(
         render.scores(terminal.out, result, output, following)
 
 
-def _show(folder: Path, figure: Path | None, json_: bool) -> None:
+def _show(folder: Path, figure: Path | None, overwrite: bool, json_: bool) -> None:
     terminal.quiet_libraries()
     from headprune.checkpoint.scores import read_scores
     from headprune.cli import render_scores as render
@@ -144,5 +144,5 @@ def _show(folder: Path, figure: Path | None, json_: bool) -> None:
         typer.echo(render.scores_json(found))
     else:
         render.heat_maps(terminal.out, found)
-    for path in render.figures(found, figure) if figure is not None else ():
+    for path in render.figures(found, figure, overwrite) if figure is not None else ():
         terminal.err.print(f"Drawn to {path}.")

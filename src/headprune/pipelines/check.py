@@ -13,6 +13,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
+from headprune.checkpoint.outputs import claimed_file
+from headprune.checkpoint.ownership import BASELINE
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation import speed
@@ -24,7 +26,7 @@ from headprune.models.cost import ModelCost, model_cost
 from headprune.pipelines.evaluate import Evaluation, Loaded, load, run
 from headprune.plan import Shape
 from headprune.regression.baseline import Baseline, Subject, read_baseline
-from headprune.regression.git import git_state
+from headprune.regression.git import GitState, git_state
 from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Kind, Limit, parse_limit
 from headprune.regression.verdicts import (
     Judged,
@@ -154,7 +156,21 @@ def update_baseline(
             f"tracked files differ from it ('{state.changed[0]}' the first). Commit them, or give "
             "--allow-dirty."
         )
-    earlier = read_baseline(path) if path.exists() and not allow_other else None
+    with claimed_file(path, BASELINE, True, (config.model, config.data, config.against)):
+        earlier = read_baseline(path) if path.exists() and not allow_other else None
+        baseline = _record(config, limits, state, earlier, trust_remote_code, progress)
+        baseline.write(path)
+    return baseline
+
+
+def _record(
+    config: CheckConfig,
+    limits: list[Limit],
+    state: GitState | None,
+    earlier: Baseline | None,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Baseline:
     # of use for embeddings only, which are measured against the original
     original = not limits or any(one.metric in _FIDELITY for one in limits)
     loaded = _load(config, config.against if original else None, trust_remote_code)
@@ -162,7 +178,7 @@ def update_baseline(
         _compare_origin(earlier, loaded, config)
     evaluation = run(loaded, config.data_config(), config.evaluate_config(), progress)
     report = evaluation.report
-    baseline = Baseline(
+    return Baseline(
         **report.provenance.model_dump(exclude={"data_sha256", "settings"}),
         commit=state.commit if state is not None else None,
         dirty=bool(state is not None and state.changed),
@@ -178,8 +194,6 @@ def update_baseline(
         load_route=_load_route(loaded.nets[0]),
         samples={k: tuple(v.tolist()) for k, v in evaluation.samples[0].columns.items()},
     )
-    baseline.write(path)
-    return baseline
 
 
 def _load(config: CheckConfig, against: str | None, trust_remote_code: bool) -> Loaded:

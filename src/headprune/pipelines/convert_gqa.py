@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.folders import check_output
+from headprune.checkpoint.outputs import claims_output
 from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
 from headprune.data.sources import read_examples, refuse_missing_file
 from headprune.data.windows import packed_windows
@@ -68,6 +68,7 @@ class Converted:
         return self.pruned.manifest.model_dump(mode="json")
 
 
+@claims_output("model", "calibrate")
 def convert_gqa(
     model: str | Path,
     output: Path,
@@ -101,7 +102,6 @@ def convert_gqa(
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the merged original computes.
     """
-    check_output(output, overwrite)
     name = config.merge or ("lowrank" if calibrate is not None else "mean")
     merge = MERGES[name]
     if name in NEEDS_CALIBRATION and calibrate is None:

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-from headprune.checkpoint.folders import check_output
-from headprune.checkpoint.outputs import whole_folder
+from headprune._version import __version__
+from headprune.checkpoint.outputs import claims_output, whole_folder
+from headprune.checkpoint.ownership import IMPORTED
 from headprune.checkpoint.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
 from headprune.checkpoint.sandbox import converse
 from headprune.checkpoint.streaming import bytes_of, describe
@@ -62,6 +63,7 @@ class Imported:
         return {**asdict(self), "output": str(self.output)}
 
 
+@claims_output("folder")
 def import_pickle(
     folder: Path,
     output: Path,
@@ -84,8 +86,7 @@ def import_pickle(
         CheckpointError: If there is nothing to import, a pickle is damaged or asks for more than
             tensors, or the folder cannot be read or written.
     """
-    check_output(output, overwrite)
-    _check_folder(folder, output)
+    _check_folder(folder)
     contents = survey(folder)
     with whole_folder(output) as new:
         for name in contents.kept:
@@ -98,6 +99,7 @@ def import_pickle(
         for module in contents.modules:
             (new / module).mkdir(exist_ok=True)
             _convert(folder / module, new / module, {WEIGHTS: SAFE}, {}, output, on_stage)
+        _write_record(new)
     described = [facts for tensors in told["written"].values() for facts in tensors.values()]
     return Imported(
         output=output,
@@ -113,7 +115,7 @@ def import_pickle(
     )
 
 
-def _check_folder(folder: Path, output: Path) -> None:
+def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
             f"'{folder}' is no folder; give one with the pickled weights and their config.json."
@@ -130,12 +132,6 @@ def _check_folder(folder: Path, output: Path) -> None:
         described = False
     if not described:
         raise CheckpointError(f"'{folder / 'config.json'}' is damaged; get it again.")
-    old, new = folder.resolve(), output.resolve()
-    if old.is_relative_to(new) or new.is_relative_to(old):
-        raise CheckpointError(
-            f"The output '{output}' and '{folder}' lie in one another; the import must not touch "
-            "the original. Give another name."
-        )
 
 
 def _convert(
@@ -203,6 +199,15 @@ def _refuse_missing(folder: Path, names: frozenset[str], told: dict[str, Any]) -
             f"The shards of '{folder}' lack {len(missing)} tensors of their index, "
             f"'{printable(missing[0])}' the first. Get the folder again."
         )
+
+
+def _write_record(folder: Path) -> None:
+    """Writes what the new folder is known by."""
+    files = sorted(
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    )
+    record = {"schema_version": 1, "headprune_version": __version__, "files": files}
+    (folder / IMPORTED).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_index(folder: Path, written: dict[str, dict[str, list[Any]]]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from headprune.checkpoint.outputs import claimed_file
+from headprune.checkpoint.ownership import RECIPE
 from headprune.errors import RecipeError
 from headprune.recipe import Recipe, read_recipe
 from headprune.writing import write_whole
@@ -63,11 +65,12 @@ def init(path: Path, answers: Answers, overwrite: bool = False) -> Recipe:
         overwrite: Replace an existing file.
 
     Raises:
-        RecipeError: If the file exists, or there is no text to measure on.
+        CheckpointError: If the file exists and must not be replaced.
+        RecipeError: If there is no text to measure on.
     """
-    if path.exists() and not overwrite:
-        raise RecipeError(f"'{path}' exists. Give another name, or replace it with --overwrite.")
-    write_whole(path, recipe_text(answers, path.name))
+    inputs = (answers.model, answers.data, answers.test_data)
+    with claimed_file(path, RECIPE, overwrite, inputs):
+        write_whole(path, recipe_text(answers, path.name))
     return read_recipe(path)
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.checkpoint.outputs import claims_output
+from headprune.checkpoint.ownership import PLAN
 from headprune.checkpoint.scores import Scores, ScoresMetadata, read_scores
 from headprune.config import BudgetConfig, DataConfig
 from headprune.criteria import CRITERIA
-from headprune.errors import CheckpointError, PlanError
+from headprune.errors import PlanError
 from headprune.evaluation.speed import measure
 from headprune.models.allocation import Limit, allocate
 from headprune.models.attention import attention_of
@@ -56,6 +58,7 @@ class Planned:
         return reckons_with_refit(self.criterion)
 
 
+@claims_output("model", "scores", kind=PLAN)
 def plan(
     model: str | Path,
     scores: Path,
@@ -92,11 +95,6 @@ def plan(
         HeadpruneError: If model, scores and budgets do not fit together.
     """
     watch = watch or Watch()
-    if output is not None and output.exists() and not overwrite:
-        raise CheckpointError(
-            f"The output '{output}' already exists. Choose another one, or replace it with "
-            "--overwrite."
-        )
     metadata = read_scores(scores).metadata
     name, _ = read_scores(scores).of(criterion)
     if rounds > 1:
@@ -110,11 +108,7 @@ def plan(
         net, source, model, found, budget, criterion, rounds, refit, watch, trust_remote_code
     )
     if output is not None:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            planned.plan.write(output)
-        except OSError as error:
-            raise CheckpointError(f"Could not write '{output}': {error}.") from None
+        planned.plan.write(output)
     return planned
 
 

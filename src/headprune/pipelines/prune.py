@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from headprune import hub
 from headprune.checkpoint.card import write_card
-from headprune.checkpoint.folders import check_output, copy_companions
+from headprune.checkpoint.folders import copy_companions
 from headprune.checkpoint.gates import read_gates, read_metadata
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
-from headprune.checkpoint.outputs import whole_folder
+from headprune.checkpoint.outputs import claims_output, whole_folder
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
 from headprune.criteria import CRITERIA
@@ -142,6 +142,7 @@ class Pruned:
         return {**self.manifest.model_dump(mode="json"), "warnings": list(self.warnings)}
 
 
+@claims_output("model", "gates", "plan", "scores", "refit")
 def prune(
     model: str | Path,
     output: Path,
@@ -190,7 +191,6 @@ def prune(
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the gated original computes.
     """
-    check_output(output, overwrite)
     evidence = _Evidence(gates, plan, scores, criterion, keep)
     _refuse(evidence, refit)
     on_stage("loading the model")
@@ -240,6 +240,7 @@ def reckons_with_refit(criterion: str) -> tuple[str, ...]:
     )
 
 
+@claims_output("model")
 def migrate(
     model: str | Path,
     output: Path,
@@ -269,7 +270,6 @@ def migrate(
         CheckpointError: If nothing was pruned in it, or it cannot be read or written.
         ProofError: If the result does not compute what the old folder computes.
     """
-    check_output(output, overwrite)
     config = load_config(model, trust_remote_code=trust_remote_code)
     if not has_pruned_heads(config):
         raise CheckpointError(

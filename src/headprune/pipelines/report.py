@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from headprune.checkpoint.outputs import claimed_file, claimed_files
+from headprune.checkpoint.ownership import FIGURE, REPORT
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.report import Difference, ModelReport, Report
 from headprune.pipelines.check import CheckReport
@@ -19,6 +21,9 @@ from headprune.report.figures import save
 from headprune.report.reading import assemble
 from headprune.report.view import Check, Evaluation, Interval, Quality, Run, Size
 from headprune.writing import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FIDELITY = ("mean_cosine", "similarity_correlation")
 MARKDOWN = (".md", ".markdown")
@@ -61,7 +66,7 @@ def report(
             them and reports of ``evaluate``), or such reports themselves.
         output: The page to write, or with a suffix of Markdown a summary for a pull request.
         figures: Folder that gets every figure as PNG and SVG.
-        overwrite: Replace an existing output.
+        overwrite: Replace an existing page and existing figures, if headprune wrote them.
 
     Raises:
         HeadpruneError: If there is nothing to report on, a run is not finished, or the output
@@ -74,9 +79,14 @@ def report(
             f"'{output}': a report is written as a page (.html) or as Markdown (.md); name such a "
             "file."
         )
-    if output.exists() and not overwrite:
-        raise CheckpointError(f"'{output}' exists already; replace it with --overwrite.")
     places = list(dict.fromkeys(Path(run) for run in runs))
+    with claimed_file(output, REPORT, overwrite, places):
+        return _report(places, output, figures, overwrite)
+
+
+def _report(
+    places: Sequence[Path], output: Path, figures: Path | None, overwrite: bool
+) -> Reported:
     found = [discover(place) for place in places]
     evaluations = {
         file: read_evaluation(file, content)
@@ -89,8 +99,10 @@ def report(
     shown = [_with_checks(run, checks) for run in assemble(found, evaluations)]
     drawn = page.contents(shown)
     text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
-    write_whole(output, text)
-    written = () if figures is None else _write_figures(drawn, figures)
+    named = {} if figures is None else _figures(drawn, figures)
+    with claimed_files(named, FIGURE, overwrite, places):
+        write_whole(output, text)
+        written = tuple(save(figure, path) for path, figure in named.items())
     return Reported(tuple(shown), output, written)
 
 
@@ -116,7 +128,8 @@ def _with_checks(run: Run, checks: Sequence[Check]) -> Run:
     return replace(run, checks=mine)
 
 
-def _write_figures(drawn: page.Contents, folder: Path) -> tuple[Path, ...]:
+def _figures(drawn: page.Contents, folder: Path) -> dict[Path, Figure]:
+    """Every figure, once for each of its files."""
     several = len(drawn.runs) > 1
     named = {chart.name: chart.figure for chart in drawn.shared}
     for number, (run, charts) in enumerate(zip(drawn.runs, drawn.own, strict=True), 1):
@@ -125,11 +138,11 @@ def _write_figures(drawn: page.Contents, folder: Path) -> tuple[Path, ...]:
         if heads is not None:
             named[f"{prefix}head-map"] = heads
         named |= {f"{prefix}{chart.name}": chart.figure for chart in charts}
-    return tuple(
-        save(figure, folder / f"{name}{suffix}")
+    return {
+        folder / f"{name}{suffix}": figure
         for name, figure in named.items()
         for suffix in (".svg", ".png")
-    )
+    }
 
 
 def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:

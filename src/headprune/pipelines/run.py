@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from headprune.checkpoint.manifest import versions
+from headprune.checkpoint.outputs import refuse_input
 from headprune.checkpoint.runs import (
     LOCK,
     PARTIAL,
@@ -35,7 +36,7 @@ from headprune.pipelines.steps import ROWS, Job, Watch
 from headprune.recipe import ORIGINAL, Recipe, Slot, Step
 from headprune.training import processes
 from headprune.training.slim import Interrupted
-from headprune.writing import write_error, write_whole
+from headprune.writing import adopt, put, write_error, write_whole
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run
 
@@ -113,6 +114,8 @@ def run(recipe: Recipe, watch: Watch | None = None) -> Run:
         steps = {name: record.steps[name] for name in recipe.steps if name in record.steps}
         record = record.model_copy(update={"steps": steps, "versions": versions()})
         _begin(recipe, record)
+        for name in recipe.steps:
+            adopt(recipe.output / PARTIAL / name, recipe.output / name, _old(recipe, name))
         cached = []
         original = digest_of_model(recipe)
         for name in recipe.steps:
@@ -144,6 +147,8 @@ def open_run(recipe: Recipe) -> RunRecord:
     for data in recipe.data.values():
         refuse_missing_file(data.source)
     output = recipe.output
+    for name in recipe.steps:
+        refuse_input(output / name, _places(recipe))
     if output.is_file():
         raise CheckpointError(f"The output '{output}' is a file; give a folder name.")
     record = read_run(output)
@@ -162,6 +167,17 @@ def open_run(recipe: Recipe) -> RunRecord:
             f"'{recipe.name}'. Choose another one: --set output=FOLDER."
         )
     return record
+
+
+def _places(recipe: Recipe) -> list[str]:
+    """Where the model, the data, and what steps take from elsewhere lie, or ids of the hub."""
+    taken = [
+        str(getattr(step, slot))
+        for step in recipe.steps.values()
+        for slot, kind in step.slots().items()
+        if kind is not Slot.DATA and getattr(step, slot) not in (None, ORIGINAL, *recipe.steps)
+    ]
+    return [recipe.model, *(data.source for data in recipe.data.values()), *taken]
 
 
 def digest_of_model(recipe: Recipe) -> str:
@@ -321,7 +337,10 @@ def _do(
         raise type(error)(f"Step '{name}': {error}") from error
     seconds = time.monotonic() - start
     files = hashes(job.output)
-    _put(job.output, recipe.output / name)
+    try:
+        put(job.output, recipe.output / name, _old(recipe, name))
+    except OSError as error:
+        raise write_error(recipe.output / name, error) from error
     done = {"seconds": seconds, "files": files, **vars(result)}
     record = record.with_step(name, unfinished.model_copy(update=done))
     record.write(recipe.output)
@@ -346,15 +365,6 @@ def _inputs(recipe: Recipe, step: Step) -> dict[str, str]:
     return places
 
 
-def _put(made: Path, place: Path) -> None:
-    """Moves a finished output to where it belongs, in the place of an earlier one."""
-    try:
-        if place.exists():
-            retired = made.with_name(f"{made.name}.old")
-            place.rename(retired)
-            made.rename(place)
-            shutil.rmtree(retired)
-        else:
-            made.rename(place)
-    except OSError as error:
-        raise write_error(place, error) from error
+def _old(recipe: Recipe, name: str) -> Path:
+    """Where the earlier output of a step waits while the new one takes its place."""
+    return recipe.output / PARTIAL / f"{name}.old"

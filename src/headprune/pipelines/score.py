@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import read_gates, read_metadata
 from headprune.checkpoint.manifest import versions
+from headprune.checkpoint.outputs import claims_output
 from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.criteria import CRITERIA, Evidence, Need
@@ -48,6 +48,7 @@ class Watch:
     step: Callable[[int, int], None] = lambda done, total: None
 
 
+@claims_output("model", "data", "gates")
 def score(
     model: str | Path,
     output: Path,
@@ -85,7 +86,6 @@ def score(
         HeadpruneError: If model, data and criteria do not fit together.
     """
     config, watch = config or CalibrationConfig(), watch or Watch()
-    check_output(output, overwrite)
     needs = needs_of(criteria)
     if needs & NEEDS_DATA and data is None:
         raise DataError(f"{_listed(criteria)} looks at what heads do on text: give --data DATA.")

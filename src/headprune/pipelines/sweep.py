@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headprune.checkpoint.folders import check_output
+from headprune.checkpoint.outputs import Input, claimed, whole_folder
+from headprune.checkpoint.ownership import SWEEP
 from headprune.checkpoint.scores import read_scores
 from headprune.config import (
     BudgetConfig,
@@ -39,7 +40,7 @@ from headprune.pipelines.prune import load, prune
 from headprune.pipelines.score import Watch, score
 from headprune.report.figures import Series, curve, pareto, save
 from headprune.tensors.units import Unit
-from headprune.writing import write_whole
+from headprune.writing import reserved, write_whole
 
 # of what a task measures, the number that the curve is drawn of
 MAIN = ("perplexity", "accuracy", "spearman", "similarity_correlation")
@@ -149,81 +150,97 @@ def sweep(
     _refuse(criteria, rounds)
     for each in (data, test):
         refuse_missing_file(each.source)
-    if not (output / "config.yaml").is_file():  # a folder that no sweep made is left alone
-        check_output(output, overwrite=False)
-    net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
-    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    room = min(positions or evaluation.seq_len, evaluation.seq_len)
-    evaluation = evaluation.model_copy(update={"seq_len": room})
-    # models without a head are measured against the whole one, also that one itself
-    against = model if task_of(net) == "features" else None
-    del net
-    settings = {
-        "model": str(model),
-        "fingerprint": source.fingerprint,
-        "data": data.model_dump(mode="json"),
-        "test": test.model_dump(mode="json"),
-        "unit": unit and unit.value,
-        "refit": refit,
-        "rounds": rounds,
-        "calibration": config.model_dump(mode="json"),
-        "evaluation": evaluation.model_dump(mode="json"),
-    }
-    _prepare(output, settings, overwrite)
-    options: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "assume_supported": assume_supported,
-        "drop_unexpected": drop_unexpected,
-    }
-    folder = output / "scores"
-    if not folder.is_dir() or set(read_scores(folder).scores) != set(criteria):
-        score(model, folder, criteria, data, config, unit, overwrite=True, watch=watch, **options)
-    asked = [(name, share) for name in criteria for share in keep]
-
-    def cut(name: str, criterion: str, share: float) -> Point:
-        with tempfile.TemporaryDirectory(dir=output) as scratch:
-            target: str | Path = model
-            if criterion:
-                target = Path(scratch) / "cut"
-                budget = BudgetConfig(keep=share)
-                planned = plan(model, folder, budget, None, criterion, rounds, refit, **options)
-                prune(
-                    model,
-                    target,
-                    plan=planned.plan,
-                    refit=data if refit else None,
-                    calibration=config,
-                    shape=ShapeOption.RAGGED,
-                    dtype=config.dtype,
-                    **options,
-                )
-            report = evaluate(
-                target,
-                test,
-                evaluation,
-                against=against,
-                trust_remote_code=trust_remote_code,
-                drop_unexpected=drop_unexpected,
+    inputs = (model, data.source, test.source)
+    with _room(output, overwrite, inputs) as place:
+        net, source = load(
+            model, config.dtype, trust_remote_code, assume_supported, drop_unexpected
+        )
+        positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
+        room = min(positions or evaluation.seq_len, evaluation.seq_len)
+        evaluation = evaluation.model_copy(update={"seq_len": room})
+        # models without a head are measured against the whole one, also that one itself
+        against = model if task_of(net) == "features" else None
+        del net
+        settings = {
+            "model": str(model),
+            "fingerprint": source.fingerprint,
+            "data": data.model_dump(mode="json"),
+            "test": test.model_dump(mode="json"),
+            "unit": unit and unit.value,
+            "refit": refit,
+            "rounds": rounds,
+            "calibration": config.model_dump(mode="json"),
+            "evaluation": evaluation.model_dump(mode="json"),
+        }
+        _prepare(place, settings)
+        options: dict[str, Any] = {
+            "trust_remote_code": trust_remote_code,
+            "assume_supported": assume_supported,
+            "drop_unexpected": drop_unexpected,
+        }
+        folder = place / "scores"
+        if not folder.is_dir() or set(read_scores(folder).scores) != set(criteria):
+            score(
+                model, folder, criteria, data, config, unit, overwrite=True, watch=watch, **options
             )
-        return _point(name, criterion, share, refit and bool(criterion), report.model)
+        asked = [(name, share) for name in criteria for share in keep]
 
-    def at(number: int, criterion: str, share: float) -> Point:
-        suffix = "-refit" if refit else ""
-        name = f"{criterion}-{share:g}{suffix}" if criterion else "whole"
-        watch.stage(f"point {number} of {len(asked)}: {name}" if number else "the whole model")
-        watch.step(number, len(asked) + 1)
-        path = output / "points" / f"{name}.json"
-        if not path.is_file():
-            point = cut(name, criterion, share)
-            write_whole(path, json.dumps(asdict(point), indent=2) + "\n")
-        return Point(**json.loads(path.read_text(encoding="utf-8")))
+        def cut(name: str, criterion: str, share: float) -> Point:
+            with reserved(place / "cut") as scratch:
+                target: str | Path = model
+                if criterion:
+                    target = scratch
+                    budget = BudgetConfig(keep=share)
+                    planned = plan(model, folder, budget, None, criterion, rounds, refit, **options)
+                    prune(
+                        model,
+                        target,
+                        plan=planned.plan,
+                        refit=data if refit else None,
+                        calibration=config,
+                        shape=ShapeOption.RAGGED,
+                        dtype=config.dtype,
+                        **options,
+                    )
+                report = evaluate(
+                    target,
+                    test,
+                    evaluation,
+                    against=against,
+                    trust_remote_code=trust_remote_code,
+                    drop_unexpected=drop_unexpected,
+                )
+            return _point(name, criterion, share, refit and bool(criterion), report.model)
 
-    whole = at(0, "", 1.0)
-    points = [at(n + 1, name, share) for n, (name, share) in enumerate(asked)]
-    result = _conclude(whole, points)
-    write_whole(output / "sweep.json", json.dumps(result.as_json(), indent=2) + "\n")
-    _draw(result, output, Path(model).name)
-    return result
+        def at(number: int, criterion: str, share: float) -> Point:
+            suffix = "-refit" if refit else ""
+            name = f"{criterion}-{share:g}{suffix}" if criterion else "whole"
+            watch.stage(f"point {number} of {len(asked)}: {name}" if number else "the whole model")
+            watch.step(number, len(asked) + 1)
+            path = place / "points" / f"{name}.json"
+            if not path.is_file():
+                point = cut(name, criterion, share)
+                write_whole(path, json.dumps(asdict(point), indent=2) + "\n")
+            return Point(**json.loads(path.read_text(encoding="utf-8")))
+
+        whole = at(0, "", 1.0)
+        points = [at(n + 1, name, share) for n, (name, share) in enumerate(asked)]
+        result = _conclude(whole, points)
+        write_whole(place / "sweep.json", json.dumps(result.as_json(), indent=2) + "\n")
+        _draw(result, place, Path(model).name)
+        return result
+
+
+@contextmanager
+def _room(output: Path, overwrite: bool, inputs: Sequence[Input]) -> Iterator[Path]:
+    """Yields where to write: the folder itself, or what will replace an existing one whole."""
+    begun = not overwrite and SWEEP.content(output) is not None
+    with claimed(output, overwrite, inputs, goes_on=begun):
+        if overwrite and output.is_dir() and any(output.iterdir()):
+            with whole_folder(output) as new:
+                yield new
+        else:
+            yield output
 
 
 def _refuse(criteria: Sequence[str], rounds: int) -> None:
@@ -243,10 +260,10 @@ def _refuse(criteria: Sequence[str], rounds: int) -> None:
             )
 
 
-def _prepare(output: Path, settings: dict[str, Any], overwrite: bool) -> None:
+def _prepare(output: Path, settings: dict[str, Any]) -> None:
     path = output / "config.yaml"
     begun = (output / "points").is_dir() and any((output / "points").iterdir())
-    if path.is_file() and begun and not overwrite:
+    if path.is_file() and begun:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
         changed = [name for name in settings if before.get(name) != settings[name]]
         if changed:

@@ -8,6 +8,8 @@ from xml.etree import ElementTree as Xml
 from headprune.markup import xml_safe
 from headprune.regression.verdicts import Judged, Verdict
 
+SUITE = "headprune check"
+
 
 def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float) -> str:
     """Renders the verdicts.
@@ -22,7 +24,7 @@ def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float
     failed = sum(one.verdict in failing for one in judged)
     skipped = sum(one.verdict is Verdict.TOO_CLOSE for one in judged) if not strict else 0
     counts = {"tests": len(judged), "failures": failed, "errors": 0, "skipped": skipped}
-    attributes = {"name": "headprune check", "time": f"{seconds:.3f}"}
+    attributes = {"name": SUITE, "time": f"{seconds:.3f}"}
     attributes |= {name: str(count) for name, count in counts.items()}
     root = Xml.Element("testsuites")
     suite = Xml.SubElement(root, "testsuite", attributes)
@@ -36,5 +38,24 @@ def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float
             Xml.SubElement(case, "skipped", message=xml_safe(one.sentence()))
         else:
             Xml.SubElement(case, "system-out").text = xml_safe(one.sentence())
+    return _text(root)
+
+
+def junit_error(model: str, why: str) -> str:
+    """Renders that there are no verdicts, and why.
+
+    Args:
+        model: Name of the model.
+        why: What kept the check from running.
+    """
+    counts = {"tests": "1", "failures": "0", "errors": "1", "skipped": "0"}
+    root = Xml.Element("testsuites")
+    suite = Xml.SubElement(root, "testsuite", {"name": SUITE, "time": "0.000"} | counts)
+    case = Xml.SubElement(suite, "testcase", classname=xml_safe(model), name="could not run")
+    Xml.SubElement(case, "error", message=xml_safe(why))
+    return _text(root)
+
+
+def _text(root: Xml.Element) -> str:
     Xml.indent(root)
     return Xml.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

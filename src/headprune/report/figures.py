@@ -346,9 +346,12 @@ def save(figure: Figure, path: Path) -> Path:
     if suffix not in SUFFIXES:
         raise HeadpruneError(f"'{path}': figures are written as .svg or .png, not '{path.suffix}'.")
     buffer = BytesIO()
-    # a date would make the same figure another file
-    metadata = {"Date": None} if suffix == ".svg" else None
+    # a date would make the same figure another file; by the other a later run knows its own
+    metadata = {
+        ".svg": {"Date": None, "Creator": "headprune"},
+        ".png": {"Software": "headprune"},
+    }
     with style():
-        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=metadata)
+        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=metadata[suffix])
     write_whole(path, buffer.getvalue())
     return path
