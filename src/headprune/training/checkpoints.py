@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ _NAME = re.compile(r"checkpoint-(\d{1,10})")
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 """Shape and element type of a tensor."""
+Words = tuple[Annotated[int, Field(ge=0, lt=2**32)], ...]
 
 
 class Draws(BaseModel):
@@ -42,8 +43,14 @@ class Draws(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, tuple[int, ...], int, int, float]
+    python: tuple[Literal[3], Annotated[Words, Field(min_length=625, max_length=625)], float | None]
+    numpy: tuple[
+        Literal["MT19937"],
+        Annotated[Words, Field(min_length=624, max_length=624)],
+        Annotated[int, Field(ge=0, le=624)],  # NumPy does not look where this leads
+        Literal[0, 1],
+        float,
+    ]
 
     def for_numpy(self) -> Any:
         """As NumPy takes it."""
