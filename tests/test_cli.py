@@ -396,7 +396,7 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(
     base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g"]
     sizes = ["--target-heads", "0.5", "--steps", "400", "--batch-size", "2", "--seq-len", "16"]
     running = subprocess.Popen(headprune(*base, *sizes), stderr=subprocess.PIPE, text=True)
-    history = tmp_path / "g" / "history.jsonl"
+    history = tmp_path / "g-checkpoints" / "history.jsonl"
     for _ in range(600):
         if history.exists() and history.stat().st_size:
             break
@@ -408,6 +408,7 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(
     assert "Traceback" not in err
     done = subprocess.run(headprune(*base, *sizes, "--resume"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    history = tmp_path / "g" / "history.jsonl"
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
     assert steps == list(range(1, 401))
 

@@ -157,7 +157,7 @@ def test_a_run_that_is_killed_twice_ends_the_same(
 ) -> None:
     out = tmp_path / "out"
     killed_in(job, "train-gates", after=3)
-    assert (out / ".partial" / "train-gates" / "checkpoints").is_dir()
+    assert (out / ".partial" / "train-gates-checkpoints" / "checkpoints").is_dir()
     assert not (out / "train-gates").exists()
     killed_in(job, "heal", after=7)
     record = json.loads((out / "run.json").read_text())["steps"]

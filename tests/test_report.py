@@ -431,12 +431,12 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
     """Runs that cannot be reported on, and what is said of them."""
-    training = home / "training"
-    (training / "checkpoints").mkdir(parents=True)
+    training = home / "training" / "gates-checkpoints"
+    training.mkdir(parents=True)
     shutil.copy(place / "cut" / "gates" / "config.yaml", training)
     healing = home / "healing" / "small-checkpoints"
     healing.mkdir(parents=True)
-    (healing / "config.yaml").write_text("model: small\n")
+    (healing / "config.yaml").write_text("heal: {steps: 3}\n")
     (home / "empty").mkdir()
     damaged: dict[str, Path] = {}
     for name in ("report", "history", "manifest", "old", "stale"):
@@ -449,7 +449,7 @@ def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
     content["model"]["cost"]["query_heads"] = 23
     (damaged["stale"] / "report.json").write_text(json.dumps(content))
     return {
-        "gates": (training, "is not finished; go on with train-gates --resume"),
+        "gates": (training.parent, "is not finished; go on with train-gates --resume"),
         "healing": (healing.parent, "is not finished; go on with heal --resume"),
         "nothing": (home / "empty", "holds nothing to report on"),
         "missing": (home / "missing", "There is no run at"),

@@ -18,7 +18,7 @@ from headprune.models.attention import attention_of
 from headprune.models.gating import gated
 from headprune.models.heads import read_output
 from headprune.pipelines.prune import preview, prune
-from headprune.pipelines.train_gates import GatesRun, Interrupted, train_gates
+from headprune.pipelines.train_gates import GatesRun, train_gates
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
 from headprune.training.channels import Channels
@@ -26,6 +26,7 @@ from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
 from headprune.training.optimizer import GateOptimizer
 from headprune.training.rounds import default_count, plan_rounds, round_at
+from headprune.training.slim import Interrupted
 from headprune.training.sparsity import HeadTarget, multiplier
 from tests import tiny
 

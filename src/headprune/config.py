@@ -14,8 +14,14 @@ from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
 from headprune.writing import write_whole
 
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+# bounds that no use comes near, so that a slip of the hand is refused and not run for years
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+MOST_STEPS = 10**9
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Length = Annotated[int, Field(ge=2, le=10**9)]  # tokens of a sequence
+Few = Annotated[int, Field(ge=1, le=10**6)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def memory_bytes(text: object) -> object:
@@ -32,7 +38,7 @@ def memory_bytes(text: object) -> object:
         if unit is None:
             raise ValueError
         return int(float(text[: -len(unit)]) * units[unit])
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of "inf"
         raise ValueError("give a number with its unit, such as 24GiB (or MiB, GB, MB)") from None
 
 
@@ -84,7 +90,7 @@ class ShapeOption(str, Enum):
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataConfig(_Config):
@@ -153,22 +159,22 @@ class TrainGatesConfig(_Config):
     method: Method = Method.L0
     train: Train = Train.GATES
     objective: Objective = Objective.AUTO
-    steps: Count | None = None
+    steps: Steps | None = None
     epochs: Positive = 1.0
-    batch_size: Count = 4
-    seq_len: Annotated[int, Field(ge=2)] = 256
+    batch_size: Few = 4
+    seq_len: Length = 256
     gate_lr: Positive = 0.5
     scale_lr: Positive = 0.02
     weight_lr: Positive = 5e-5
     temperature: Positive = 2 / 3
-    init_log_alpha: float = 3.0
-    rounds: Count | None = None
+    init_log_alpha: Annotated[float, Field(ge=-100, le=100)] = 3.0
+    rounds: Few | None = None
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.75
     settle: Annotated[float, Field(ge=0, lt=1)] | None = None
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
-    seed: int = 0
-    save_every: Count | None = None
+    seed: Seed = 0
+    save_every: Steps | None = None
 
     @model_validator(mode="after")
     def _one_goal(self) -> TrainGatesConfig:
@@ -218,10 +224,10 @@ class ConvertConfig(_Config):
     grouping: Grouping = Grouping.ADJACENT
     attention: tuple[str, ...] = ()
     calibration_tokens: Count = 16_384
-    seq_len: Annotated[int, Field(ge=2)] = 512
+    seq_len: Length = 512
     dtype: Dtype = Dtype.AUTO
     out_dtype: Dtype = Dtype.AUTO
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _one_goal(self) -> ConvertConfig:
@@ -258,17 +264,17 @@ class HealConfig(_Config):
             of the run.
     """
 
-    steps: Count
+    steps: Steps
     train: HealTrain = HealTrain.ATTENTION
-    lora_rank: Count = 16
-    batch_size: Count = 4
-    seq_len: Annotated[int, Field(ge=2)] = 256
+    lora_rank: Few = 16
+    batch_size: Few = 4
+    seq_len: Length = 256
     learning_rate: Positive = 5e-4
     bf16: bool = False
     gradient_checkpointing: bool = False
     out_dtype: Dtype = Dtype.AUTO
-    seed: int = 0
-    save_every: Count | None = None
+    seed: Seed = 0
+    save_every: Steps | None = None
 
 
 class CalibrationConfig(_Config):
@@ -282,11 +288,11 @@ class CalibrationConfig(_Config):
         seed: Seed of masked positions and of what is random.
     """
 
-    tokens: Annotated[int, Field(ge=2)] = 16_384
-    seq_len: Annotated[int, Field(ge=2)] = 512
-    batch_size: Count = 4
+    tokens: Annotated[Count, Field(ge=2)] = 16_384
+    seq_len: Length = 512
+    batch_size: Few = 4
     dtype: Dtype = Dtype.AUTO
-    seed: int = 0
+    seed: Seed = 0
 
 
 class BudgetConfig(_Config):
@@ -336,16 +342,16 @@ class EvaluateConfig(_Config):
         seed: Seed of masked positions and of the bootstrap.
     """
 
-    seq_len: Annotated[int, Field(ge=2)] = 512
-    batch_size: Count = 4
+    seq_len: Length = 512
+    batch_size: Few = 4
     max_windows: Count | None = None
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    resamples: Count = 2000
+    resamples: Few = 2000
     speed: bool = True
-    decode_batches: tuple[Count, ...] = (1, 8)
+    decode_batches: tuple[Few, ...] = (1, 8)
     memory: Memory | None = None
     dtype: Dtype = Dtype.AUTO
-    seed: int = 0
+    seed: Seed = 0
 
 
 class CheckConfig(_Config):
@@ -381,13 +387,13 @@ class CheckConfig(_Config):
     against: str | None = None
     limits: tuple[str, ...] = ()
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
-    resamples: Annotated[int, Field(ge=1000)] = 10_000
+    resamples: Annotated[Few, Field(ge=1000)] = 10_000
     strict: bool = False
-    seq_len: Annotated[int, Field(ge=2)] = 512
-    batch_size: Count = 4
+    seq_len: Length = 512
+    batch_size: Few = 4
     max_windows: Count | None = None
     dtype: Dtype = Dtype.AUTO
-    seed: int = 0
+    seed: Seed = 0
     drop_unexpected: bool = False
 
     def data_config(self) -> DataConfig:

@@ -33,6 +33,12 @@ class CheckpointError(HeadpruneError):
     """A model or gates folder cannot be read or written."""
 
 
+class TrainingError(HeadpruneError):
+    """A training came to numbers that are not finite; nothing was written."""
+
+    exit_code = 1
+
+
 class ProofError(HeadpruneError):
     """The cut model does not compute what the gated original computes; nothing was written."""
 

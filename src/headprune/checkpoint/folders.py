@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
-
-from headprune.errors import CheckpointError
 
 # Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors.
 # Weights and config are written anew; whatever else lies there is the user's own.
@@ -18,31 +15,6 @@ _COMPANIONS = (
     *("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors"),  # pooling and dense layers
     *("spm*.json", "source.spm", "target.spm", "normalizer.json", "dict.txt"),
 )
-
-
-def check_output(path: Path, overwrite: bool) -> None:
-    """Refuses an output path that exists, before any work is done.
-
-    Raises:
-        CheckpointError: If it exists and may not be overwritten, or is no folder.
-    """
-    if path.is_file():
-        raise CheckpointError(f"The output '{path}' is a file; give a folder name.")
-    if path.resolve() == Path.cwd():
-        raise CheckpointError(
-            f"The output '{path}' is the folder you are in, which cannot be replaced as a whole. "
-            "Give another name."
-        )
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise CheckpointError(
-            f"The output '{path}' cannot be made: '{above}' is no folder that can be written to."
-        )
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise CheckpointError(
-            f"The output folder '{path}' already exists. Choose another one, or replace it with "
-            "--overwrite."
-        )
 
 
 def copy_companions(source: Path, target: Path) -> None:

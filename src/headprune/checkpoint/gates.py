@@ -5,7 +5,6 @@ gates.json           which model, which unit, which modules; where the numbers c
 weights.safetensors  trained weights, if any moved
 history.jsonl        one record per step
 config.yaml          the resolved settings
-checkpoints/         what --resume goes on from
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def read_metadata(folder: Path) -> GatesMetadata:
     """
     path = folder / METADATA
     if not path.is_file():
-        unfinished = (folder / "checkpoints").is_dir()
+        unfinished = folder.with_name(f"{folder.name}-checkpoints").is_dir()
         raise CheckpointError(
             f"The training in '{folder}' is not finished; go on with train-gates --resume."
             if unfinished

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.folders import check_output
+from headprune.checkpoint.outputs import place_of
 from headprune.commands import command
-from headprune.config import DataConfig, Dtype, HealConfig, Objective, write_yaml
+from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.sources import refuse_missing_file
-from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.errors import DataError, HeadpruneError
 from headprune.models.attention import attention_of
 from headprune.models.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.models.planning import plan_from_scores
@@ -44,14 +42,8 @@ from headprune.training.heal import (
     trainable,
 )
 from headprune.training.objectives import Batch
-from headprune.training.slim import (
-    HistoryCallback,
-    Interrupted,
-    Step,
-    disk_errors,
-    last_complete_checkpoint,
-    stop_on_interrupt,
-)
+from headprune.training.slim import HistoryCallback, Remedies, Step, stop_on_interrupt, train
+from headprune.training.work import HealSettings, at_work, settings_now
 
 HELD_OUT = 8  # rows of the text that are not trained on, to compare before with after
 
@@ -118,19 +110,12 @@ def heal(
         HeadpruneError: If models and data do not fit together, or the output cannot be written.
         Interrupted: After Ctrl-C; a checkpoint has been written.
         ProofError: If the folder does not compute what the healed model computes.
+        TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
-    check_output(output, overwrite)
-    work = output.with_name(f"{output.name}-checkpoints")
-    settings = {
-        "model": str(model),
-        "teacher": str(teacher),
-        "data": data.model_dump(mode="json"),
-        "heal": config.model_dump(mode="json"),
-    }
-    _check_work(work, settings, resume, overwrite)
+    settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
     again = command(
         "heal",
         model,
@@ -145,81 +130,89 @@ def heal(
         drop_unexpected=drop_unexpected,
         resume=True,
     )
-    refuse_missing_file(data.source)
-    refuse_without_peft(config)
-    load_config(teacher, trust_remote_code=trust_remote_code)
-    on_stage("loading both models")
-    net, source = load(model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected)
-    stored = result_dtypes(net, model, config.out_dtype)
-    refuse_without_text(net, "heal")
-    dtype = "bfloat16" if config.bf16 else "float32"
-    original = from_pretrained(
-        teacher,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        drop_unexpected=drop_unexpected,
-    )
-    _check_pair(net, original)
-    plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
-    refuse_unprovable(net, plan)
-    on_stage("reading the data")
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
-    rows, held_out = _split(rows, config.batch_size)
-    if not resume:
-        processes.on_main(lambda: _begin(work, settings))
-    if config.gradient_checkpointing:
-        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-    student = trainable(net, attention_of(net), config)
-    healed = HealedModel(student, original, config.bf16)
-    trainer = HealTrainer(
-        model=healed,
-        args=heal_arguments(config, work / "checkpoints"),
-        train_dataset=rows,
-        data_collator=collate,
-    )
-    on_stage("measuring before")
-    before = _divergence(healed, held_out, collate)
-    on_stage("healing")
-    with stop_on_interrupt() as stopped:
-        callback = HistoryCallback(trainer, work / "history.jsonl", on_step, stopped.is_set)
-        trainer.add_callback(callback)
-        checkpoint = None
-        if resume:
-            checkpoint = processes.on_main(lambda: last_complete_checkpoint(work / "checkpoints"))
-        with disk_errors(work):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if callback.interrupted:
-        raise Interrupted(
-            f"Stopped after step {trainer.state.global_step} of {config.steps}; a checkpoint is in "
-            f"'{work}'. Go on with: {again}"
+    inputs = [place_of(place) for place in (model, teacher, data)]
+    with at_work(output, settings, inputs, resume, overwrite) as work:
+        refuse_missing_file(data.source)
+        refuse_without_peft(config)
+        load_config(teacher, trust_remote_code=trust_remote_code)
+        on_stage("loading both models")
+        net, source = load(
+            model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected
         )
-
-    def finish() -> Healed:
-        on_stage("measuring after")
-        after = _divergence(healed, held_out, collate)
-        net = merged(student, config).cpu().eval()
-        cuts = resolve(plan.model_copy(update={"model": None}), net)
-        steps = trainer.state.global_step
-        facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
-        pruned = write_proven(
-            net,
-            source,
-            model,
-            plan,
-            cuts,
-            output,
-            stored,
-            True,
-            on_stage,
-            healing=facts,
-            history=work,
+        stored = result_dtypes(net, model, config.out_dtype)
+        refuse_without_text(net, "heal")
+        dtype = "bfloat16" if config.bf16 else "float32"
+        original = from_pretrained(
+            teacher,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            drop_unexpected=drop_unexpected,
         )
-        shutil.rmtree(work, ignore_errors=True)
-        return Healed(pruned, before, after, steps)
+        _check_pair(net, original)
+        plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
+        refuse_unprovable(net, plan)
+        on_stage("reading the data")
+        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
+        rows, held_out = _split(rows, config.batch_size)
+        if not resume:
+            processes.on_main(lambda: work.begin(settings))
+        if config.gradient_checkpointing:
+            enable = getattr(
+                net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
+        student = trainable(net, attention_of(net), config)
+        healed = HealedModel(student, original, config.bf16)
+        trainer = HealTrainer(
+            model=healed,
+            remedies=_remedies(config),
+            args=heal_arguments(config, work.checkpoints),
+            train_dataset=rows,
+            data_collator=collate,
+        )
+        on_stage("measuring before")
+        before = _divergence(healed, held_out, collate)
+        on_stage("healing")
+        with stop_on_interrupt() as stopped:
+            callback = HistoryCallback(trainer, work, on_step, stopped.is_set)
+            train(trainer, work, callback, resume, f"Go on with: {again}", on_stage)
 
-    return processes.on_main(finish)
+        def finish() -> Healed:
+            on_stage("measuring after")
+            after = _divergence(healed, held_out, collate)
+            net = merged(student, config).cpu().eval()
+            cuts = resolve(plan.model_copy(update={"model": None}), net)
+            steps = trainer.state.global_step
+            facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
+            pruned = write_proven(
+                net,
+                source,
+                model,
+                plan,
+                cuts,
+                output,
+                stored,
+                True,
+                on_stage,
+                healing=facts,
+                history=work.folder,
+            )
+            work.remove()
+            return Healed(pruned, before, after, steps)
+
+        return processes.on_main(finish)
+
+
+def _remedies(config: HealConfig) -> Remedies:
+    """What to change where the divergence or a weight is not finite."""
+    precision = "leave out --bf16, or " if config.bf16 else ""
+    return Remedies(
+        untrained=f"Nothing was trained yet: {precision}look at both models with 'headprune "
+        "evaluate', and at the text.",
+        trained=f"Lower --learning-rate (now {config.learning_rate:g}), {precision}train fewer "
+        "steps, and start anew with --overwrite.",
+    )
 
 
 def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
@@ -229,32 +222,6 @@ def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
 
 def _say_nothing(_: object) -> None:
     """What the processes beside the main one tell."""
-
-
-def _check_work(work: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
-    """Looks at what an earlier run may have left, and changes nothing."""
-    path = work / "config.yaml"
-    if resume and not path.is_file():
-        raise CheckpointError(f"There is no run in '{work}' to resume; leave out --resume.")
-    if resume and yaml.safe_load(path.read_text(encoding="utf-8")) != settings:
-        raise CheckpointError(
-            f"The run in '{work}' was started with other settings; see its config.yaml. Resume it "
-            "with the same ones, or start anew with --overwrite."
-        )
-    if work.exists() and not (resume or overwrite):
-        raise CheckpointError(
-            f"'{work}' holds an interrupted run. Go on with --resume, or start anew with "
-            "--overwrite."
-        )
-
-
-def _begin(work: Path, settings: dict[str, Any]) -> None:
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir(parents=True)
-        write_yaml(settings, work / "config.yaml")
-    except OSError as error:
-        raise CheckpointError(f"Could not write '{work}': {error}.") from None
 
 
 def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

@@ -124,7 +124,7 @@ class Job:
 
     def again(self) -> dict[str, Any]:
         """Arguments of every function that can go on from a checkpoint."""
-        return {"resume": self.resume, "overwrite": not self.resume}
+        return {"resume": self.resume, "overwrite": True}
 
 
 @dataclass(frozen=True)
@@ -345,13 +345,14 @@ class Row:
     refuse: Callable[[Any], None] = lambda step: None
 
 
+_WORK = "{name}-checkpoints/config.yaml"  # of a training
 ROWS: dict[type[Step], Row] = {
     ScoreStep: Row(_score, estimates.scoring, refuse=_refuse_score),
     PlanStep: Row(_plan, estimates.planning),
-    TrainGatesStep: Row(_train_gates, estimates.training_gates, work="{name}/config.yaml"),
+    TrainGatesStep: Row(_train_gates, estimates.training_gates, work=_WORK),
     PruneStep: Row(_prune, estimates.cutting),
     ConvertStep: Row(_convert, estimates.converting, refuse=_refuse_convert),
-    HealStep: Row(_heal, estimates.healing, work="{name}-checkpoints/config.yaml"),
+    HealStep: Row(_heal, estimates.healing, work=_WORK),
     EvaluateStep: Row(_evaluate, estimates.evaluating),
     CheckStep: Row(_check, estimates.checking, refuse=_refuse_check),
     ReportStep: Row(_report, estimates.reporting),

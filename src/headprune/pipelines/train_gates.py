@@ -6,21 +6,28 @@ import copy
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import PreTrainedModel
 
 from headprune._version import __version__
-from headprune.checkpoint.folders import check_output
 from headprune.checkpoint.gates import GatesMetadata, write_gates
-from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig, write_yaml
+from headprune.checkpoint.outputs import place_of, whole_folder
+from headprune.config import (
+    MOST_STEPS,
+    DataConfig,
+    Dtype,
+    Method,
+    Objective,
+    Train,
+    TrainGatesConfig,
+)
 from headprune.data.sources import refuse_missing_file
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import HeadpruneError
 from headprune.models.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.models.gating import gated
 from headprune.models.loading import load_tokenizer, task_of
@@ -41,12 +48,7 @@ from headprune.training.channels import Channels
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, Loss, labelled
 from headprune.training.rounds import default_count, plan_rounds
-from headprune.training.slim import (
-    Interrupted,
-    disk_errors,
-    last_complete_checkpoint,
-    stop_on_interrupt,
-)
+from headprune.training.slim import Remedies, stop_on_interrupt, train
 from headprune.training.sparsity import CheapestFirst, ConstantPenalty, HeadTarget, Sparsity
 from headprune.training.trainer import (
     GateCallback,
@@ -56,6 +58,7 @@ from headprune.training.trainer import (
     freeze,
     training_arguments,
 )
+from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,16 @@ def train_gates(
 
     Several processes share every batch (see ``training.processes``); one of them writes and tells.
 
+    Until the end all that is written lies beside ``output``, in a folder of its name with
+    ``-checkpoints``.
+
     Args:
         model: Folder or hub id.
         data: Where the training text comes from.
         output: The gates folder (see ``checkpoint.gates``).
         config: How to train.
-        resume: Go on from the last checkpoint in ``output``; the settings must be the same.
-        overwrite: Start anew in an existing ``output``.
+        resume: Go on from the last checkpoint of an interrupted run with the same settings.
+        overwrite: Replace an existing output, once the new one is complete.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
@@ -108,131 +114,112 @@ def train_gates(
     Raises:
         HeadpruneError: If model, data and settings do not fit together.
         Interrupted: After Ctrl-C; a checkpoint has been written.
+        TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
-    settings = {
-        "model": str(model),
-        "data": data.model_dump(mode="json"),
-        "train_gates": config.model_dump(mode="json"),
-    }
-    processes.on_main(lambda: _check_output(output, settings, resume, overwrite))
-    refuse_missing_file(data.source)
-    refuse_unknown_kinds(config.attention)
-    refuse_target(config.target_heads)
-    on_stage("loading the model")
-    frozen = config.train in (Train.GATES, Train.CHANNELS)
-    net, source = load(
-        model,
-        config.dtype,
-        trust_remote_code,
-        assume_supported,
-        drop_unexpected,
-        keep_bfloat16=frozen
-        and torch.cuda.is_available()
-        and torch.cuda.is_bf16_supported(including_emulation=False),
-    )
-    refuse_without_text(net, "train-gates")
-    attentions = of_kinds(attention_of(net), config.attention)
-    unit = config.unit or default_unit(attentions)
-    drawn = config.method is Method.L0
-    gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, drawn)
-    sizes = unit_sizes(attentions, unit)
-    sparsity = _sparsity(config, sizes, len(attentions))
-
-    on_stage("reading the data")
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    objective = _objective(config.objective, net, data)
-    if not drawn and objective is Objective.DISTILL:
-        raise HeadpruneError(
-            "--method cheapest weighs heads by the gradient of a loss, and that of the objective "
-            "distill is zero where the model starts. Use --method l0."
+    settings = settings_now(GatesSettings, model, data=data, train_gates=config)
+    inputs = [place_of(model), place_of(data)]
+    with at_work(output, settings, inputs, resume, overwrite) as work:
+        refuse_missing_file(data.source)
+        refuse_unknown_kinds(config.attention)
+        refuse_target(config.target_heads)
+        on_stage("loading the model")
+        frozen = config.train in (Train.GATES, Train.CHANNELS)
+        net, source = load(
+            model,
+            config.dtype,
+            trust_remote_code,
+            assume_supported,
+            drop_unexpected,
+            keep_bfloat16=frozen
+            and torch.cuda.is_available()
+            and torch.cuda.is_bf16_supported(including_emulation=False),
         )
-    rows, collate = batches(objective, net, tokenizer, data, config)
-    loss: Loss = labelled
-    if objective is Objective.DISTILL:
-        loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
-    freeze(net, attentions, config.train)
-    channels = Channels(attentions) if config.train is Train.CHANNELS else None
-    if config.gradient_checkpointing:
-        # renamed in transformers 5.2x; the old name warns there and is the only one before
-        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        refuse_without_text(net, "train-gates")
+        attentions = of_kinds(attention_of(net), config.attention)
+        unit = config.unit or default_unit(attentions)
+        drawn = config.method is Method.L0
+        gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, drawn)
+        sizes = unit_sizes(attentions, unit)
+        sparsity = _sparsity(config, sizes, len(attentions))
 
-    steps = config.steps or math.ceil(config.epochs * len(rows) / config.batch_size)
-    trainer = GateTrainer(
-        config,
-        sparsity,
-        plan_rounds(steps, _round_count(config, sizes), _settle(config)),
-        GatedModel(net, gates, loss, channels),
-        args=training_arguments(config, output / "checkpoints", steps),
-        train_dataset=rows,
-        data_collator=collate,
-    )
-    if not resume:
-        processes.on_main(lambda: _begin(output, settings))
-    on_stage("training")
-    with ExitStack() as stack:
-        stack.enter_context(gated(attentions, gates.source))
-        if channels is not None:
-            stack.enter_context(channels.scaling(gates))
-        stopped = stack.enter_context(stop_on_interrupt())
-        callback = GateCallback(trainer, output / "history.jsonl", on_step, stopped.is_set)
-        trainer.add_callback(callback)
-        checkpoint = None
-        if resume:
-            checkpoint = processes.on_main(lambda: last_complete_checkpoint(output / "checkpoints"))
-        with disk_errors(output):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if callback.interrupted:
-        raise Interrupted(
-            f"Stopped after step {trainer.state.global_step} of {steps}; a checkpoint is in "
-            f"'{output}'. Go on with the same command and --resume."
+        on_stage("reading the data")
+        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        objective = _objective(config.objective, net, data)
+        if not drawn and objective is Objective.DISTILL:
+            raise HeadpruneError(
+                "--method cheapest weighs heads by the gradient of a loss, and that of the "
+                "objective distill is zero where the model starts. Use --method l0."
+            )
+        rows, collate = batches(objective, net, tokenizer, data, config)
+        steps = _steps(config, len(rows))
+        loss: Loss = labelled
+        if objective is Objective.DISTILL:
+            loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
+        freeze(net, attentions, config.train)
+        channels = Channels(attentions) if config.train is Train.CHANNELS else None
+        if config.gradient_checkpointing:
+            # renamed in transformers 5.2x; the old name warns there and is the only one before
+            enable = getattr(
+                net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
+        if not resume:
+            processes.on_main(lambda: work.begin(settings))
+        trainer = GateTrainer(
+            config,
+            sparsity,
+            plan_rounds(steps, _round_count(config, sizes), _settle(config)),
+            GatedModel(net, gates, loss, channels),
+            remedies=_remedies(config, objective),
+            args=training_arguments(config, work.checkpoints, steps),
+            train_dataset=rows,
+            data_collator=collate,
         )
-    metadata = processes.on_main(
-        lambda: _finish(output, trainer, source, unit, objective, data, attentions)
-    )
-    return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
+        on_stage("training")
+        with (
+            gated(attentions, gates.source),
+            channels.scaling(gates) if channels is not None else nullcontext(),
+            stop_on_interrupt() as stopped,
+        ):
+            callback = GateCallback(trainer, work, on_step, stopped.is_set)
+            go_on = "Go on with the same command and --resume."
+            train(trainer, work, callback, resume, go_on, on_stage)
+        metadata = processes.on_main(
+            lambda: _finish(output, work, trainer, source, unit, objective, data, attentions)
+        )
+        return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
 
 
 def _say_nothing(_: object) -> None:
     """What the processes beside the main one tell."""
 
 
-def _check_output(output: Path, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
-    path = output / "config.yaml"
-    if resume and path.is_file():
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
-        changed = _changed(before, settings)
-        if changed:
-            raise CheckpointError(
-                f"The run in '{output}' was started with other settings ({changed}). Resume it "
-                "with the same ones, or start anew with --overwrite."
-            )
-        return
-    if resume:
-        raise CheckpointError(f"There is no run in '{output}' to resume; leave out --resume.")
-    check_output(output, overwrite)
+def _steps(config: TrainGatesConfig, rows: int) -> int:
+    """Optimiser steps: those that are asked for, or as many as the epochs take."""
+    steps = config.steps or math.ceil(config.epochs * rows / config.batch_size)
+    if steps > MOST_STEPS:
+        raise HeadpruneError(
+            f"--epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "
+            f"{MOST_STEPS:,} are made. Give fewer, or --steps."
+        )
+    return steps
 
 
-def _begin(output: Path, settings: dict[str, Any]) -> None:
-    """Makes room for a run that nothing stands in the way of any more."""
-    shutil.rmtree(output, ignore_errors=True)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        write_yaml(settings, output / "config.yaml")
-    except OSError as error:
-        raise CheckpointError(f"Could not write '{output}': {error}.") from None
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    def flat(settings: dict[str, Any]) -> dict[str, Any]:
-        nested = {f"{k}.{n}": v for k in ("data", "train_gates") for n, v in settings[k].items()}
-        return {"model": settings["model"], **nested}
-
-    old, new = flat(before), flat(now)
-    return ", ".join(f"{k}: {old.get(k)} then, {new[k]} now" for k in new if old.get(k) != new[k])
+def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
+    """What to change where the loss, a gate or a weight is not finite."""
+    half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
+    precision = "compute with --dtype float32, " if half else ""
+    hidden = "give text with tokens to mask, " if objective is Objective.MLM else ""
+    rates = ["--scale-lr"] if config.method is Method.CHEAPEST else ["--gate-lr", "--scale-lr"]
+    rates += ["--weight-lr"] if config.train in (Train.ATTENTION, Train.ALL) else []
+    return Remedies(
+        untrained=f"Nothing was trained yet: {precision}{hidden}or look at the model with "
+        "'headprune evaluate'.",
+        trained=f"Lower {' or '.join(rates)}, {precision}{hidden}and start anew with --overwrite.",
+    )
 
 
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
@@ -278,6 +265,7 @@ def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Obje
 
 def _finish(
     output: Path,
+    work: Work,
     trainer: GateTrainer,
     source: Any,
     unit: Unit,
@@ -318,6 +306,9 @@ def _finish(
         "value": gates.values().detach(),
         "kept": gates.kept,
     }
-    write_gates(output, metadata, tensors, weights or None)
-    shutil.rmtree(output / "checkpoints", ignore_errors=True)
+    with whole_folder(output) as folder:
+        write_gates(folder, metadata, tensors, weights or None)
+        for name in (CONFIG, HISTORY):
+            shutil.copyfile(work.folder / name, folder / name)
+    work.remove()
     return metadata

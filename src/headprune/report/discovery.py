@@ -22,6 +22,7 @@ from headprune.errors import CheckpointError, HeadpruneError
 from headprune.plan import Plan, read_plan
 from headprune.report.heads import spread
 from headprune.runtime import MANIFEST
+from headprune.training.work import unfinished
 
 _CHECK = {"verdict", "limits", "judge_s"}  # what a report of check has, and no other
 SCORES, SWEEP = "scores.json", "sweep.json"
@@ -145,7 +146,7 @@ def _folders(place: Path, depth: int) -> Iterator[Path]:
 def _look_into(folder: Path, found: Found) -> None:
     if (folder / MANIFEST).is_file():
         found.results.append(_result(folder))
-    elif (folder / gates_folder.METADATA).is_file() or _trains_gates(folder):
+    elif (folder / gates_folder.METADATA).is_file():
         metadata = read_metadata(folder)
         found.gates.append(GatesFolder(folder, read_gates(folder, metadata.model)))
     elif (folder / SCORES).is_file():
@@ -156,10 +157,10 @@ def _look_into(folder: Path, found: Found) -> None:
         raise CheckpointError(
             f"The sweep in '{folder}' is not finished; the same command again goes on with it."
         )
-    elif folder.name.endswith("-checkpoints") and (folder / "config.yaml").is_file():
+    elif (command := unfinished(folder)) is not None:
         raise CheckpointError(
-            f"The healing in '{folder}' is not finished; go on with heal --resume, or remove the "
-            "folder."
+            f"The training in '{folder}' is not finished; go on with {command} --resume, or remove "
+            "the folder."
         )
     for file in sorted(folder.glob("*.json")):
         content = _evaluation(file, required=False)
@@ -179,14 +180,6 @@ def _refuse_half_done(place: Path) -> None:
             f"The run in '{place}' is not finished (step '{undone[0]}'): headprune run with the "
             "same recipe goes on with it."
         )
-
-
-def _trains_gates(folder: Path) -> bool:
-    """Whether a training of gates was begun here."""
-    config = folder / "config.yaml"
-    return config.is_file() and "train_gates:" in config.read_text(
-        encoding="utf-8", errors="replace"
-    )
 
 
 def _result(folder: Path) -> ResultFolder:

@@ -75,6 +75,7 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
     Raises:
         HeadpruneError: If LoRA is asked for and cannot adapt the model.
     """
+    torch.manual_seed(config.seed)  # low-rank additions begin with draws
     net.requires_grad_(config.train is HealTrain.ALL)
     modules = {p.path: p.module for a in attentions for p in a.projections}
     if config.train is HealTrain.ATTENTION:

@@ -97,6 +97,18 @@ def mean(values: list[float]) -> list[float]:
     return averaged
 
 
+def gathered(value: Result) -> list[Result]:
+    """What each process has, in the order of their numbers."""
+    if count() == 1:
+        return [value]
+    from torch.distributed import all_gather_object
+
+    _state()
+    values: list[Result | None] = [None] * count()
+    all_gather_object(values, value)
+    return cast(list[Result], values)
+
+
 def on_cpu() -> bool:
     """Whether several processes train on CPUs, for want of GPUs: accelerate has to be told."""
     if count() == 1:

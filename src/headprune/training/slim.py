@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import json
+import math
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import HeadpruneError, TrainingError
 from headprune.training import processes
-
-TRAINED = "trained.safetensors"
+from headprune.training.checkpoints import (
+    FOR_TRAINER,
+    Checkpoint,
+    Expected,
+    Kind,
+    Progress,
+    draw_on,
+    draws_here,
+    first_infinite,
+    found,
+    kind_of,
+    newest,
+    read,
+    unwritable,
+    write,
+)
+from headprune.training.work import Work
 
 
 class Interrupted(HeadpruneError):
@@ -58,6 +71,19 @@ class Trained(nn.Module):
         return {name: tensor.contiguous() for name, tensor in moving}
 
 
+@dataclass(frozen=True)
+class Remedies:
+    """What to change where numbers are not finite.
+
+    Attributes:
+        untrained: If they were not from the start.
+        trained: If training has led there.
+    """
+
+    untrained: str
+    trained: str
+
+
 def recompute_in_eval(model: nn.Module) -> None:
     """Lets gradient checkpointing work in eval mode: a layer recomputes only while it trains."""
     for module in model.modules():
@@ -66,71 +92,239 @@ def recompute_in_eval(model: nn.Module) -> None:
 
 
 class SlimTrainer(Trainer):  # type: ignore[misc]
-    """Trainer whose checkpoints hold only what moves, and which leaves progress to callbacks."""
+    """Trainer with checkpoints of its own, which leaves progress to callbacks.
 
-    def __init__(self, model: Trained, **kwargs: Any) -> None:
+    What Trainer would write as pickles, or can work out from the step, is in no checkpoint.
+    """
+
+    def __init__(self, model: Trained, remedies: Remedies, **kwargs: Any) -> None:
         super().__init__(model=model, **kwargs)
         self.remove_callback(PrinterCallback)
+        self.remedies = remedies
         self.last_loss = float("nan")  # of this process, until the step is recorded
+        self._from: Checkpoint | None = None
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.model.trained_state(), folder / TRAINED)
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoints lie."""
+        return Path(self.args.output_dir)
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
+        """What the optimiser knows of a parameter: those of AdamW."""
+        kind = kind_of(parameter)
+        return {"step": ((), torch.float32), "exp_avg": kind, "exp_avg_sq": kind}
+
+    def expected(self) -> Expected:
+        """What a checkpoint of this training holds."""
+        groups = self.create_optimizer().param_groups
+        return Expected(
+            trained={name: kind_of(t) for name, t in self.model.trained_state().items()},
+            moments=[self.moments(parameter) for group in groups for parameter in group["params"]],
+            steps=self.args.max_steps,
+            processes=processes.count(),
+        )
+
+    def go_on(self, checkpoint: Checkpoint) -> None:
+        """Trains the steps after a checkpoint; after the last one there are none."""
+        self._from, done = checkpoint, checkpoint.progress.step
+        self.last_loss = checkpoint.progress.loss
+        if done == self.args.max_steps:
+            self._load_from_checkpoint(str(checkpoint.path))
+            self.state.global_step = done
+            return
+        processes.on_main(lambda: self._tell_trainer(checkpoint.path, done))
+        self.train(resume_from_checkpoint=str(checkpoint.path))
+
+    def _tell_trainer(self, folder: Path, step: int) -> None:
+        """Writes the file from which Trainer learns where it is."""
+        state = TrainerState(global_step=step, train_batch_size=self.args.train_batch_size)
+        state.compute_steps(self.args, self.args.max_steps)
+        try:
+            state.save_to_json(str(folder / FOR_TRAINER))
+        except OSError as error:
+            raise unwritable(folder, error) from error
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        trained = self.model.trained_state()
+        infinite = first_infinite(trained)
+        if infinite is not None:
+            raise self.broken(f"'{infinite}' is not finite after")
+        assert self.optimizer is not None
+        moments = self.optimizer.state_dict()["state"]
+        draws = processes.gathered(draws_here(self.args.device))
+        tensors = {f"trained.{name}": tensor for name, tensor in trained.items()}
+        tensors |= {
+            f"moments.{index}.{name}": tensor.detach().contiguous()
+            for index, of_parameter in moments.items()
+            for name, tensor in of_parameter.items()
+        }
+        tensors |= {
+            f"draws.{rank}.{name}": state
+            for rank, (_, states) in enumerate(draws)
+            for name, state in states.items()
+        }
+        progress = Progress(
+            step=self.state.global_step,
+            loss=self.last_loss,
+            draws=tuple(numbers for numbers, _ in draws),
+        )
+        processes.on_main(lambda: write(self.folder, progress, tensors))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        state = load_file(Path(resume_from_checkpoint) / TRAINED)
-        self.model.load_state_dict(state, strict=False)
+        assert self._from is not None
+        # what does not move is not in it; that the rest is, and fits, was seen when it was read
+        self.model.load_state_dict(self._from.part("trained"), strict=False)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self._from is not None
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in self._from.part("moments").items():
+            index, moment = name.split(".")
+            state.setdefault(int(index), {})[moment] = tensor
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        schedule, step = self.lr_scheduler, self._from.progress.step
+        schedule.last_epoch = step
+        rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        for group, (rate, factor) in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor(step)
+        # weights and moments are where they belong; random numbers are drawn on from later
+        draws = {n: t for n, t in self._from.tensors.items() if n.startswith("draws.")}
+        self._from = replace(self._from, tensors=draws)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            assert self._from is not None
+            draw_on(self._from, processes.rank(), self.args.device)
+
+    def broken(self, what: str, trained: bool = True) -> TrainingError:
+        """Says that numbers are not finite at the current step, and what to change.
+
+        Args:
+            what: The number.
+            trained: Whether something had been trained when it was computed.
+        """
+        step, steps = self.state.global_step, self.args.max_steps
+        remedy = self.remedies.trained if trained else self.remedies.untrained
+        return TrainingError(f"Training broke down: {what} step {step} of {steps}. {remedy}")
+
+
+def train(
+    trainer: SlimTrainer,
+    work: Work,
+    callback: HistoryCallback,
+    resume: bool,
+    go_on: str,
+    on_stage: Callable[[str], None],
+) -> None:
+    """Trains to the last step.
+
+    Args:
+        trainer: The trainer, new.
+        work: Where history and checkpoints lie.
+        callback: Keeps the history.
+        resume: Go on from the last checkpoint, if one was written.
+        go_on: What the user is told after Ctrl-C.
+        on_stage: Called with a few words if the last checkpoint is damaged.
+
+    Raises:
+        CheckpointError: If a checkpoint can be neither written nor read.
+        Interrupted: After Ctrl-C; a checkpoint has been written.
+        TrainingError: If a number is not finite.
+    """
+    trainer.add_callback(callback)
+    checkpoint = _newest(trainer, work, on_stage) if resume else None
+    done = checkpoint.progress.step if checkpoint is not None else 0
+    processes.on_main(lambda: work.cut_history(done, callback.kind))
+    try:
+        if checkpoint is None:
+            trainer.train()
+        else:
+            trainer.go_on(checkpoint)
+    except TrainingError:
+        if not found(work.checkpoints):  # nothing to go on from
+            processes.on_main(work.remove)
+        raise
+    if callback.interrupted:
+        raise Interrupted(
+            f"Stopped after step {trainer.state.global_step} of {trainer.args.max_steps}; a "
+            f"checkpoint is in '{work.folder}'. {go_on}"
+        )
+
+
+def _newest(trainer: SlimTrainer, work: Work, on_stage: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint that all processes go on from; those after it are damaged, and go."""
+    expected = trainer.expected()
+    chosen: Checkpoint | None = None
+
+    def choose() -> Path | None:
+        nonlocal chosen
+        chosen = newest(work.checkpoints, expected)
+        if chosen is None:
+            return None
+        paths = found(work.checkpoints)
+        for damaged in paths[paths.index(chosen.path) + 1 :]:
+            on_stage(f"{damaged.name} is damaged: going on from {chosen.path.name}")
+            shutil.rmtree(damaged, ignore_errors=True)
+        return chosen.path
+
+    path = processes.on_main(choose)
+    if path is not None and chosen is None:  # in the processes beside the main one
+        chosen = read(path, expected)
+    return chosen
 
 
 class HistoryCallback(TrainerCallback):  # type: ignore[misc]
-    """Writes one JSON line per step, reports it, and stops when asked to.
+    """Records every step, reports it, and stops when asked to.
 
     All processes keep the same record and stop at the same step; the main one writes and reports.
 
     Args:
         trainer: The trainer it serves.
-        history: JSONL file that gets one record per step.
+        work: Whose history gets one record per step.
         on_step: Called with every record.
         should_stop: Asked after every step; True saves a checkpoint and ends the training.
     """
 
+    kind: type[Step] = Step
+
     def __init__(
         self,
         trainer: SlimTrainer,
-        history: Path,
+        work: Work,
         on_step: Callable[[Any], None],
         should_stop: Callable[[], bool],
     ) -> None:
         self.trainer = trainer
-        self.history = history
+        self.work = work
         self.on_step = on_step
         self.should_stop = should_stop
         self.interrupted = False
 
-    def record(self, state: Any) -> Any:
-        """What to write of the step that was just made: a dataclass with a ``step``."""
+    def record(self, state: Any) -> Step:
+        """What to write of the step that was just made."""
         return Step(state.global_step, state.max_steps, self.trainer.last_loss)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Drops records of steps after the checkpoint that the run goes on from."""
-        if not processes.is_main():
-            if not state.global_step:  # Trainer gave all the same seed; what they draw must differ
-                torch.manual_seed(args.seed + processes.rank())
-            return
-        lines = self.history.read_text().splitlines() if self.history.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        self.history.write_text("".join(f"{line}\n" for line in kept))
+        """Trainer gave all processes the same seed; what they draw must differ."""
+        if not processes.is_main() and not state.global_step:
+            torch.manual_seed(args.seed + processes.rank())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Records the step."""
         (self.trainer.last_loss,) = processes.mean([self.trainer.last_loss])
+        if not math.isfinite(self.trainer.last_loss):
+            trained = state.global_step > 1
+            raise self.trainer.broken(f"the loss is {self.trainer.last_loss} at", trained)
         record = self.record(state)
         if processes.is_main():
-            with self.history.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
+            self.work.record(record)
             self.on_step(record)
         (stop,) = processes.mean([float(self.should_stop())])
         if stop:
@@ -154,7 +348,6 @@ def slim_arguments(
         seed=seed,
         save_strategy="steps",
         save_steps=save_every or max(1, steps // 10),
-        save_total_limit=2,
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -167,32 +360,6 @@ def slim_arguments(
     # several GPUs are for accelerate launch; DataParallel would copy the model away from its hooks
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
-
-
-def last_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that a kill did not cut short: Trainer writes its state file last."""
-    while folder.is_dir() and (found := get_last_checkpoint(str(folder))):
-        checkpoint = Path(found)
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text())
-            return checkpoint
-        except (OSError, json.JSONDecodeError):
-            checkpoint.rename(checkpoint.with_name(f"incomplete-{checkpoint.name}"))
-    return None
-
-
-@contextmanager
-def disk_errors(output: Path) -> Iterator[None]:
-    """A checkpoint that cannot be written ends the run in a sentence."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-            raise
-        raise CheckpointError(
-            f"Could not write to '{output}' ({str(error).splitlines()[0]}). Free some space, then "
-            "go on from the last whole checkpoint with --resume."
-        ) from error
 
 
 @contextmanager

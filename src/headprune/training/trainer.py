@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from headprune.config import Train, TrainGatesConfig
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training.channels import Channels
+from headprune.training.checkpoints import Kind, first_infinite, kind_of
 from headprune.training.gates import Gates
 from headprune.training.objectives import Batch, Loss
 from headprune.training.optimizer import GateOptimizer
@@ -107,6 +108,13 @@ class GateTrainer(SlimTrainer):
         self.sparsity = sparsity
         self.rounds = rounds
 
+    def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
+        """Those of AdamW, and of gates what ``GateOptimizer`` has instead."""
+        if parameter is not self.gates.log_alpha:
+            return super().moments(parameter)
+        one = ((), torch.float32)
+        return {"step": one, "first": kind_of(parameter), "second": one}
+
     @property
     def gates(self) -> Gates:
         gates: Gates = self.model.gates
@@ -158,10 +166,13 @@ class GateCallback(HistoryCallback):
     """After every optimiser step: correct, choose, record."""
 
     trainer: GateTrainer
+    kind = StepRecord
 
     def record(self, state: Any) -> StepRecord:
         """Moves the gates to the target; chooses heads, and begins rounds, when it is time."""
         trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
+        if first_infinite({"log_alpha": gates.log_alpha, "scale": gates.scale}) is not None:
+            raise trainer.broken("the gates are not finite after")
         now = round_at(trainer.rounds, step - 1)
         if not gates.chosen:
             trainer.sparsity.after_step(gates, now, step)

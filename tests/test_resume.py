@@ -1,0 +1,583 @@
+"""Trainings that stop: by a kill, a full disk, damage, numbers that are not finite; and go on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from headprune import config as cfg
+from headprune.cli.options import memory_bytes
+from headprune.config import DataConfig, HealConfig, Train, TrainGatesConfig
+from headprune.errors import CheckpointError, HeadpruneError, TrainingError
+from headprune.pipelines import heal as healing
+from headprune.pipelines import train_gates as training
+from headprune.pipelines.heal import heal
+from headprune.pipelines.train_gates import train_gates
+from headprune.report.discovery import discover
+from headprune.training import checkpoints, slim
+from headprune.training.checkpoints import Expected
+from headprune.training.optimizer import GateOptimizer
+from headprune.training.work import GatesSettings, Work, settings_now
+from headprune.writing import work_folder
+from tests import tiny
+from tests.test_cli import run
+
+SIZES: dict[str, Any] = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
+
+
+class Killed(Exception):
+    pass
+
+
+def kill_at(step: int) -> Callable[[Any], None]:
+    def kill(record: Any) -> None:
+        if record.step == step:
+            raise Killed
+
+    return kill
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("resume")
+    tiny.save(tiny.model("llama-gqa"), home / "model")
+    (home / "text.txt").write_text(tiny.text(2_000))
+    return home
+
+
+def gates(home: Path, output: Path, **settings: Any) -> Any:
+    others = {k: settings.pop(k) for k in ("on_step", "resume", "overwrite") if k in settings}
+    config = TrainGatesConfig(**{"target_heads": 0.5, **SIZES, **settings})
+    return train_gates(
+        home / "model", DataConfig(source=str(home / "text.txt")), output, config, **others
+    )
+
+
+def healed(home: Path, output: Path, **settings: Any) -> Any:
+    others = {k: settings.pop(k) for k in ("on_step", "resume", "overwrite") if k in settings}
+    config = HealConfig(**{"learning_rate": 5e-3, **SIZES, **settings})
+    model, data = home / "model", DataConfig(source=str(home / "text.txt"))
+    return heal(model, model, data, output, config, **others)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path) -> dict[str, bytes]:
+    """What an unbroken training of gates writes."""
+    gates(home, home / "whole", train=Train.ATTENTION)
+    return files(home / "whole")
+
+
+@pytest.fixture(scope="module")
+def _stopped(home: Path) -> Path:
+    with pytest.raises(Killed):
+        gates(home, home / "stopped", train=Train.ATTENTION, on_step=kill_at(8))
+    return Work.beside(home / "stopped").folder
+
+
+@pytest.fixture
+def stopped(_stopped: Path, tmp_path: Path) -> Work:
+    """The work folder of a training that was killed after step 8 of 9."""
+    return Work(shutil.copytree(_stopped, tmp_path / "g-checkpoints"))
+
+
+def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
+    gates(home, tmp_path / "g", train=Train.ATTENTION, resume=True, **others)
+    return files(tmp_path / "g")
+
+
+# after the last step
+
+
+@pytest.mark.parametrize("settle", [None, 0.0])
+def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
+    settle: float | None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"train": Train.ATTENTION, "settle": settle}
+    gates(home, tmp_path / "whole", **settings)
+
+    def dead(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_finish", dead)
+        with pytest.raises(Killed):
+            gates(home, tmp_path / "broken", **settings)
+    steps: list[Any] = []
+    gates(home, tmp_path / "broken", resume=True, on_step=steps.append, **settings)
+    assert not steps
+    assert files(tmp_path / "broken") == files(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "whole"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("train", ["attention", "lora"])
+def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
+    train: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if train == "lora":
+        pytest.importorskip("peft")
+    whole = healed(home, tmp_path / "whole" / "h", train=train)
+
+    def dead(*arguments: object, **options: object) -> None:
+        raise Killed
+
+    torch.manual_seed(1)  # what was drawn before must not matter
+    with monkeypatch.context() as patched:
+        patched.setattr(healing, "write_proven", dead)
+        with pytest.raises(Killed):
+            healed(home, tmp_path / "broken" / "h", train=train)
+    steps: list[Any] = []
+    resumed = healed(
+        home, tmp_path / "broken" / "h", train=train, resume=True, on_step=steps.append
+    )
+    assert not steps
+    assert (resumed.before, resumed.after, resumed.steps) == (whole.before, whole.after, 9)
+    for name in ("model.safetensors", "heal.jsonl"):
+        assert files(tmp_path / "broken" / "h")[name] == files(tmp_path / "whole" / "h")[name]
+
+
+# what is read of a checkpoint
+
+
+def test_a_training_goes_on_to_the_same_end(
+    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+) -> None:
+    names = [path.name for path in checkpoints.found(stopped.checkpoints)]
+    assert names == ["checkpoint-3", "checkpoint-6"]
+    assert go_on(home, tmp_path) == whole
+
+
+def change_state(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / checkpoints.STATE)
+        change(tensors)
+        save_file(tensors, checkpoint / checkpoints.STATE)
+
+    return damage
+
+
+def change_progress(**changes: Any) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        path = checkpoint / checkpoints.PROGRESS
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def cut_short(checkpoint: Path) -> None:
+    content = (checkpoint / checkpoints.STATE).read_bytes()
+    (checkpoint / checkpoints.STATE).write_bytes(content[: len(content) // 2])
+
+
+def set_to(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    return change_state(lambda tensors: tensors.__setitem__(name, value))
+
+
+def of_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["trained.gates.scale"][0] = torch.nan
+
+
+SCALE, MOMENT = "trained.gates.scale", "moments.0.first"
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a trained tensor is missing": change_state(lambda tensors: tensors.pop(SCALE)),
+    "a foreign tensor": set_to("trained.other", torch.ones(2)),
+    "another shape": set_to(SCALE, torch.ones(1)),
+    "another type": set_to(SCALE, torch.ones(12, dtype=torch.float64)),
+    "not finite": change_state(of_nan),
+    "a moment is missing": change_state(lambda tensors: tensors.pop(MOMENT)),
+    "random numbers of no kind": set_to("draws.0.cpu", torch.zeros(5056, dtype=torch.uint8)),
+    "no random numbers": change_state(lambda tensors: tensors.pop("draws.0.cpu")),
+    "cut short": cut_short,
+    "no tensors": lambda path: (path / checkpoints.STATE).unlink(),
+    "no progress": lambda path: (path / checkpoints.PROGRESS).unlink(),
+    "half of the progress": lambda path: (path / checkpoints.PROGRESS).write_text('{"step": 6,'),
+    "another step": change_progress(step=5),
+    "a loss that is none": change_progress(loss="low"),
+    "no processes": change_progress(draws=[]),
+    "numbers of no generator": change_progress(
+        draws=[{"python": [3, [1], None], "numpy": ["MT19937", [2**40], 1, 0, 0.0]}]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(home: Path, _stopped: Path) -> Expected:
+    """What a checkpoint of the training must hold."""
+    seen: list[Expected] = []
+    folder = shutil.copytree(_stopped, home / "spied" / "g-checkpoints").parent
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slim, "newest", lambda place, expected: seen.append(expected))
+        gates(home, folder / "g", train=Train.ATTENTION, resume=True)
+    return seen[0]
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_checkpoint_is_not_gone_on_from(
+    what: str, expected: Expected, stopped: Work
+) -> None:
+    found = checkpoints.newest(stopped.checkpoints, expected)
+    assert found is not None and found.progress.step == 6
+    DAMAGES[what](found.path)
+    before = checkpoints.newest(stopped.checkpoints, expected)
+    assert before is not None and before.progress.step == 3
+    DAMAGES[what](before.path)
+    with pytest.raises(CheckpointError, match=r"checkpoint-6.*start anew with --overwrite") as told:
+        checkpoints.newest(stopped.checkpoints, expected)
+    assert len(str(told.value)) < 600 and "\n" not in str(told.value)
+
+
+def test_the_checkpoint_before_leads_to_the_same_end(
+    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+) -> None:
+    cut_short(stopped.checkpoints / "checkpoint-6")
+    (stopped.checkpoints / ".partial").mkdir()  # of a kill while it was written
+    steps: list[int] = []
+    assert go_on(home, tmp_path, on_step=lambda record: steps.append(record.step)) == whole
+    assert steps == [4, 5, 6, 7, 8, 9]
+
+
+def test_no_checkpoint_is_read_by_pickle(stopped: Work) -> None:
+    kinds = {path.suffix for path in stopped.folder.rglob("*") if path.is_file()}
+    assert kinds == {".json", ".jsonl", ".safetensors", ".yaml"}
+
+
+@pytest.mark.parametrize("half", [b'{"step": 8, "st', b"\xff\xfe\n", b"[" * 100_000])
+def test_half_a_line_of_history_is_dropped(
+    half: bytes, home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+) -> None:
+    kept = stopped.history.read_bytes().splitlines(keepends=True)[:7]
+    stopped.history.write_bytes(b"".join([*kept, half]))
+    stopped.cut_history(6, slim.Step)
+    assert stopped.history.read_bytes() == b"".join(kept[:6])
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}\n", b"", b'{"step": 2, "steps": 9, "loss": NaN}\n', b"\xff\n"]
+)
+def test_a_history_without_a_step_is_refused(line: bytes, stopped: Work) -> None:
+    lines = stopped.history.read_bytes().splitlines(keepends=True)
+    lines[1] = line
+    stopped.history.write_bytes(b"".join(lines))
+    with pytest.raises(CheckpointError, match="it needs a record of every step up to 6"):
+        stopped.cut_history(6, slim.Step)
+
+
+# the work folder
+
+
+def test_a_folder_without_settings_is_no_run(
+    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+) -> None:
+    (stopped.folder / "config.yaml").unlink()
+    (stopped.folder / ".config.yaml.partial" / "new").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="There is no run in .*; leave out --resume"):
+        go_on(home, tmp_path)
+    gates(home, tmp_path / "g", train=Train.ATTENTION)
+    assert files(tmp_path / "g") == whole
+    assert not stopped.folder.exists()
+
+
+FOREIGN = {
+    "of another tool": "lr: 1",
+    "damaged": "train_gates: {",
+    "a list": "- 1",
+    "not text": "\x00",
+    "settings that are none": "{model: m, data: {source: x}, train_gates: {steps: lots}}",
+    "of a later version": "schema_version: 99\ntrain_gates: {}",
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_foreign_or_damaged_settings_are_left_alone(
+    what: str, home: Path, tmp_path: Path, stopped: Work
+) -> None:
+    (stopped.folder / "config.yaml").write_text(FOREIGN[what])
+    before = sorted(stopped.folder.rglob("*"))
+    for how in ({"resume": True}, {"overwrite": True}, {}):
+        with pytest.raises(CheckpointError, match="config.yaml'") as told:
+            gates(home, tmp_path / "g", **how)
+        assert len(str(told.value)) < 600 and "\n" not in str(told.value)
+    assert sorted(stopped.folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("file", ["notes.txt", "checkpoints/checkpoint-5/optimizer.pt"])
+def test_a_folder_of_someone_else_is_left_alone(file: str, home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "g-checkpoints" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    with pytest.raises(CheckpointError, match="holds something else: '(notes.txt|checkpoint-5)'"):
+        gates(home, tmp_path / "g", overwrite=True)
+    assert path.read_text() == "mine"
+
+
+def test_a_training_goes_on_with_what_it_began_with(
+    home: Path, tmp_path: Path, stopped: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match="train_gates.gate_lr: 0.5 then, 0.25 now"):
+        go_on(home, tmp_path, gate_lr=0.25)
+    with pytest.raises(CheckpointError, match=r"other settings \(of train-gates\)"):
+        healed(home, tmp_path / "g", resume=True)
+    now = stopped._begun()
+    assert now is not None
+    with pytest.raises(CheckpointError, match="processes: 1 then, 4 now"):
+        stopped.check(now.model_copy(update={"processes": 4}), resume=True, overwrite=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (
+        settings_now(GatesSettings, "m", data=now.data, train_gates=now.train_gates).processes == 4
+    )
+
+
+@pytest.mark.parametrize("train", [gates, healed])
+def test_the_old_output_stays_until_the_new_one_is_complete(
+    train: Callable[..., Any], home: Path, tmp_path: Path
+) -> None:
+    train(home, tmp_path / "o", steps=2)
+    old = files(tmp_path / "o")
+    with pytest.raises(CheckpointError, match="already exists"):
+        train(home, tmp_path / "o")
+    with pytest.raises(Killed):
+        train(home, tmp_path / "o", overwrite=True, on_step=kill_at(5))
+    assert files(tmp_path / "o") == old
+    train(home, tmp_path / "o", overwrite=True, resume=True)
+    new = files(tmp_path / "o")
+    assert new.keys() == old.keys() and new != old
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]
+
+
+@contextmanager
+def claimed_by_another(output: Path) -> Iterator[None]:
+    """As if another process wrote an output: locks belong to whoever opened the file."""
+    folder = work_folder(output)
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+    os.close(lock)
+
+
+@pytest.mark.parametrize("train", [gates, healed])
+def test_two_trainings_do_not_share_an_output(
+    train: Callable[..., Any], home: Path, tmp_path: Path
+) -> None:
+    with (
+        claimed_by_another(tmp_path / "o"),
+        pytest.raises(CheckpointError, match="Another process"),
+    ):
+        train(home, tmp_path / "o")
+    assert not (tmp_path / "o-checkpoints").exists()
+    train(home, tmp_path / "o", steps=1)
+
+
+def test_a_long_name_has_a_work_folder(tmp_path: Path) -> None:
+    one, other = (Work.beside(tmp_path / ("n" * 254 + end)).folder for end in "ab")
+    one.mkdir()
+    assert one != other and one.name.endswith("-checkpoints")
+
+
+@pytest.mark.parametrize(("train", "command"), [(gates, "train-gates"), (healed, "heal")])
+def test_a_report_names_what_goes_on(
+    train: Callable[..., Any], command: str, home: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Killed):
+        train(home, tmp_path / "o", on_step=kill_at(1))
+    with pytest.raises(CheckpointError, match=f"is not finished; go on with {command} --resume"):
+        discover(tmp_path)
+
+
+# numbers that are not finite
+
+
+def of_nan_after(step: int, group: int, patched: pytest.MonkeyPatch) -> None:
+    """Lets an optimiser come to NaN in one of its groups: gates, factors or weights."""
+    plain, made = GateOptimizer.step, [0]
+
+    def breaking(self: GateOptimizer, closure: Any = None) -> None:
+        plain(self, closure)
+        made[0] += 1
+        if made[0] == step:
+            self.param_groups[group]["params"][0].data.fill_(torch.nan)
+
+    patched.setattr(GateOptimizer, "step", breaking)
+
+
+@pytest.mark.parametrize(
+    ("step", "group", "message"),
+    [
+        (1, 0, "the gates are not finite after step 1 of 9"),
+        (2, 1, "the gates are not finite after step 2 of 9"),
+        (4, 2, "the loss is nan at step 5 of 9"),
+        (9, 2, "proj.weight' is not finite after step 9 of 9"),  # no loss shows it any more
+    ],
+)
+def test_a_training_that_breaks_down_writes_nothing(
+    step: int,
+    group: int,
+    message: str,
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_nan_after(step, group, monkeypatch)
+    with pytest.raises(TrainingError, match="Training broke down: .*Lower --gate-lr") as told:
+        gates(home, tmp_path / "g", train=Train.ATTENTION, save_every=9)
+    assert message in str(told.value)
+    assert told.value.exit_code == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_learning_rate_that_is_too_large_is_named(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--steps", "9", "--seq-len", "16", "--train", "all", "--weight-lr", "1e9"]
+    command = ["train-gates", home / "model", "--data", home / "text.txt", *settings]
+    code, _, err = run(capsys, *command, "--target-heads", "0.5", "--output", tmp_path / "g")
+    assert code == 1
+    assert "Lower --gate-lr or --scale-lr or --weight-lr, and start anew" in err
+    assert not (tmp_path / "g").exists()
+
+
+def test_text_without_anything_to_mask_is_said(tmp_path: Path) -> None:
+    tiny.save(tiny.model("bert-mlm"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(f"{tiny.text(400)} {'unknown ' * 350}")
+    with pytest.raises(TrainingError, match="the loss is nan at .*give text with tokens to mask"):
+        gates(tmp_path, tmp_path / "g", batch_size=1)
+    assert not (tmp_path / "g").exists()
+
+
+def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(
+    home: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match="Lower --learning-rate"):
+        healed(home, tmp_path / "h", learning_rate=1e9, save_every=1)
+    assert not (tmp_path / "h").exists()
+    for checkpoint in (tmp_path / "h-checkpoints" / "checkpoints").glob("checkpoint-*"):
+        state = load_file(checkpoint / checkpoints.STATE)
+        assert checkpoints.first_infinite(state) is None
+
+
+# settings
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((TrainGatesConfig, {"target_heads": 0.5, name: INF}) for name in ("gate_lr", "epochs")),
+        *(
+            (TrainGatesConfig, {"target_heads": 0.5, name: INF})
+            for name in ("temperature", "warmup")
+        ),
+        (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": NAN}),
+        (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": 1e30}),
+        (TrainGatesConfig, {"target_heads": 0.5, "seed": -1}),
+        (TrainGatesConfig, {"target_heads": 0.5, "seed": 2**32}),
+        (TrainGatesConfig, {"target_heads": 0.5, "steps": 99999999999999999999}),
+        (TrainGatesConfig, {"target_heads": 0.5, "rounds": 10**12}),
+        (TrainGatesConfig, {"target_heads": NAN}),
+        (TrainGatesConfig, {"l0_penalty": INF}),
+        (HealConfig, {"steps": 10**10}),
+        (HealConfig, {"steps": 1, "learning_rate": INF}),
+        (HealConfig, {"steps": 1, "lora_rank": 10**12}),
+        (HealConfig, {"steps": 1, "save_every": 10**30}),
+        (cfg.ConvertConfig, {"kv_heads": 1, "seed": -1}),
+        (cfg.CalibrationConfig, {"tokens": 10**30}),
+        (cfg.CalibrationConfig, {"seq_len": 10**30}),
+        (cfg.EvaluateConfig, {"confidence": NAN}),
+        (cfg.EvaluateConfig, {"resamples": 10**15}),
+        (cfg.EvaluateConfig, {"memory": "1e400GiB"}),
+        (cfg.BudgetConfig, {"min_speedup": INF}),
+    ],
+)
+def test_settings_that_no_run_could_have_are_refused(
+    kind: type[cfg._Config], settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError):
+        kind(**settings)
+    with pytest.raises(HeadpruneError) as told:
+        cfg.build(kind, settings)
+    assert list(settings)[-1].replace("_", "-") in str(told.value)
+    assert len(str(told.value)) < 300
+
+
+def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(HeadpruneError, match=r"--epochs 1e\+09 of .* Give fewer, or --steps"):
+        gates(home, tmp_path / "g", steps=None, epochs=1e9)
+    with pytest.raises(HeadpruneError, match="--memory 1e400GiB: give a number"):
+        memory_bytes("1e400GiB")
+
+
+# a full disk
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """A disk that is full in the middle of a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [50, 900, 5_000, 120_000])
+def test_a_full_disk_is_said_and_the_training_goes_on(
+    size: int, home: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    with (
+        no_file_larger_than(size),
+        pytest.raises(CheckpointError, match="Could not write .*[Ff]ree some space") as told,
+    ):
+        gates(home, tmp_path / "g", train=Train.ATTENTION)
+    assert told.value.exit_code == 2
+    assert not (tmp_path / "g").exists()
+    work = Work.beside(tmp_path / "g")
+    gates(
+        home, tmp_path / "g", train=Train.ATTENTION, resume=(work.folder / "config.yaml").exists()
+    )
+    assert files(tmp_path / "g") == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["g"]
+
+
+# all of it, at random
+
+
+def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    command = [
+        sys.executable,
+        root / "scripts" / "stress_resume.py",
+        "--steps",
+        "8",
+        "--every",
+        "3",
+    ]
+    done = subprocess.run(
+        [*command, "--json", tmp_path / "outcomes.json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert [(o["command"], o["processes"]) for o in outcomes] == [
+        (command, processes) for command in ("train-gates", "heal") for processes in (1, 2)
+    ]
+    assert all(o["identical"] and o["other_seed_differs"] and o["kills"] for o in outcomes)
