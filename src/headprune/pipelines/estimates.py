@@ -100,8 +100,7 @@ class Sizes:
 def sizes_of(recipe: Recipe) -> Sizes:
     """Measures the recipe's model without its weights, and how fast this machine is."""
     config = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    with torch.device("meta"):
-        net = native_of(config)(config)
+    net = without_weights(native_of(config), config)
     text = config.get_text_config()
     attentions = attention_of(net)
     return Sizes(
