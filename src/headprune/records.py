@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from headprune.runtime import MANIFEST
-from headprune.runtime.modeling_headprune import SCHEMA, check_heads
+from headprune.runtime.modeling_headprune import check_heads
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Difference = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -66,7 +66,7 @@ class Description(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1]
     family: dict[str, Any]
     layout: dict[str, Heads]
 

@@ -18,7 +18,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: If it is missing or damaged.
     """
     try:
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         # a type that torch has not is a KeyError
         raise CheckpointError(f"'{path}' cannot be read: {error}. Get it again.") from None
+    return tensors

@@ -122,9 +122,9 @@ def checked_description(
             f"The config of '{model}' and its {MANIFEST} describe other heads of "
             f"'{differing[0]}': one of them is damaged. Get the folder again."
         )
-    row = FAMILIES.get(config.model_type)
-    if row is None:
+    if config.model_type not in FAMILIES:
         return sound.model_dump()
+    row = FAMILIES[config.model_type]
     _refuse_unknown_ids(model, config, row, sound)
     return {**sound.model_dump(), "family": row.for_runtime()}
 

@@ -13,6 +13,7 @@ from headprune.config import DataConfig, Dtype, HealTrain, Train
 from headprune.models.attention import attention_of
 from headprune.models.cost import attention_parameters
 from headprune.models.loading import load_config, native_of, parse_dtype
+from headprune.models.sizes import without_weights
 from headprune.recipe import (
     CheckStep,
     ConvertStep,
