@@ -206,14 +206,14 @@ def other_shapes(folder: Path) -> None:
                     {"model.layers.9.self_attn": {"query_heads": [0], "kv_heads": [0]}}
                 )
             ),
-            "heads of modules that LlamaForCausalLM does not have: layers.9.self_attn",
+            "describe other heads of 'model.layers.9.self_attn'",
         ),
         (edit_config(lambda c: c["headprune"].pop("layout")), "('headprune') is damaged"),
         (edit_config(lambda c: c.update(headprune="x")), "('headprune') is damaged"),
         (edit_config(lambda c: c.update(pruned_heads={"a": [0]})), "no map from layer numbers"),
         (without_a_tensor, "lacks 1 of the tensors of a LlamaForCausalLM"),
-        (shard, "does not load as LlamaForCausalLM"),
-        (truncate, "does not load as LlamaForCausalLM"),
+        (shard, "names the weights 'model-00002-of-"),
+        (truncate, "model.safetensors' is damaged: "),
         (link_out, "is a link that leads out of the model folder"),
         (other_shapes, "does not load as LlamaForCausalLM"),
     ],
