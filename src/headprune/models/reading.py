@@ -12,6 +12,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.errors import CheckpointError, HeadpruneError
@@ -90,16 +91,16 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
     """
     try:
         yield
-    except HeadpruneError:
+    except (HeadpruneError, MemoryError, torch.OutOfMemoryError):
         raise
     except BaseException as error:
         panic = type(error).__name__ == "PanicException"
-        if not (isinstance(error, Exception) or panic) or _is_ours(error):
+        if not (isinstance(error, Exception) or panic) or _is_a_bug(error):
             raise
         raise CheckpointError(refusal(_said(error))) from error
 
 
-def _is_ours(error: BaseException) -> bool:
+def _is_a_bug(error: BaseException) -> bool:
     """Whether headprune's own code raised it; what the runtime refuses is a ValueError."""
     (frame, _), *_ = deque(walk_tb(error.__traceback__), maxlen=1)
     module = str(frame.f_globals.get("__name__"))
