@@ -75,7 +75,8 @@ def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     Raises:
         CheckpointError: If the class cannot be built from this config.
     """
-    refusal = f"Its config is damaged, as no {cls.__name__} can be built from it"
+    name = config.name_or_path
+    refusal = f"The config of '{name}' is damaged, as no {cls.__name__} can be built from it"
     with damage_is(lambda why: f"{refusal}: {why}."), torch.device("meta"):
         return cls(copy.deepcopy(config))
 
