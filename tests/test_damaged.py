@@ -178,6 +178,13 @@ def test_only_what_a_library_raises_is_taken_for_damage() -> None:
     assert without_weights(type(tiny.model("llama-gqa")), config).device.type == "meta"
 
 
+def test_texts_that_are_too_short_for_a_proof(model: Path, tmp_path: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(max_position_embeddings=6))
+    plan = uneven_plan(headprune.from_pretrained(model))
+    text = refusal(HeadpruneError, lambda: prune(model, tmp_path / "out", plan=plan))
+    assert "end after 6 tokens (max_position_embeddings)" in text
+
+
 # Weights: the index
 
 

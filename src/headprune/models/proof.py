@@ -84,6 +84,11 @@ def _random_text(
     text: PreTrainedConfig, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    if length <= max(_DECODED, sum(_CHUNKS)):
+        raise FamilyError(
+            f"The model's texts end after {length} tokens (max_position_embeddings), too few for a "
+            "proof. If that is a mistake in its config.json, get it again."
+        )
     ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, length - length // 4 :] = 0
