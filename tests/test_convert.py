@@ -89,7 +89,7 @@ def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     count = 2 if before == 6 else 1
     result = convert(folder, case, count, merge="procrustes")
     measured = result.pruned.manifest.proof
-    assert measured["control"] > 1e2 * measured["tolerance"]
+    assert measured.control > 1e2 * measured.tolerance
     reloaded = headprune.from_pretrained(folder / "out")
     assert {a.kv_heads for a in attention_of(reloaded)} == {count}
     native = FAMILIES[tiny.family_of_case(case)].fewer_kv_heads == "native"
@@ -99,8 +99,8 @@ def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     attention = attention_of(reloaded)[0]
     heads = read_heads(attention)
     write_heads(attention, replace(heads, v=heads.v.flip(1)))
-    wanted = proof.Sample(**result.pruned.manifest.probe)
-    assert wanted.difference(outputs(reloaded)) > 1e2 * measured["tolerance"]
+    wanted = result.pruned.manifest.probe
+    assert proof.difference_from_stored(wanted, outputs(reloaded)) > 1e2 * measured.tolerance
 
 
 @pytest.mark.parametrize("case", [c for c in SHARING if tiny.task(c) == "causal-lm"])

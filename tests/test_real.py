@@ -80,12 +80,12 @@ def test_a_quarter_of_the_heads_unevenly_by_each_route(
     assert len(counts) > 1 or len(plan.attentions) == 1  # ALBERT has one module for all layers
     out = prune(folder, tmp_path / "out", plan=plan)
     proof = out.manifest.proof
-    assert proof["gated_vs_reloaded"] <= proof["tolerance"]
-    assert proof["control"] > 1e3 * proof["tolerance"]
+    assert proof.gated_vs_reloaded <= proof.tolerance
+    assert proof.control > 1e3 * proof.tolerance
     assert out.manifest.dtype == dtype
-    assert (proof["cast"] > 0) == (dtype == "bfloat16")  # the factors that W_O took up
+    assert (proof.cast > 0) == (dtype == "bfloat16")  # the factors that W_O took up
     verification = verify(tmp_path / "out", against=folder)
-    print(name, proof["gated_vs_reloaded"], proof["control"])
+    print(name, proof.gated_vs_reloaded, proof.control)
     for check in verification.checks:
         print("  ", check.name, check.found)
     assert verification.passed
@@ -153,7 +153,7 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
     for name in results:
         manifest = read_manifest(tmp_path / name)
         assert manifest.dtype == "bfloat16"
-        assert manifest.proof["control"] > 1e2 * manifest.proof["tolerance"]
+        assert manifest.proof.control > 1e2 * manifest.proof.tolerance
         assert verify(tmp_path / name).passed
     # a model without its upper layers predicts nothing: what counts is to compute what it does
     tokenizer = load_tokenizer(first_layers)

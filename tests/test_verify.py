@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -206,14 +208,14 @@ def other_shapes(folder: Path) -> None:
                     {"model.layers.9.self_attn": {"query_heads": [0], "kv_heads": [0]}}
                 )
             ),
-            "heads of modules that LlamaForCausalLM does not have: layers.9.self_attn",
+            "describe other heads of 'model.layers.9.self_attn'",
         ),
         (edit_config(lambda c: c["headprune"].pop("layout")), "('headprune') is damaged"),
         (edit_config(lambda c: c.update(headprune="x")), "('headprune') is damaged"),
         (edit_config(lambda c: c.update(pruned_heads={"a": [0]})), "no map from layer numbers"),
         (without_a_tensor, "lacks 1 of the tensors of a LlamaForCausalLM"),
-        (shard, "does not load as LlamaForCausalLM"),
-        (truncate, "does not load as LlamaForCausalLM"),
+        (shard, "names the weights 'model-00002-of-"),
+        (truncate, "model.safetensors' is damaged: "),
         (link_out, "is a link that leads out of the model folder"),
         (other_shapes, "does not load as LlamaForCausalLM"),
     ],
@@ -262,6 +264,129 @@ def test_code_that_is_not_ours_is_not_run(result: Path) -> None:
     verification = verify(result)
     assert "was not tried" in str(verification.not_run)
     assert not (result / "ran").exists()
+
+
+def test_code_beside_a_result_is_not_run(
+    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With code allowed, transformers runs custom_generate/generate.py of a folder as well."""
+    monkeypatch.chdir(tmp_path)
+    code = result / "custom_generate"
+    code.mkdir()
+    (code / "requirements.txt").touch()
+    (code / "generate.py").write_text("open('ran', 'w').close()\ngenerate = None\n")
+    verification = verify(result)
+    assert not (tmp_path / "ran").exists()
+    assert failed(verification) == ["hashes"]
+    assert verification.checks[-1].name.endswith("trust_remote_code=True")  # and it was tried
+    assert "custom_generate/generate.py is not in headprune.json" in verification.checks[0].found
+
+
+def test_a_copy_that_is_loaded_holds_what_was_hashed(
+    result: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = transformers.AutoModelForCausalLM.from_pretrained
+
+    def load(folder: Path, **kwargs: object) -> object:
+        seen.append({file.name: file.is_symlink() for file in folder.iterdir()})
+        return original(folder, **kwargs)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    assert verify(result).passed
+    runtime = {"config.json": False, "model.safetensors": True, "modeling_headprune.py": False}
+    assert seen == [runtime]
+    shard_whole(result)
+    verify(result)
+    assert len(seen) == 2
+    assert "model.safetensors.index.json" in seen[1]
+
+
+def shard_whole(folder: Path) -> None:
+    headprune.from_pretrained(folder).save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+
+
+def forget(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["files"].pop(name)
+
+
+def edit_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        manifest = json.loads((folder / "headprune.json").read_text())
+        change(manifest)
+        (folder / "headprune.json").write_text(json.dumps(manifest))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda f: (f / "notes.txt").write_text("x"), "notes.txt is not in headprune.json"),
+        (lambda f: (f / "x.safetensors").write_text("x"), "x.safetensors is not in"),
+        (edit_manifest(forget("model.safetensors")), "model.safetensors is not in"),
+        (edit_manifest(forget("config.json")), "config.json is not in"),
+        (lambda f: (f / "plan.json").unlink(), "plan.json is missing"),
+        (edit_manifest(lambda m: m["files"].update({"x" * 5_000: "0" * 64})), "xxx is missing"),
+    ],
+    ids=["file", "weights", "no weights", "no config", "missing", "name"],
+)
+def test_files_and_their_record_agree(
+    damage: Callable[[Path], None], found: str, result: Path
+) -> None:
+    damage(result)
+    hashes = verify(result).checks[0]
+    assert not hashes.passed
+    assert found in hashes.found
+
+
+def test_cards_and_hidden_files_are_the_users_own(result: Path) -> None:
+    (result / "README.md").write_text("mine")
+    (result / ".gitattributes").touch()
+    for name in (".git", ".cache"):
+        (result / name).mkdir()
+        (result / name / "config").touch()
+    assert verify(result).passed
+
+
+def test_the_tolerance_is_not_the_manifests(result: Path, llama_folder: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["proof"]["tolerance"] = 1e9
+        stored = manifest["probe"]["outputs"]["logits"]
+        stored["values"] = [value + 0.01 * stored["largest"] for value in stored["values"]]
+
+    edit_manifest(change)(result)
+    verification = verify(result, against=llama_folder)
+    assert len(failed(verification)) == 2
+    assert "2e-05 allowed" in verification.checks[1].found
+    assert verification.checks[-1].passed  # the folder itself is as it was
+
+
+def test_what_rounding_explains_is_measured_where_it_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny.model("llama-gqa")
+    inputs = proof.probe_inputs(model)
+    outputs = proof.probe(model, inputs)
+    least = proof.TOLERANCE[torch.float32]
+    monkeypatch.setattr(proof, "probe_rounding", lambda *args: 1e-3)
+    assert proof.allowed(model, inputs, outputs, least / 2) == least
+    assert proof.allowed(model, inputs, outputs, 2 * least) == proof.AMPLIFICATION * 1e-3
+    assert proof.allowed(model, inputs, outputs, float("nan")) == least
+    monkeypatch.undo()
+    assert 0 < proof.allowed(model, inputs, outputs, 1.0) < 1e-3
+
+
+def test_an_older_result_says_less_of_its_proof(result: Path) -> None:
+    def older(manifest: dict[str, Any]) -> None:
+        for name in ("rounding", "cast", "seed"):
+            del manifest["proof"][name]
+        for name in ("layout", "auto_class", "dtype", "weight_bytes", "refit"):
+            del manifest[name]
+
+    edit_manifest(older)(result)
+    assert verify(result).passed
 
 
 def test_a_converted_result_says_why_it_is_compared_with_nothing(

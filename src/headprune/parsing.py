@@ -22,13 +22,18 @@ Error = type[HeadpruneError]
 MOST_BYTES = 100_000_000  # the samples of a baseline are the largest that headprune writes
 
 
-def read_json(path: Path, error: Error = CheckpointError) -> Any:
+def read_json(path: Path, error: Error = CheckpointError, distinct: bool = False) -> Any:
     """The content of a JSON file; its numbers are finite.
+
+    Args:
+        path: The file.
+        error: What is raised.
+        distinct: Refuse names that are given twice, of which JSON takes the last.
 
     Raises:
         error: If it cannot be read, is too large, or is no JSON; ``FileNotFoundError`` passes.
     """
-    return _read(path, parse_json, "JSON", error)
+    return _read(path, lambda text: parse_json(text, distinct), "JSON", error)
 
 
 def read_yaml(path: Path, error: Error = CheckpointError, loader: Any = yaml.SafeLoader) -> Any:
@@ -85,6 +90,8 @@ def refuse_later(
     Raises:
         error: Naming both schemas.
     """
+    if "schema_version" not in model.model_fields:
+        return
     known = max(get_args(model.model_fields["schema_version"].annotation))
     version = content.get("schema_version", known)
     if isinstance(version, int) and version > known:
@@ -101,14 +108,26 @@ def first_problem(problem: ValidationError) -> str:
     return f"{where}: {message}" if where else message
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, distinct: bool = False) -> Any:
     """The content of JSON text.
 
     Raises:
         ValueError: If it is none, or a number in it is not finite or without end.
         RecursionError: If it is nested too deeply.
     """
-    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    pairs = _distinct if distinct else None
+    return json.loads(
+        text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=pairs
+    )
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"'{name}' is given twice")
+        content[name] = value
+    return content
 
 
 def _finite(text: str) -> float:

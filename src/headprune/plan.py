@@ -24,14 +24,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headprune.errors import PlanError
+from headprune.parsing import read_json, validated
 from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
 from headprune.writing import write_whole
 
-SCHEMA_VERSION = 1
+Number = Annotated[int, Field(ge=0, strict=True)]
+Factor = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Shape(str, Enum):
@@ -73,11 +75,11 @@ class AttentionPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    query_heads: Annotated[int, Field(ge=0)]
-    kv_heads: Annotated[int, Field(ge=0)]
-    keep: tuple[Annotated[int, Field(ge=0)], ...]
-    scale: tuple[float, ...] | None = None
-    groups: tuple[tuple[int, ...], ...] | None = None
+    query_heads: Number
+    kv_heads: Number
+    keep: tuple[Number, ...]
+    scale: tuple[Factor, ...] | None = None
+    groups: tuple[tuple[Number, ...], ...] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionPlan:
@@ -143,18 +145,7 @@ def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> P
     """
     content = plan_content(path)
     if isinstance(content, dict) and "attentions" in content:
-        version = content.get("schema_version")
-        if isinstance(version, int) and version > SCHEMA_VERSION:
-            raise PlanError(
-                f"'{path}' has plan schema {version}; this headprune reads up to {SCHEMA_VERSION}. "
-                "Upgrade headprune."
-            )
-        try:
-            return Plan.model_validate(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise PlanError(f"'{path}' is not a valid plan: {where}: {first['msg']}.") from None
+        return validated(Plan, content, path, PlanError)
     return _from_removed(content, present, path)
 
 
@@ -165,11 +156,9 @@ def plan_content(path: Path) -> object:
         PlanError: If the file is missing or not readable.
     """
     try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
+        content: object = read_json(path, PlanError, distinct=True)
     except FileNotFoundError:
         raise PlanError(f"There is no plan file at '{path}'.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"'{path}' is not readable as JSON ({error}); see a plan.json.") from None
     return content
 
 

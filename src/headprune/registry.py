@@ -53,18 +53,17 @@ class Registry(Mapping[str, T], Generic[T]):
         self._frozen = True
 
     def __getitem__(self, name: str) -> T:
-        try:
+        if name in self:
             return self._entries[name]
-        except KeyError:
-            known = sorted(self._entries)
-            listed = f"'{self._listed_by}' lists the {len(known)} that are supported"
-            raise self._error(
-                f"No {self.kind} named '{name}'.{did_you_mean(name, known)} "
-                f"{listed if self._listed_by else 'Supported: ' + ', '.join(known)}."
-            ) from None
+        known = sorted(self._entries)
+        listed = f"'{self._listed_by}' lists the {len(known)} that are supported"
+        raise self._error(
+            f"No {self.kind} named '{name}'.{did_you_mean(str(name), known)} "
+            f"{listed if self._listed_by else 'Supported: ' + ', '.join(known)}."
+        )
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return isinstance(name, str) and name in self._entries  # files hold what is no name
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -125,15 +125,16 @@ def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """The differences that were measured, what they were held to, and what a mistake would show."""
     proof, (original, result) = manifest.proof, _compared(manifest)
     rows = [
-        (f"{original} - {result} in memory", f"{proof['gated_vs_cut']:.1e}"),
-        (f"{original} - reloaded from disk", f"{proof['gated_vs_reloaded']:.1e}"),
-        ("gates moved by one bit: rounding alone", f"{proof['rounding']:.1e}"),
-        (f"allowed in {proof['dtype']}", f"{proof['tolerance']:.0e}"),
+        (f"{original} - {result} in memory", f"{proof.gated_vs_cut:.1e}"),
+        (f"{original} - reloaded from disk", f"{proof.gated_vs_reloaded:.1e}"),
     ]
-    if proof["control"] is not None:
-        rows.append(("one head wrong would show", f"{proof['control']:.1e}"))
-    if proof.get("cast"):
-        rows.append((f"cost of writing {manifest.dtype}", f"{proof['cast']:.1e}"))
+    if proof.rounding is not None:
+        rows.append(("gates moved by one bit: rounding alone", f"{proof.rounding:.1e}"))
+    rows.append((f"allowed in {proof.dtype}", f"{proof.tolerance:.0e}"))
+    if proof.control is not None:
+        rows.append(("one head wrong would show", f"{proof.control:.1e}"))
+    if proof.cast:
+        rows.append((f"cost of writing {manifest.dtype}", f"{proof.cast:.1e}"))
     return rows
 
 

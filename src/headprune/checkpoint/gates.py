@@ -10,18 +10,22 @@ config.yaml          the resolved settings
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from headprune.checkpoint.tensors import read_tensors
 from headprune.config import Method
 from headprune.errors import CheckpointError, PlanError
+from headprune.parsing import read_as
 from headprune.plan import ModelIdentity
+from headprune.records import Count, Finite
 from headprune.tensors import hard_concrete
-from headprune.tensors.units import Unit
+from headprune.tensors.units import Unit, members
 from headprune.writing import write_error, write_whole
 
 TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safetensors"
@@ -46,6 +50,7 @@ class GatesMetadata(BaseModel):
         data: Source of the training data.
         final_loss: Loss of the last step.
         trained_weights: Whether weights.safetensors belongs to them.
+        weights: The names of the tensors in it; None in older files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,17 +60,40 @@ class GatesMetadata(BaseModel):
     model: ModelIdentity
     unit: Unit
     method: Method = Method.L0
-    temperature: float
-    modules: tuple[str, ...]
-    heads: tuple[tuple[int, ...], ...] = ()
-    group_sizes: tuple[tuple[int, ...], ...] = ()
-    query_heads: int
-    kept_heads: int
-    steps: int
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    modules: Annotated[tuple[str, ...], Field(min_length=1)]
+    heads: tuple[tuple[Count, ...], ...] = ()
+    group_sizes: tuple[tuple[Count, ...], ...] = ()
+    query_heads: Count
+    kept_heads: Count
+    steps: Count
     objective: str
     data: str
-    final_loss: float
+    final_loss: Finite
     trained_weights: bool
+    weights: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GatesMetadata:
+        if len(set(self.modules)) != len(self.modules):
+            raise ValueError("modules names one twice")
+        if self.kept_heads > self.query_heads:
+            raise ValueError(f"kept_heads is {self.kept_heads} of {self.query_heads} query heads")
+        for name, parts in (("heads", self.heads), ("group_sizes", self.group_sizes)):
+            if parts and len(parts) != len(self.modules):
+                raise ValueError(f"{name} has {len(parts)} entries for {len(self.modules)} modules")
+        if len(self.heads) != len(self.group_sizes):
+            raise ValueError("heads and group_sizes belong together")
+        for ids, sizes in zip(self.heads, self.group_sizes, strict=True):
+            if len(set(ids)) != len(ids) or len(ids) != sum(sizes) or 0 in sizes:
+                raise ValueError(f"heads {list(ids)} do not make groups of {list(sizes)}")
+        if self.group_sizes and self.query_heads != sum(map(sum, self.group_sizes)):
+            raise ValueError(f"group_sizes do not add up to {self.query_heads} query heads")
+        return self
+
+    def unit_sizes(self) -> list[int]:
+        """Query heads per gate; empty where an older file does not say."""
+        return [len(unit) for sizes in self.group_sizes for unit in members(self.unit, sizes)]
 
 
 class TrainedGates(BaseModel):
@@ -93,6 +121,7 @@ def write_gates(
     weights: dict[str, Tensor] | None,
 ) -> None:
     """Writes finished gates; gates.json comes last, so that its presence says they are complete."""
+    metadata = metadata.model_copy(update={"weights": tuple(weights or ())})
     try:
         if weights is not None:
             _save(weights, folder / WEIGHTS)
@@ -127,12 +156,57 @@ def read_gates(folder: Path, model: ModelIdentity) -> TrainedGates:
             f"'{model.name}' ({model.architecture}, fingerprint {model.fingerprint}). Give the "
             "model they were trained on, or train gates for this one."
         )
+    tensors = read_tensors(folder / TENSORS)
+    weights = read_tensors(folder / WEIGHTS) if metadata.trained_weights else None
     try:
-        tensors = load_file(folder / TENSORS)
-        weights = load_file(folder / WEIGHTS) if metadata.trained_weights else None
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"The gates in '{folder}' cannot be read: {error}.") from None
+        _check_gates(metadata, tensors)
+        _check_weights(metadata, weights)
+    except ValueError as error:
+        raise CheckpointError(
+            f"The gates in '{folder}' are damaged: {error}. Get the folder again, or train anew."
+        ) from None
     return TrainedGates(metadata=metadata, weights=weights, **tensors)
+
+
+def _check_gates(metadata: GatesMetadata, tensors: dict[str, Tensor]) -> None:
+    """Refuses tensors that do not belong to what gates.json says.
+
+    Raises:
+        ValueError: Naming the tensor.
+    """
+    if set(tensors) != {"log_alpha", "value", "kept"}:
+        raise ValueError(f"{TENSORS} must hold log_alpha, value and kept, and nothing else")
+    sizes, kept = metadata.unit_sizes(), tensors["kept"]
+    gates = len(sizes) if metadata.group_sizes else kept.numel()
+    for name, tensor in tensors.items():
+        if tensor.shape != (gates,):
+            raise ValueError(f"{name} has the shape {list(tensor.shape)} for {gates} gates")
+        if name == "kept":
+            sound = tensor.dtype is torch.bool
+        else:
+            sound = tensor.is_floating_point() and bool(tensor.isfinite().all())
+        if not sound:
+            raise ValueError(f"{name} holds what is no finite number, or no yes or no")
+    open_heads = int((torch.tensor(sizes, dtype=torch.long) * kept).sum()) if sizes else None
+    if open_heads not in (None, metadata.kept_heads):
+        raise ValueError(
+            f"kept_heads is {metadata.kept_heads}, and {open_heads} heads have open gates"
+        )
+
+
+def _check_weights(metadata: GatesMetadata, weights: dict[str, Tensor] | None) -> None:
+    """Refuses trained weights that are not all there, or that are not finite.
+
+    Raises:
+        ValueError: Naming the first one.
+    """
+    for name, tensor in (weights or {}).items():
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise ValueError(f"the trained weight '{name}' is not finite")
+    if metadata.weights is not None:
+        for name in sorted(set(metadata.weights) ^ set(weights or ())):
+            where = METADATA if name in metadata.weights else WEIGHTS
+            raise ValueError(f"the trained weight '{name}' is named in {where} only")
 
 
 def read_metadata(folder: Path) -> GatesMetadata:
@@ -150,9 +224,4 @@ def read_metadata(folder: Path) -> GatesMetadata:
             else f"'{folder}' is no gates folder (it has no {METADATA}); headprune train-gates "
             "writes one."
         )
-    try:
-        return GatesMetadata.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or METADATA
-        raise CheckpointError(f"'{path}' is not valid: {where}: {first['msg']}.") from None
+    return read_as(GatesMetadata, path)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, ValidationError, field_validator
 
 from headprune._version import __version__
 from headprune.checkpoint.folders import sha256_of
 from headprune.errors import CheckpointError
+from headprune.parsing import first_problem, read_as
 from headprune.plan import ModelIdentity, Shape
+from headprune.records import Count, Proof, Recorded, Sample
 from headprune.runtime import MANIFEST
 
+CARD = "README.md"
 
-class Manifest(BaseModel):
+
+class Manifest(Recorded):
     """The record beside the weights of a result.
 
     Attributes:
@@ -35,18 +39,15 @@ class Manifest(BaseModel):
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
         trained_weights: Whether weights beside the gates were trained before the cut.
-        layout: Ids of the heads that are left, per module; those of the model before any cut.
         sharing: How KV heads were merged, if they were.
         healing: How it was trained to match another model, if it was.
         refit: How W_O made up for the heads that went, if it did.
         proof: What the proof measured.
         probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
-        files: SHA-256 of every other file of the folder, but for the model card.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[1] = 1
     created: str
     versions: dict[str, str]
     source: ModelIdentity
@@ -54,23 +55,31 @@ class Manifest(BaseModel):
     shape: Shape
     auto_class: str | None = None
     dtype: str | None = None
-    weight_bytes: tuple[int, int] | None = None
-    query_heads: tuple[int, int]
-    kv_heads: tuple[int, int]
-    parameters: tuple[int, int]
-    layout: dict[str, dict[str, list[int]]] = {}
+    weight_bytes: tuple[Count, Count] | None = None
+    query_heads: tuple[Count, Count]
+    kv_heads: tuple[Count, Count]
+    parameters: tuple[Count, Count]
     trained_weights: bool = False
     sharing: dict[str, Any] | None = None
     healing: dict[str, Any] | None = None
     refit: dict[str, Any] | None = None
-    proof: dict[str, Any]
-    probe: dict[str, Any]
-    files: dict[str, str]
+    proof: Proof
+    probe: Sample
+
+    @field_validator("lineage")
+    @classmethod
+    def _named(cls, lineage: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        try:
+            for step in lineage:
+                ModelIdentity.model_validate(step.get("source"))
+        except ValidationError as problem:
+            raise ValueError(f"the source of a step: {first_problem(problem)}") from None
+        return lineage
 
     @property
     def uneven(self) -> bool:
         """Whether attention modules differ in their numbers of heads."""
-        return len({tuple(map(len, heads.values())) for heads in self.layout.values()}) > 1
+        return len({tuple(map(len, h.as_json().values())) for h in self.layout.values()}) > 1
 
 
 def versions() -> dict[str, str]:
@@ -89,11 +98,7 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
         folder: The result.
         **facts: The other fields of ``Manifest``.
     """
-    files = {
-        str(file.relative_to(folder)): sha256_of(file)
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in (MANIFEST, "README.md")
-    }
+    files = {name: sha256_of(folder / name) for name in contents(folder)}
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     manifest = Manifest(created=created, versions=versions(), files=files, **facts)
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -113,25 +118,28 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"'{folder}' has no {MANIFEST}, so headprune did not write it; prune and migrate do."
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and content.get("schema_version", 1) > 1:
-            raise CheckpointError(
-                f"'{path}' has schema {content['schema_version']}; this headprune reads 1. Upgrade "
-                "headprune."
-            )
-        return Manifest.model_validate(content)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{path}' is damaged: {str(error).splitlines()[0]}.") from None
+    return read_as(Manifest, path)
+
+
+def contents(folder: Path) -> Iterator[str]:
+    """The files that a manifest vouches for: all but itself, the card and hidden ones."""
+    for file in sorted(folder.rglob("*")):
+        inside = file.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if not (file.is_dir() or hidden or inside.as_posix() in (MANIFEST, CARD)):
+            yield inside.as_posix()
 
 
 def read_lineage(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The manifests that lead to a folder, oldest first; none if headprune did not make it."""
-    path = folder / MANIFEST
-    if not path.is_file():
+    """The manifests that lead to a folder, oldest first; none if headprune did not make it.
+
+    Raises:
+        CheckpointError: If the last of them is damaged.
+    """
+    if not (folder / MANIFEST).is_file():
         return ()
-    content = json.loads(path.read_text(encoding="utf-8"))
-    earlier = content.pop("lineage", ())
-    for bulky in ("files", "probe"):
-        content.pop(bulky, None)
-    return (*earlier, content)
+    manifest = read_manifest(folder)
+    last = manifest.model_dump(
+        mode="json", exclude={"lineage", "files", "probe"}, exclude_unset=True
+    )
+    return (*manifest.lineage, last)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headprune.checkpoint.outputs import whole_folder
+from headprune.checkpoint.tensors import read_tensors
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.errors import CheckpointError, PlanError
+from headprune.parsing import read_as
 from headprune.plan import ModelIdentity
+from headprune.records import Count
 from headprune.registry import did_you_mean
+from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
 TENSORS, METADATA = "scores.safetensors", "scores.json"
@@ -52,15 +55,23 @@ class ScoresMetadata(BaseModel):
     versions: dict[str, str]
     model: ModelIdentity
     unit: Unit
-    modules: tuple[str, ...]
-    units: tuple[int, ...]
-    query_heads: int
-    criteria: dict[str, str]
+    modules: Annotated[tuple[str, ...], Field(min_length=1)]
+    units: tuple[Count, ...]
+    query_heads: Count
+    criteria: Annotated[dict[str, str], Field(min_length=1)]
     data: DataConfig | None
     calibration: CalibrationConfig
-    tokens: int
+    tokens: Count
     ragged: bool = False
     refits: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ScoresMetadata:
+        if len(set(self.modules)) != len(self.modules):
+            raise ValueError("modules names one twice")
+        if len(self.units) != len(self.modules):
+            raise ValueError(f"units has {len(self.units)} entries for {len(self.modules)} modules")
+        return self
 
 
 @dataclass(frozen=True)
@@ -120,24 +131,14 @@ def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
         raise CheckpointError(
             f"'{folder}' is no scores folder (it has no {METADATA}); headprune score writes one."
         )
-    try:
-        metadata = ScoresMetadata.model_validate_json(path.read_text(encoding="utf-8"))
-        tensors: dict[str, Any] = load_file(folder / TENSORS)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or METADATA
-        raise CheckpointError(f"'{path}' is not valid: {where}: {first['msg']}.") from None
-    except (OSError, UnicodeDecodeError, SafetensorError) as error:
-        raise CheckpointError(f"The scores in '{folder}' cannot be read: {error}.") from None
+    metadata, tensors = read_as(ScoresMetadata, path), read_tensors(folder / TENSORS)
     if set(tensors) != set(metadata.criteria):
         raise CheckpointError(f"'{folder}' is damaged: its two files name different criteria.")
-    if len(metadata.units) != len(metadata.modules):
-        raise CheckpointError(f"'{path}' is damaged: its modules and units differ in number.")
     for name, values in tensors.items():
-        if values.shape != (sum(metadata.units),):
+        if values.shape != (sum(metadata.units),) or not values.is_floating_point():
             raise CheckpointError(
                 f"'{folder}' is damaged: {name} has {values.numel()} scores for "
-                f"{sum(metadata.units)} units."
+                f"{sum(metadata.units)} units, as {dtype_name(values.dtype)}."
             )
         if not bool(values.isfinite().all()):
             at = int((~values.isfinite()).nonzero()[0])

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Mapping
 
 from transformers import PreTrainedModel
 
+from headprune.errors import CheckpointError
+from headprune.records import Heads
 from headprune.runtime import MANIFEST
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, find_attention
 
 
-def restore_ids(net: PreTrainedModel, folder: Path) -> None:
-    """Tells a model what the manifest beside its weights says of the ids of its heads."""
-    try:
-        layout = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["layout"]
-        for path, heads in layout.items():
-            net.get_submodule(path).headprune_ids = (
-                tuple(heads["query_heads"]),
-                tuple(heads["kv_heads"]),
+def restore_ids(
+    net: PreTrainedModel, layout: Mapping[str, Heads], family: Mapping[str, object]
+) -> None:
+    """Tells a model what the manifest beside its weights says of the ids of its heads.
+
+    Args:
+        net: The model.
+        layout: Per attention module, the heads that are left.
+        family: The row of its family.
+
+    Raises:
+        CheckpointError: If it has other heads than the manifest says.
+    """
+    prefix = f"{net.base_model_prefix}."  # the model may be another head's, or none's
+    told = {path.removeprefix(prefix): heads for path, heads in layout.items()}
+    for attention in find_attention(net, family):
+        heads = told.get(attention.path.removeprefix(prefix))
+        if heads is None:
+            continue
+        counts = (len(heads.query_heads), len(heads.kv_heads))
+        if counts != (attention.query_heads, attention.kv_heads):
+            raise CheckpointError(
+                f"{MANIFEST} speaks of {counts[0]} query and {counts[1]} KV heads in "
+                f"'{attention.path}', and the weights hold {attention.query_heads} and "
+                f"{attention.kv_heads}: they do not belong together. Get the folder again."
             )
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return  # none of ours, or damaged: then verify says so
+        attention.module.headprune_ids = (heads.query_heads, heads.kv_heads)  # type: ignore[assignment]
 
 
 def with_restored_ids(attention: Attention) -> Attention:

@@ -6,14 +6,18 @@ the heads that are gone. transformers 5 ignores the entry, and the weights then 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
 from headprune.models.attention import attention_of, family_of
+from headprune.models.sizes import without_weights
+from headprune.plan import Number
 from headprune.runtime.modeling_headprune import SCHEMA
+
+_PRUNED = TypeAdapter(dict[Annotated[int, Field(ge=0)], list[Number]])  # layers are JSON's names
 
 
 def has_pruned_heads(config: PreTrainedConfig) -> bool:
@@ -30,16 +34,15 @@ def layout_of_pruned_heads(config: PreTrainedConfig, native: type[PreTrainedMode
         FamilyError: If the family is not supported.
     """
     try:
-        pruned = {int(layer): set(heads) for layer, heads in config.pruned_heads.items()}
-    except (ValueError, TypeError):
+        pruned = _PRUNED.validate_python(config.pruned_heads)
+    except ValidationError:
         raise CheckpointError(
             f"config.json has pruned_heads={config.pruned_heads!r}, which is no map from layer "
             'numbers to lists of heads, such as {"0": [1, 4]}.'
         ) from None
     family = family_of(config)
     del config.pruned_heads
-    with torch.device("meta"):
-        attentions = attention_of(native(config))
+    attentions = attention_of(without_weights(native, config))
     unknown = sorted(set(pruned) - set(range(len(attentions))))
     if unknown:
         raise CheckpointError(
@@ -48,7 +51,7 @@ def layout_of_pruned_heads(config: PreTrainedConfig, native: type[PreTrainedMode
         )
     layout: dict[str, Any] = {}
     for layer, attention in enumerate(attentions):
-        gone = pruned.get(layer, set())
+        gone = set(pruned.get(layer, ()))
         if gone - set(attention.query_ids):
             raise CheckpointError(
                 f"config.json says that head {max(gone)} of layer {layer} was pruned, but it had "

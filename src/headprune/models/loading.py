@@ -10,20 +10,32 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from headprune import hub
 from headprune.errors import CheckpointError
+from headprune.families import FAMILIES
 from headprune.models.ids import restore_ids
 from headprune.models.legacy import has_pruned_heads, layout_of_pruned_heads
+from headprune.models.reading import (
+    damage_is,
+    read_config_file,
+    read_record,
+    refuse_damaged_json,
+)
 from headprune.models.refusals import (
-    refuse_bad_description,
+    checked_description,
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
     refuse_unexpected,
 )
+from headprune.models.sizes import (
+    refuse_large_counts,
+    refuse_larger_than_weights,
+    without_weights,
+)
+from headprune.models.stored import stored_tensors
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
 
@@ -69,27 +81,24 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     folder = Path(model) / kwargs.get("subfolder", "")
     refuse_pickles(folder)
     refuse_links(folder)
+    refuse_damaged_json(folder, "generation_config.json")
+    record = read_record(folder)
     if not kwargs.get("trust_remote_code"):
-        refuse_edited_runtime(folder)
+        refuse_edited_runtime(folder, record)
     native = native_of(config, auto_class)
     if has_pruned_heads(config):
         layout_of_pruned_heads(config, native)
-    description = getattr(config, "headprune", None)
-    if description:
-        refuse_bad_description(model, description)
-    cls = modeling_headprune.pruned_class(native) if description else native
+    cls = native
+    if getattr(config, "headprune", None) is not None:
+        config.headprune = checked_description(model, config, record)
+        cls = modeling_headprune.pruned_class(native)
+    tensors = stored_tensors(model, kwargs.get("subfolder", ""))
+    if tensors:
+        refuse_larger_than_weights(model, without_weights(cls, config), tensors)
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
-    try:
-        with hub.asked_once(model), uneven_heads_are_known():
-            net, info = cls.from_pretrained(str(model), config=config, **options)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        why = _first_line(error)
-        if "ignore_mismatched_sizes" in why:
-            why = "some of its tensors have other shapes than its config describes"
-        raise CheckpointError(
-            f"'{model}' does not load as {cls.__name__}: {why}. The folder is incomplete or "
-            "damaged; get it again."
-        ) from error
+    refused = damage_is(lambda why: _does_not_load(model, cls, why))
+    with refused, hub.asked_once(model), uneven_heads_are_known():
+        net, info = cls.from_pretrained(str(model), config=config, **options)
     # another head than the checkpoint's starts anew, and many encoders come without a pooler
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
@@ -101,8 +110,18 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     # asking for another head means to leave the present one out
     if auto_class is None and not dropping:
         refuse_unexpected(model, net, info["unexpected_keys"])
-    restore_ids(net, folder)
+    if record is not None and config.model_type in FAMILIES:
+        restore_ids(net, record.layout, FAMILIES[config.model_type].for_runtime())
     return (net.eval(), info) if wants_info else net.eval()
+
+
+def _does_not_load(model: str | Path, cls: type, why: str) -> str:
+    if "ignore_mismatched_sizes" in why:
+        why = "some of its tensors have other shapes than its config describes"
+    return (
+        f"'{model}' does not load as {cls.__name__}: {why}. The folder is incomplete or damaged; "
+        "get it again."
+    )
 
 
 # of the arguments, those that say where files are found
@@ -136,20 +155,23 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
         if path.is_file():
             there = f"'{model}' is a file"
         raise CheckpointError(f"{there}. Give a model folder, or a hub id.")
-    try:
-        with hub.asked_once(model), uneven_heads_are_known():
-            return AutoConfig.from_pretrained(str(model), **kwargs)
-    except (OSError, ValueError) as error:
-        if path.is_dir():
-            why = f"could not read its config. {_first_line(error)}"
-        elif hub.why_not():
-            why = (
-                "there is no such folder, and none of that name in the cache of the hub, which "
-                f"cannot be asked ({hub.why_not()}). Check the name and the network."
-            )
-        else:
-            why = f"could not find a folder or hub model of that name. {_first_line(error)}"
-        raise CheckpointError(f"'{model}': {why}") from None
+    if path.is_dir():
+        refuse_large_counts(path, read_config_file(path / "config.json"))
+    refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
+    with refused, hub.asked_once(model), uneven_heads_are_known():
+        return AutoConfig.from_pretrained(str(model), **kwargs)
+
+
+def _unread(path: Path, why: str) -> str:
+    """Why there is no config to be had."""
+    if path.is_dir():
+        return f"could not read its config. {why}"
+    if hub.why_not():
+        return (
+            "there is no such folder, and none of that name in the cache of the hub, which cannot "
+            f"be asked ({hub.why_not()}). Check the name and the network."
+        )
+    return f"could not find a folder or hub model of that name. {why}"
 
 
 @contextmanager
@@ -186,17 +208,17 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
     Raises:
         CheckpointError: If there is none, or one without a vocabulary.
     """
-    try:
-        with hub.asked_once(model):
-            tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
-    except Exception as error:  # some backends raise nothing more special
-        raise CheckpointError(
-            f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer "
-            f"files of the original model into the folder. {_first_line(error)}"
-        ) from None
-    vocabulary = getattr(load_config(model, **kwargs).get_text_config(), "vocab_size", 0)
-    added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
-    ordinary = sum(token not in added for token in tokenizer.get_vocab())
+    config = load_config(model, **kwargs)
+    refuse_damaged_json(Path(model), "tokenizer_config.json", "special_tokens_map.json")
+    why_not = (
+        f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer files of "
+        "the original model into the folder."
+    )
+    with damage_is(lambda why: f"{why_not} {why}"), hub.asked_once(model):
+        tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
+        added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        ordinary = sum(token not in added for token in tokenizer.get_vocab())
+    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
     if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:  # the one is a word boundary
         raise CheckpointError(
             f"'{model}' has no usable tokenizer, and text data needs one: without the files of a "
@@ -222,8 +244,11 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
         raise CheckpointError(
             f"transformers has no class '{auto_class}'.{did_you_mean(auto_class, known)}"
         )
-    name = (config.architectures or [None])[0]
-    native = getattr(transformers, name, None) if name else None
+    named = config.architectures
+    name = named[0] if isinstance(named, list) and named else None
+    native = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(native, type) and issubclass(native, PreTrainedModel)):
+        native = None
     if auto_class is not None or native is None:
         mapping = getattr(transformers, auto_class or "AutoModel")._model_mapping
         if type(config) not in mapping:
@@ -260,7 +285,3 @@ def auto_class_of(model: PreTrainedModel) -> str:
 def parse_dtype(name: str) -> torch.dtype | str:
     """Reads a ``--dtype`` value: "auto", "float32", "bfloat16", "float16", "float64"."""
     return "auto" if name == "auto" else getattr(torch, name)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

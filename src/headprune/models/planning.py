@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headprune.errors import PlanError
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.selection import attainable, keep_best
 from headprune.tensors.units import Unit, members
@@ -25,6 +26,43 @@ def leaves_ragged(attentions: Sequence[Attention], unit: Unit) -> bool:
 def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
     """Query heads per unit, for all units of all modules in order."""
     return [len(m) for a in attentions for m in members(unit, a.group_sizes)]
+
+
+def modules_of(
+    attentions: Sequence[Attention], names: Sequence[str], unit: Unit, units: Sequence[int], of: str
+) -> list[Attention]:
+    """The attention modules of a model that gates or scores are of.
+
+    Args:
+        attentions: All of them, in order.
+        names: Those that the gates or scores name.
+        unit: What one gate or score stands for.
+        units: How many there are of each module, or in all.
+        of: What they are, for messages: "scores".
+
+    Raises:
+        PlanError: If the model has not these modules in this order, or they have other units.
+    """
+    present = {attention.path: attention for attention in attentions}
+    for name in names:
+        if name not in present:
+            raise PlanError(
+                f"The {of} are of '{name}', an attention module that this model does not have."
+                f"{did_you_mean(name, list(present))} Give the model they were made on."
+            )
+    chosen = [attention for attention in attentions if attention.path in set(names)]
+    if [attention.path for attention in chosen] != list(names):
+        raise PlanError(
+            f"The {of} name the attention modules in another order than the model has them: their "
+            "file is damaged. Get it again."
+        )
+    counts = [len(members(unit, attention.group_sizes)) for attention in chosen]
+    if list(units) not in (counts, [sum(counts)]):
+        raise PlanError(
+            f"The {of} are damaged: there are {sum(units)} for units of '{unit.value}', of which "
+            f"the model has {sum(counts)} in these modules. Get their folder again."
+        )
+    return chosen
 
 
 def refuse_target(target: float | int | None) -> None:

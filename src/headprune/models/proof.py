@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,13 +23,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from headprune.errors import FamilyError, ProofError
-from headprune.models.attention import family_of
+from headprune.models.attention import attention_of, family_of
 from headprune.models.gating import fixed, gated
 from headprune.models.loading import task_of
-from headprune.models.surgery import Cut
+from headprune.models.surgery import Cut, uncut
+from headprune.records import PROBE_SEED, Proof, Sample, StoredOutput
 from headprune.tensors.dtypes import dtype_name
 
-PROBE_SEED = 20_190_523
 _DECODED = 4
 _CHUNKS = (4, 1, 1)
 
@@ -40,47 +41,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 # moves by 2.9e-5 when its gates move by one bit, and by 4.1e-5 from float32 to float64. So that is
 # measured beside every proof, and this many times as much is allowed.
 AMPLIFICATION = 4
+# results from before the proof ran in float32 say what a model in half precision gave
+HALF_PRECISION = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 _CONCLUSIVE = 10  # a wrong cut must show this many times as much as is allowed
 
 Outputs = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What the proof measured; differences are relative to the largest output.
-
-    Attributes:
-        gated_vs_cut: Gated original against the cut model in memory.
-        gated_vs_reloaded: Gated original against the cut model read back from disk.
-        largest_output: Largest absolute output of the gated original.
-        control: Gated original against itself with every gate shifted by one head or, where that
-            changes nothing, without the first head of every module; None where no heads are left.
-        rounding: Gated original against itself with every gate moved by one bit: how much the
-            model amplifies rounding.
-        tolerance: What the differences were held to.
-        dtype: Element type that the models ran in.
-        cast: The model as it was worked out against the one whose weights are rounded to what is
-            stored of them: what writing it in half precision costs. The gated original above is
-            that with rounded weights.
-        probes: The outputs compared, by name.
-        seed: Seed of the probe inputs.
-    """
-
-    gated_vs_cut: float
-    gated_vs_reloaded: float
-    largest_output: float
-    control: float | None
-    rounding: float
-    tolerance: float
-    dtype: str
-    cast: float
-    probes: tuple[str, ...]
-    seed: int = PROBE_SEED
-
-    @property
-    def passed(self) -> bool:
-        """Whether both differences are within the tolerance; NaN is not."""
-        return all(d <= self.tolerance for d in (self.gated_vs_cut, self.gated_vs_reloaded))
 
 
 def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Tensor]:
@@ -119,6 +84,11 @@ def _random_text(
     text: PreTrainedConfig, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    if length <= max(_DECODED, sum(_CHUNKS)):
+        raise FamilyError(
+            f"The model's texts end after {length} tokens (max_position_embeddings), too few for a "
+            "proof. If that is a mistake in its config.json, get it again."
+        )
     ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, length - length // 4 :] = 0
@@ -233,15 +203,44 @@ def probe_rounding(
     return max(found)
 
 
+def allowed(
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    outputs: Outputs,
+    gap: float,
+    cuts: Sequence[Cut] | None = None,
+) -> float:
+    """The largest difference that rounding explains.
+
+    Args:
+        model: The model.
+        inputs: Probe inputs.
+        outputs: What it makes of them.
+        gap: The difference in question; only a large one needs a measurement.
+        cuts: With the gates of these; None for a model that is run as it is.
+    """
+    least = {**TOLERANCE, **HALF_PRECISION}[model.dtype]
+    if gap <= least or not math.isfinite(gap):
+        return least
+    cuts = cuts or [uncut(attention) for attention in attention_of(model)]
+    return max(least, AMPLIFICATION * probe_rounding(model, cuts, inputs, outputs))
+
+
 def difference(wanted: Outputs, got: Outputs) -> float:
     """Largest absolute difference over the largest value, of the output where that is worst.
 
-    NaN if any output is NaN.
+    NaN if any output is NaN, infinite if one is missing.
     """
     shares = []
     for name, output in wanted.items():
+        if name not in got or got[name].shape != output.shape:
+            return float("inf")
         largest = float(output.abs().max())
         shares.append(float((output - got[name]).abs().max()) / (largest or 1.0))
+    return _worst(shares)
+
+
+def _worst(shares: Sequence[float]) -> float:
     return float("nan") if any(share != share for share in shares) else max(shares)
 
 
@@ -250,48 +249,30 @@ def largest_output(outputs: Outputs) -> float:
     return max(float(output.abs().max()) for output in outputs.values())
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What is kept of the gated original's outputs, so that a result can be proven years later.
-
-    Attributes:
-        inputs_sha256: Digest of the probe inputs, which are made anew from the seed.
-        outputs: Per output: its largest absolute value, positions in it, and the values there.
-        seed: Seed of the inputs.
-    """
-
-    inputs_sha256: str
-    outputs: dict[str, dict[str, Any]]
-    seed: int = PROBE_SEED
-
-    def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
-        return asdict(self)
-
-    def difference(self, outputs: Outputs) -> float:
-        """As ``difference``, at the positions that were kept; infinite if an output is missing."""
-        shares = []
-        for name, kept in self.outputs.items():
-            if name not in outputs or outputs[name].numel() != kept["size"]:
-                return float("inf")
-            got = outputs[name].flatten()[kept["positions"]]
-            gap = (got - torch.tensor(kept["values"], dtype=torch.float64)).abs().max()
-            shares.append(float(gap) / (kept["largest"] or 1.0))
-        return float("nan") if any(share != share for share in shares) else max(shares)
+def difference_from_stored(stored: Sample, outputs: Outputs) -> float:
+    """As ``difference``, at the positions that were kept; infinite if an output is missing."""
+    shares = []
+    for name, kept in stored.outputs.items():
+        if name not in outputs or outputs[name].numel() != kept.size:
+            return float("inf")
+        got = outputs[name].flatten()[list(kept.positions)]
+        gap = (got - torch.tensor(kept.values, dtype=torch.float64)).abs().max()
+        shares.append(float(gap) / (kept.largest or 1.0))
+    return _worst(shares)
 
 
 def sample(inputs: dict[str, Tensor], outputs: Outputs, count: int = 256) -> Sample:
     """Keeps ``count`` values of every output, at random positions."""
-    generator, kept = torch.Generator().manual_seed(PROBE_SEED), {}
+    generator, kept = torch.Generator().manual_seed(PROBE_SEED), dict[str, StoredOutput]()
     for name, output in outputs.items():
         positions = torch.randint(0, output.numel(), (count,), generator=generator)
-        kept[name] = {
-            "size": output.numel(),
-            "largest": float(output.abs().max()),
-            "positions": positions.tolist(),
-            "values": output.flatten()[positions].tolist(),
-        }
-    return Sample(digest(inputs), kept)
+        kept[name] = StoredOutput(
+            size=output.numel(),
+            largest=float(output.abs().max()),
+            positions=tuple(positions.tolist()),
+            values=tuple(output.flatten()[positions].tolist()),
+        )
+    return Sample(inputs_sha256=digest(inputs), outputs=kept)
 
 
 def digest(inputs: dict[str, Tensor]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import json
 import re
 import shlex
 from collections.abc import Collection
@@ -13,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from pydantic import ValidationError
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError, FamilyError
+from headprune.families import FAMILIES, Family
 from headprune.models.attention import family_of
+from headprune.parsing import first_problem
+from headprune.records import Description, Recorded
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -62,34 +65,40 @@ def refuse_links(model: str | Path) -> None:
             )
 
 
-def refuse_edited_runtime(model: str | Path) -> None:
+def refuse_edited_runtime(model: str | Path, record: Recorded | None) -> None:
     """Refuses a result whose code is not what headprune wrote.
+
+    Args:
+        model: The folder.
+        record: What its manifest says; None without one.
 
     Raises:
         CheckpointError: If the hash of the runtime file is not that of the manifest.
     """
     file = Path(model) / RUNTIME
-    if not file.is_file() or not (file.parent / MANIFEST).is_file():
+    if record is None or not file.is_file():
         return
-    try:
-        manifest = json.loads((file.parent / MANIFEST).read_text(encoding="utf-8"))
-        recorded = manifest["files"].get(RUNTIME)
-    except (OSError, ValueError, LookupError, AttributeError) as error:
-        raise CheckpointError(f"'{file.parent / MANIFEST}' is damaged: {error!r}.") from None
-    if recorded != hashlib.sha256(file.read_bytes()).hexdigest():
+    if record.files.get(RUNTIME) != hashlib.sha256(file.read_bytes()).hexdigest():
         raise CheckpointError(
             f"'{file}' was edited after headprune wrote it: its hash is not the one in {MANIFEST}. "
             "Put the original back, or allow it with --trust-remote-code (trust_remote_code=True)."
         )
 
 
-def refuse_bad_description(model: str | Path, description: Any) -> None:
-    """Refuses a config whose description of heads is damaged, or of a later schema.
+def checked_description(
+    model: str | Path, config: PreTrainedConfig, record: Recorded | None
+) -> dict[str, Any]:
+    """The description of heads in a config, with headprune's own row of the family.
+
+    Args:
+        model: Folder or hub id.
+        config: Its config.
+        record: What its manifest says; None without one.
 
     Raises:
-        CheckpointError: Saying what is wrong with it.
+        CheckpointError: If it is damaged, of a later schema, or not what the manifest says.
     """
-    known = modeling_headprune.SCHEMA
+    description, known = config.headprune, modeling_headprune.SCHEMA
     version = description.get("schema_version") if isinstance(description, dict) else None
     if isinstance(version, int) and version > known:
         raise CheckpointError(
@@ -97,17 +106,48 @@ def refuse_bad_description(model: str | Path, description: Any) -> None:
             f"{known}. Upgrade headprune."
         )
     try:
-        layout = description["layout"]
-        sound = version == known and isinstance(description["family"], dict)
-        for heads in layout.values():
-            sound &= all(isinstance(h, int) for h in (*heads["query_heads"], *heads["kv_heads"]))
-    except (LookupError, TypeError, AttributeError):
-        sound = False
-    if not sound:
+        sound = Description.model_validate(description)
+    except ValidationError as problem:
         raise CheckpointError(
-            f"The description of heads in the config of '{model}' ('headprune') is damaged. Get "
-            "the folder again."
+            f"The description of heads in the config of '{model}' ('headprune') is damaged "
+            f"({first_problem(problem)}). Get the folder again."
+        ) from None
+    if record is not None and record.layout and record.layout != sound.layout:
+        differing = sorted(
+            path
+            for path in {*record.layout, *sound.layout}
+            if record.layout.get(path) != sound.layout.get(path)
         )
+        raise CheckpointError(
+            f"The config of '{model}' and its {MANIFEST} describe other heads of "
+            f"'{differing[0]}': one of them is damaged. Get the folder again."
+        )
+    if config.model_type not in FAMILIES:
+        return sound.model_dump()
+    row = FAMILIES[config.model_type]
+    _refuse_unknown_ids(model, config, row, sound)
+    return {**sound.model_dump(), "family": row.for_runtime()}
+
+
+def _refuse_unknown_ids(
+    model: str | Path, config: PreTrainedConfig, row: Family, description: Description
+) -> None:
+    """Refuses ids of heads that the original cannot have had.
+
+    A plain config says how many heads are left, and not which: a model of such a family may have
+    been cut before, and its ids go beyond what its config says.
+    """
+    names = (row.query_heads_key, "encoder_attention_heads", "decoder_attention_heads")
+    counts = [getattr(config.get_text_config(), name, None) for name in names]
+    counts += [getattr(config, name, None) for name in names]
+    known = [count for count in counts if isinstance(count, int)]
+    for path, heads in description.layout.items():
+        largest = max((*heads.query_heads, *heads.kv_heads), default=0)
+        if known and not row.native and largest >= max(known):
+            raise CheckpointError(
+                f"The config of '{model}' names head {largest} of '{path}', and the model had "
+                f"{max(known)} heads: it is damaged. Get the folder again."
+            )
 
 
 def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection[str]) -> None:

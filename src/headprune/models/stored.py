@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
+from headprune.parsing import read_json, validated
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
@@ -34,11 +37,16 @@ class StoredTensor:
 
     Attributes:
         dtype: Element type as safetensors names it ("BF16").
-        elements: How many.
+        shape: Its shape.
     """
 
     dtype: str
-    elements: int
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -64,8 +72,7 @@ def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTe
                 names = content.keys()
                 for name in names:
                     part = content.get_slice(name)
-                    elements = torch.Size(part.get_shape()).numel()
-                    found[name] = StoredTensor(part.get_dtype(), elements)
+                    found[name] = StoredTensor(part.get_dtype(), tuple(part.get_shape()))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"'{file}' is damaged: {error}. Get it again.") from None
     return found
@@ -90,16 +97,35 @@ def _weight_files(model: str | Path, subfolder: str) -> list[Path]:
     whole, index = find(SAFE_WEIGHTS_NAME), find(SAFE_WEIGHTS_INDEX_NAME)
     if whole is not None or index is None:
         return [whole] if whole is not None else []
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if any(Path(shard).name != shard for shard in shards):  # it would lead out of the folder
-            raise ValueError
-        files = [find(shard) for shard in sorted(shards)]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    shards = sorted(set(_read_index(index).weight_map.values()))
+    files = [find(shard) for shard in shards]
+    if Path(model).is_dir() and None in files:
         raise CheckpointError(
-            f"'{index}' is no index of weights in its own folder. Get it again."
-        ) from None
+            f"'{index}' names the weights '{shards[files.index(None)]}', which are not beside it. "
+            "Get the folder again."
+        )
     return [file for file in files if file is not None]
+
+
+class _Index(BaseModel):
+    """Which file every tensor is in; transformers needs the metadata, whatever they are."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    metadata: dict[str, Any]
+    weight_map: Annotated[dict[str, str], Field(min_length=1)]
+
+    @field_validator("weight_map")
+    @classmethod
+    def _inside(cls, weight_map: dict[str, str]) -> dict[str, str]:
+        for name in weight_map.values():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"'{name}' is no safetensors file in its own folder")
+        return weight_map
+
+
+def _read_index(path: Path) -> _Index:
+    return validated(_Index, read_json(path), path)
 
 
 @dataclass(frozen=True)
@@ -173,7 +199,7 @@ class StoredDtypes:
         self.cast(net)
         net.save_pretrained(folder)
         path = folder / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         if config.get("dtype") != dtype_name(self.default):  # transformers goes by the first weight
             config["dtype"] = dtype_name(self.default)
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -69,6 +69,12 @@ class Cut:
         return gate
 
 
+def uncut(attention: Attention) -> Cut:
+    """The cut that leaves a module as it is."""
+    positions = tuple(range(attention.query_heads)), tuple(range(attention.kv_heads))
+    return Cut(attention, *positions, None, attention.group_sizes)
+
+
 def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cut]:
     """Checks a plan against a model and turns ids into positions.
 

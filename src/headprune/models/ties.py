@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from headprune.errors import CheckpointError
 from headprune.models.loading import load_config, native_of
+from headprune.models.sizes import without_weights
 
 
 def tied_names(folder: Path) -> dict[str, str]:
@@ -22,8 +21,7 @@ def tied_names(folder: Path) -> dict[str, str]:
     """
     try:
         config = load_config(folder)
-        with torch.device("meta"):
-            model = native_of(config)(config)
-    except (CheckpointError, ValueError, RuntimeError, TypeError, AttributeError):
+        model = without_weights(native_of(config), config)
+    except CheckpointError:
         return {}
     return dict(model.all_tied_weights_keys)

@@ -13,6 +13,7 @@ from headprune.config import DataConfig, Dtype, HealTrain, Train
 from headprune.models.attention import attention_of
 from headprune.models.cost import attention_parameters
 from headprune.models.loading import load_config, native_of, parse_dtype
+from headprune.models.sizes import without_weights
 from headprune.recipe import (
     CheckStep,
     ConvertStep,
@@ -100,8 +101,7 @@ class Sizes:
 def sizes_of(recipe: Recipe) -> Sizes:
     """Measures the recipe's model without its weights, and how fast this machine is."""
     config = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    with torch.device("meta"):
-        net = native_of(config)(config)
+    net = without_weights(native_of(config), config)
     text = config.get_text_config()
     attentions = attention_of(net)
     return Sizes(

@@ -25,6 +25,7 @@ from headprune.models.planning import head_budget, plan_from_scores, refuse_targ
 from headprune.models.refit import refit as refit_outputs
 from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.pipelines.calibration import calibration
+from headprune.pipelines.fitting import fitted_scores
 from headprune.pipelines.prune import load, reckons_with_refit
 from headprune.pipelines.score import Watch, gather, scores_of
 from headprune.plan import ModelIdentity, Plan
@@ -131,9 +132,8 @@ def make_plan(
     """
     watch = watch or Watch()
     name, values = scores.of(criterion)
-    everything = attention_of(net)
-    attentions = [a for a in everything if a.path in scores.metadata.modules]
-    whole = [a for a in everything if a.path not in scores.metadata.modules]
+    attentions = fitted_scores(net, scores)
+    whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, budget, stored, watch)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from headprune import hub
 from headprune.checkpoint.card import write_card
 from headprune.checkpoint.folders import copy_companions
-from headprune.checkpoint.gates import read_gates, read_metadata
+from headprune.checkpoint.gates import read_metadata
 from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
 from headprune.checkpoint.outputs import claims_output, whole_folder
 from headprune.checkpoint.scores import read_scores
@@ -63,6 +63,7 @@ from headprune.models.stored import (
 from headprune.models.surgery import Cut, cut_heads, fold_gates, resolve, result_shape
 from headprune.models.transfer import native_twin
 from headprune.pipelines.calibration import calibration as calibration_of
+from headprune.pipelines.fitting import fitted_gates, fitted_scores
 from headprune.plan import ModelIdentity, Plan, Shape, plan_content, read_plan
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit, members
@@ -373,8 +374,8 @@ def write_proven(
             sharing=sharing,
             healing=healing,
             refit=refit,
-            proof=asdict(proven),
-            probe=proof.sample(inputs, expected.wanted).as_json(),
+            proof=proven,
+            probe=proof.sample(inputs, expected.wanted),
         )
         write_card(folder, output.name, plan, manifest)
     return Pruned(output, plan, manifest, tuple(_said_of(manifest, left_out)))
@@ -427,9 +428,8 @@ def _shape_costs(
     net: PreTrainedModel, source: ModelIdentity, gates: Path, keep: float | int | None
 ) -> tuple[ShapeCost, ...]:
     """What every shape would keep of the evidence."""
-    trained, costs = read_gates(gates, source), []
-    evidence = trained.open_probability()
-    attentions = _gated(net, trained.metadata.modules)
+    trained, attentions = fitted_gates(net, source, gates)
+    evidence, costs = trained.open_probability(), []
     for shape in ShapeOption:
         try:
             plan, _ = _plan_from_gates(net, source, gates, keep, shape)
@@ -606,7 +606,7 @@ def _plan_from_scores(
     assert evidence.scores is not None
     assert evidence.keep is not None
     found = read_scores(evidence.scores, source)
-    unit, attentions = found.metadata.unit, _gated(net, found.metadata.modules)
+    unit, attentions = found.metadata.unit, fitted_scores(net, found)
     whole = [a for a in attention_of(net) if a.path not in found.metadata.modules]
     sizes = unit_sizes(attentions, unit)
     budget = head_budget(evidence.keep, sizes)
@@ -658,8 +658,8 @@ def _plan_from_gates(
     keep: float | int | None,
     shape: ShapeOption,
 ) -> tuple[Plan, dict[str, Tensor]]:
-    trained = read_gates(folder, source)
-    unit, attentions = trained.metadata.unit, _gated(net, trained.metadata.modules)
+    trained, attentions = fitted_gates(net, source, folder)
+    unit = trained.metadata.unit
     whole = [a for a in attention_of(net) if a.path not in trained.metadata.modules]
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
@@ -670,10 +670,6 @@ def _plan_from_gates(
         scores, budget = _even(attentions, unit, scores, budget)
     plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
     return plan, trained.weights or {}
-
-
-def _gated(net: PreTrainedModel, modules: Sequence[str]) -> list[Attention]:
-    return [attention for attention in attention_of(net) if attention.path in modules]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.gates import read_gates, read_metadata
+from headprune.checkpoint.gates import read_metadata
 from headprune.checkpoint.manifest import versions
 from headprune.checkpoint.outputs import claims_output
 from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
@@ -25,6 +25,7 @@ from headprune.models.evidence import collect, losses_without, real_tokens, toke
 from headprune.models.planning import default_unit, leaves_ragged
 from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
 from headprune.pipelines.calibration import Calibration, calibration
+from headprune.pipelines.fitting import fitted_gates
 from headprune.pipelines.prune import load
 from headprune.plan import ModelIdentity
 from headprune.runtime.modeling_headprune import Attention
@@ -100,7 +101,7 @@ def score(
     net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
     attentions = of_kinds(attention_of(net), attention)
     if gates is not None:
-        attentions, unit, trained = _trained_gates(gates, source, attentions, unit)
+        attentions, unit, trained = _trained_gates(net, gates, source, attentions, unit)
     unit = unit or default_unit(attentions)
     examples = None
     if data is not None and needs & NEEDS_DATA:
@@ -280,9 +281,13 @@ def _with_grams(
 
 
 def _trained_gates(
-    folder: Path, source: ModelIdentity, attentions: list[Attention], unit: Unit | None
+    net: PreTrainedModel,
+    folder: Path,
+    source: ModelIdentity,
+    attentions: list[Attention],
+    unit: Unit | None,
 ) -> tuple[list[Attention], Unit, Tensor]:
-    trained = read_gates(folder, source)
+    trained, known = fitted_gates(net, source, folder)
     if trained.weights is not None:
         raise PlanError(
             f"The gates in '{folder}' come with trained weights, which scores cannot hold. Give "
@@ -292,8 +297,7 @@ def _trained_gates(
         raise PlanError(
             f"The gates in '{folder}' are of unit {trained.metadata.unit.value}; leave out --unit."
         )
-    known = [a for a in attentions if a.path in trained.metadata.modules]
-    if len(known) != len(trained.metadata.modules):
+    if not {a.path for a in known} <= {a.path for a in attentions}:
         raise PlanError(
             f"The gates in '{folder}' are of {len(trained.metadata.modules)} attention modules; "
             "leave out --attention."

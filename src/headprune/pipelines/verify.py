@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,27 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headprune.checkpoint.folders import sha256_of
-from headprune.checkpoint.manifest import Manifest, read_manifest
-from headprune.errors import HeadpruneError, PlanError
+from headprune.checkpoint.manifest import Manifest, contents, read_manifest
+from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.markup import sentence
 from headprune.models import proof
 from headprune.models.attention import identity
 from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
-from headprune.models.proof import Outputs, Sample
+from headprune.models.proof import Outputs
 from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.models.surgery import fold_gates, resolve
+from headprune.parsing import read_json
 from headprune.plan import ModelIdentity, Shape, read_plan
-from headprune.runtime import RUNTIME
+from headprune.records import Sample
+from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 
 Stage = Callable[[str], None]
+
+_OURS = Path(modeling_headprune.__file__)
+_SHOWN = 5  # files by name
 
 
 @dataclass(frozen=True)
@@ -88,56 +96,94 @@ def verify(
     manifest = read_manifest(folder)
     on_stage("hashing the files")
     checks = [_files(folder, manifest)]
-    dtype = parse_dtype(manifest.proof["dtype"])
+    dtype = parse_dtype(manifest.proof.dtype)
     assert isinstance(dtype, torch.dtype)
-    stored, allowed = Sample(**manifest.probe), float(manifest.proof["tolerance"])
-
-    def compare(route: str, load: Callable[[], PreTrainedModel]) -> Outputs | None:
-        on_stage(f"loading by {route}")
-        try:
-            net = load()
-            inputs = proof.probe_inputs(net, stored.seed)
-            outputs = proof.probe(net, inputs)
-        except (HeadpruneError, OSError, ValueError, RuntimeError) as error:
-            checks.append(Check(route, False, str(error).splitlines()[0]))
-            return None
-        gap = stored.difference(outputs)
-        same_inputs = proof.digest(inputs) == stored.inputs_sha256
-        found = f"{gap:.1e} from the stored outputs, {allowed:.0e} allowed"
-        if not same_inputs:
-            found = "this torch makes other probe inputs from the same seed"
-        checks.append(Check(route, same_inputs and gap <= allowed, found))
-        return outputs
-
     trust = {"trust_remote_code": True} if trust_remote_code else {}
-    outputs = compare(
+
+    def compare(route: str, load: Callable[[], PreTrainedModel]) -> _Probed | None:
+        on_stage(f"loading by {route}")
+        check, probed = _compared(route, load, manifest.probe)
+        checks.append(check)
+        return probed
+
+    probed = compare(
         "headprune.from_pretrained", lambda: from_pretrained(folder, dtype=dtype, **trust)
     )
-    ours = importlib.import_module("headprune.runtime.modeling_headprune").__file__
     not_run = None
-    if not (trust_remote_code or _runs_only(folder, Path(str(ours)))):
-        not_run = (
-            "Loading with transformers alone was not tried: the folder's config names code that is "
-            f"not the {RUNTIME} of this headprune (another version, or edited); "
-            "--trust-remote-code runs it."
-        )
-    elif outputs is not None:
-        net = from_pretrained(folder, dtype=dtype, **trust)
-        name, remote = auto_class_of(net), manifest.shape is Shape.RUNTIME
-        auto = getattr(transformers, name)
-        extra = {"trust_remote_code": True} if remote else {}
-        compare(
-            f"{name}.from_pretrained" + (", trust_remote_code=True" if remote else ""),
-            lambda: auto.from_pretrained(folder, dtype=dtype, **extra).eval(),
-        )
+    with nullcontext(folder) if trust_remote_code else _bare_copy(folder) as place:
+        if not (trust_remote_code or _runs_only_ours(folder, place)):
+            not_run = (
+                "Loading with transformers alone was not tried: the folder's config names code "
+                f"that is not the {RUNTIME} of this headprune (another version, or edited); "
+                "--trust-remote-code runs it."
+            )
+        elif probed is not None:
+            auto, remote = getattr(transformers, probed.auto_class), manifest.shape is Shape.RUNTIME
+            extra = {"trust_remote_code": True} if remote else {}
+            compare(
+                f"{probed.auto_class}.from_pretrained" + ", trust_remote_code=True" * remote,
+                lambda: auto.from_pretrained(place, dtype=dtype, **extra).eval(),
+            )
     if against is not None and manifest.trained_weights:
         why = "its KV heads were merged" if manifest.sharing else "its weights were trained"
         because = f"{why}, so it is not the gated form of '{against}'"
         not_run = " ".join(filter(None, [not_run, f"--against was not tried: {because}."]))
-    elif against is not None and outputs is not None:
+    elif against is not None and probed is not None:
         on_stage("gating the model it was made from")
-        checks.append(_against(folder, manifest, against, outputs, dtype))
+        checks.append(_against(folder, manifest, against, probed.outputs, dtype))
     return Verification(str(folder), tuple(checks), not_run)
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """What a model computed, and the Auto class that leads to it."""
+
+    outputs: Outputs
+    auto_class: str
+
+
+def _compared(
+    route: str, load: Callable[[], PreTrainedModel], stored: Sample
+) -> tuple[Check, _Probed | None]:
+    """Compares what a route leads to with the outputs that were stored."""
+    try:
+        net = load()
+        inputs = proof.probe_inputs(net, stored.seed)
+        outputs = proof.probe(net, inputs)
+    except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
+        said = error if isinstance(error, HeadpruneError) else f"{type(error).__name__}: {error}"
+        return Check(route, False, sentence(str(said))), None
+    gap = proof.difference_from_stored(stored, outputs)
+    allowed = proof.allowed(net, inputs, outputs, gap)
+    same_inputs = proof.digest(inputs) == stored.inputs_sha256
+    found = f"{gap:.1e} from the stored outputs, {allowed:.0e} allowed"
+    if not same_inputs:
+        found = "this torch makes other probe inputs from the same seed"
+    return Check(route, same_inputs and gap <= allowed, found), _Probed(outputs, auto_class_of(net))
+
+
+@contextmanager
+def _bare_copy(folder: Path) -> Iterator[Path]:
+    """Yields a copy with the config and the weights of a folder, and the runtime of this headprune.
+
+    transformers runs more of a folder than its config names, once code is allowed.
+
+    Raises:
+        CheckpointError: If there is no place for temporary files.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="headprune-") as above:
+            copy = Path(above) / (folder.resolve().name or "model")  # what modules are named after
+            copy.mkdir()
+            for name in ("config.json", SAFE_WEIGHTS_INDEX_NAME):
+                if (folder / name).is_file():
+                    shutil.copyfile(folder / name, copy / name)
+            for file in folder.glob("*.safetensors"):
+                (copy / file.name).symlink_to(file.resolve())
+            shutil.copyfile(_OURS, copy / RUNTIME)
+            yield copy
+    except OSError as error:
+        raise CheckpointError(f"No temporary copy can be made: {error}. Set TMPDIR.") from None
 
 
 def _refuse_ancestor(
@@ -160,27 +206,34 @@ def _refuse_ancestor(
     )
 
 
-def _runs_only(folder: Path, ours: Path) -> bool:
-    """Whether all code that the folder's config names is our own runtime, to the byte."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    named = [str(name) for name in (config.get("auto_map") or {}).values()]
+def _runs_only_ours(folder: Path, copy: Path) -> bool:
+    """Whether all code that a folder's config names is our own runtime, to the byte."""
+    try:
+        named = (read_json(copy / "config.json").get("auto_map") or {}).values()
+    except (FileNotFoundError, CheckpointError, AttributeError):
+        return True  # nothing that can be loaded
     if not named:
         return True
-    module = RUNTIME.removesuffix(".py")
-    own = all(re.fullmatch(rf"{module}\.\w+", name) for name in named)
-    runtime = folder / RUNTIME
-    return own and runtime.is_file() and sha256_of(runtime) == sha256_of(ours)
+    module, runtime = RUNTIME.removesuffix(".py"), folder / RUNTIME
+    own = all(re.fullmatch(rf"{module}\.\w+", str(name)) for name in named)
+    return own and runtime.is_file() and sha256_of(runtime) == sha256_of(_OURS)
 
 
 def _files(folder: Path, manifest: Manifest) -> Check:
-    missing = [name for name in manifest.files if not (folder / name).is_file()]
-    changed = [
-        name
-        for name, digest in manifest.files.items()
-        if name not in missing and sha256_of(folder / name) != digest
-    ]
-    found = [f"{name} is missing" for name in missing] + [f"{name} was changed" for name in changed]
-    return Check("hashes", not found, "; ".join(found) or f"{len(manifest.files)} files unchanged")
+    """Compares the files that are there with those of the manifest."""
+    found = []
+    for name, digest in manifest.files.items():
+        try:
+            same = sha256_of(folder / name) == digest
+        except (OSError, ValueError):  # a name that no file system takes is a ValueError
+            found.append(f"{name} is missing")
+        else:
+            found += [] if same else [f"{name} was changed"]
+    unlisted = (name for name in contents(folder) if name not in manifest.files)
+    found += [f"{name} is not in {MANIFEST}" for name in unlisted]
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    listed = "; ".join([*found[:_SHOWN], *more])
+    return Check("hashes", not found, listed or f"{len(manifest.files)} files unchanged")
 
 
 def _against(
@@ -191,8 +244,9 @@ def _against(
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
-    wanted = proof.probe_gated(base, cuts, proof.probe_inputs(base))
+    inputs = proof.probe_inputs(base)
+    wanted = proof.probe_gated(base, cuts, inputs)
     gap = proof.difference(wanted, outputs)
-    allowed = float(manifest.proof["tolerance"])
+    allowed = proof.allowed(base, inputs, wanted, gap, cuts)
     found = f"{gap:.1e} from its gated form, {allowed:.0e} allowed"
     return Check(f"against {against}", gap <= allowed, found)

@@ -30,7 +30,7 @@ def map_of_result(
         rows.append(Row(path, ids, even, {}))
     left = tip.manifest.layout
     kept = {
-        path: set(left[path]["query_heads"] if path in left else part.keep)
+        path: set(left[path].query_heads if path in left else part.keep)
         for path, part in tip.plan.attentions.items()
     }
     groups = {path: part.groups or () for path, part in first.plan.attentions.items()}

@@ -35,7 +35,7 @@ def tiles(run: Run) -> list[Tile]:
     manifest = run.manifest
     if manifest is not None:
         proof = manifest.proof
-        detail = f"differs by {proof['gated_vs_reloaded']:.1e}, allowed {proof['tolerance']:.0e}"
+        detail = f"differs by {proof.gated_vs_reloaded:.1e}, allowed {proof.tolerance:.0e}"
         found.append(Tile("proof", "passed", detail, "good"))
         found.append(Tile("loads", *loads(manifest.shape)))
     elif run.sweep is not None:
@@ -174,7 +174,7 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             for name, value in speed_cells(evaluation).items():
                 column[name] = value
         if run.manifest is not None:
-            column["proof"] = f"passed, {run.manifest.proof['gated_vs_reloaded']:.1e}"
+            column["proof"] = f"passed, {run.manifest.proof.gated_vs_reloaded:.1e}"
             column["loads"] = loads(run.manifest.shape)[0]
         columns.append(column)
     names = list(dict.fromkeys(name for column in columns for name in column))

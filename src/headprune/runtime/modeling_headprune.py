@@ -35,6 +35,21 @@ from transformers.pytorch_utils import Conv1D
 
 SCHEMA = 1  # of config.headprune
 
+# what stands in its row of the family, and in that for one projection
+_ROW: dict[str, Any] = {
+    **dict.fromkeys(("attention", "follows", "config_follows", "per_head"), Mapping),
+    **dict.fromkeys(("whole_norms", "head_arguments"), Mapping),
+    **{"projections": list, "head_dim": str, "without_heads": str},
+    **dict.fromkeys(("shares_position_bias", "counts_keys_as_queries", "shares_by_runtime"), bool),
+}
+_PROJECTION: dict[str, Any] = {
+    "path": str,
+    "holds": str,
+    "groups": bool,
+    "head_dim": (str, type(None)),
+    "optional": bool,
+}
+
 
 @dataclass
 class ProjectionModule:
@@ -122,7 +137,7 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
     layout = _below_base(model, description.get("layout", {}))
     for attention in found:
         heads = layout.get(_base_path(model, attention.path))
-        if heads and len(heads["query_heads"]) == attention.query_heads:
+        if heads and _counts(heads) == (attention.query_heads, attention.kv_heads):
             attention.query_ids = tuple(heads["query_heads"])
             attention.kv_ids = tuple(heads["kv_heads"])
             attention.group_sizes = _group_sizes(heads)
@@ -130,6 +145,10 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
         wanted = " or ".join(f"'{pattern}'" for pattern in family["attention"].values())
         raise ValueError(f"{type(model).__name__} has no module {wanted}")
     return found
+
+
+def _counts(heads: Mapping[str, Any]) -> tuple[int, int]:
+    return len(heads["query_heads"]), len(heads["kv_heads"])
 
 
 def _kind(name: str, family: Mapping[str, Any]) -> str | None:
@@ -208,6 +227,83 @@ def _group_sizes(heads: Mapping[str, Any]) -> tuple[int, ...]:
     queries, kv_heads = len(heads["query_heads"]), len(heads["kv_heads"])
     equal = (queries // max(kv_heads, 1),) * kv_heads
     return tuple(heads.get("group_sizes", equal))
+
+
+def check_heads(heads: Any) -> None:
+    """Refuses what describes no heads: an entry of the layout that is damaged.
+
+    Raises:
+        ValueError: Saying what is wrong with it.
+    """
+    names = {"query_heads", "kv_heads"}
+    if not isinstance(heads, Mapping) or not names <= set(heads) <= names | {"group_sizes"}:
+        raise ValueError("query_heads and kv_heads are needed, lists of ids")
+    for name, numbers in heads.items():
+        if not isinstance(numbers, Sequence) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"{name} must hold whole numbers from 0 on")
+        if name != "group_sizes" and len(set(numbers)) != len(numbers):
+            raise ValueError(f"{name} names a head twice")
+    queries, kv_heads, sizes = (
+        len(heads["query_heads"]),
+        len(heads["kv_heads"]),
+        _group_sizes(heads),
+    )
+    if len(sizes) != kv_heads or sum(sizes) != queries or 0 in sizes:
+        groups = f"groups of {', '.join(map(str, sizes))}" if sizes else "no groups"
+        raise ValueError(f"{queries} query heads and {kv_heads} KV heads do not make {groups}")
+
+
+def _check_description(description: Any) -> None:
+    """Refuses what is no ``config.headprune``.
+
+    Raises:
+        ValueError: Naming the part that is damaged, or the schema.
+    """
+    parts = description if isinstance(description, Mapping) else {}
+    if parts.get("schema_version") != SCHEMA:
+        raise ValueError(
+            f"config.json describes heads in schema {parts.get('schema_version')}; this "
+            f"modeling_headprune.py reads {SCHEMA}: take the one that came with the model"
+        )
+    family, layout = parts.get("family"), parts.get("layout")
+    if not isinstance(family, Mapping) or not isinstance(layout, Mapping):
+        raise ValueError("config.json describes no family or no layout of heads")
+    for name, kind in _ROW.items():
+        part = family.get(name)
+        named = name == "head_arguments" or not isinstance(part, Mapping)
+        if not isinstance(part, kind) or not (named or set(map(type, part.values())) <= {str}):
+            raise ValueError(f"the row of the family in config.json is damaged: '{name}'")
+    for row in family["projections"]:
+        sound = isinstance(row, Mapping) and set(row) == set(_PROJECTION)
+        if not sound or not all(isinstance(row[name], kind) for name, kind in _PROJECTION.items()):
+            raise ValueError("the row of the family in config.json is damaged: 'projections'")
+    for path, heads in layout.items():
+        try:
+            check_heads(heads)
+        except ValueError as error:
+            raise ValueError(f"config.json describes no heads of '{path}': {error}") from None
+
+
+def _check_fits(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
+    """Refuses heads that a freshly built attention module has no place for.
+
+    Raises:
+        ValueError: Naming the module.
+    """
+    for attribute in family["follows"]:
+        if not isinstance(getattr(attention.module, attribute, 0), int):
+            raise ValueError(f"'{attribute}' of '{attention.path}' is no number of heads")
+    for name, present in (("query_heads", attention.query_ids), ("kv_heads", attention.kv_ids)):
+        if len(heads[name]) > len(present):
+            raise ValueError(
+                f"config.json describes {len(heads[name])} {name} of '{attention.path}', which has "
+                f"{len(present)}"
+            )
+    for norm, role in family["whole_norms"].items():
+        ids = heads["query_heads" if role == "q" else "kv_heads"]
+        weight = attention.module.get_submodule(norm).get_parameter("weight")
+        if max(ids, default=0) * attention.head_dim >= weight.shape[0]:
+            raise ValueError(f"'{attention.path}' has no head {max(ids)} in its {norm}")
 
 
 def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
@@ -672,18 +768,15 @@ def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None
     """Resizes the attention of a freshly built stock model to the layout in its config.
 
     Raises:
-        ValueError: If the layout names modules that the model does not have.
+        ValueError: If it is damaged, or names modules or heads that the model does not have.
     """
-    if description["schema_version"] != SCHEMA:
-        raise ValueError(
-            f"config.json describes heads in schema {description['schema_version']}; this "
-            f"modeling_headprune.py reads {SCHEMA}: take the one that came with the model"
-        )
+    _check_description(description)
     family, layout = description["family"], _below_base(model, description["layout"])
     attentions = find_attention(model, family)
     for attention in attentions:
         heads = layout.pop(_base_path(model, attention.path), None)
         if heads is not None:
+            _check_fits(attention, family, heads)
             resize(attention, family, heads)
     # the encoder of an encoder-decoder is a model of its own, without the other two kinds
     kinds = {attention.kind for attention in attentions}

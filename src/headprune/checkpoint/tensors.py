@@ -1,0 +1,25 @@
+"""Reading the small safetensors files that headprune writes beside its JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headprune.errors import CheckpointError
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file.
+
+    Raises:
+        CheckpointError: If it is missing or damaged.
+    """
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError, LookupError, ValueError) as error:
+        # a type that torch has not is a KeyError
+        raise CheckpointError(f"'{path}' cannot be read: {error}. Get it again.") from None
+    return tensors

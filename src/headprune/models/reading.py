@@ -1,0 +1,115 @@
+"""The JSON files of a model folder, looked at before transformers reads them.
+
+transformers takes what they hold for granted, so that damage shows as any error from any depth.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.parsing import read_json, validated
+from headprune.records import Recorded
+from headprune.runtime import MANIFEST
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+class ConfigFile(BaseModel):
+    """What transformers looks at in config.json before it knows the class of the config."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    auto_map: dict[str, Any] | None = None
+    transformers_weights: str | None = None
+
+    @field_validator("transformers_weights")
+    @classmethod
+    def _inside(cls, name: str | None) -> str | None:
+        if name is not None and (Path(name).name != name or not name.endswith(_WEIGHTS)):
+            raise ValueError(f"'{name}' is no safetensors file of the folder")
+        return name
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Reads config.json.
+
+    Raises:
+        CheckpointError: If it is no JSON, or what every config has is damaged.
+    """
+    content: dict[str, Any] = read_json(path)
+    validated(ConfigFile, content, path)
+    return content
+
+
+def refuse_damaged_json(folder: Path, *names: str) -> None:
+    """Refuses files of a folder that hold no settings; missing ones are fine.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    for name in names:
+        if (folder / name).is_file() and not isinstance(read_json(folder / name), dict):
+            raise CheckpointError(f"'{folder / name}' is damaged: it holds no settings.")
+
+
+def read_record(folder: Path) -> Recorded | None:
+    """What headprune.json says of a folder; None where headprune did not write it.
+
+    Raises:
+        CheckpointError: If it is damaged, or of a later schema.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    return validated(Recorded, read_json(path), path)
+
+
+@contextmanager
+def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
+    """Refuses what a library cannot read; bugs of headprune itself pass.
+
+    transformers raises whatever its code comes upon (KeyError, AttributeError, ImportError,
+    RecursionError, errors of strict dataclasses), and tokenizers a bare Exception or, from Rust, a
+    panic that is no Exception at all: so all of it is caught here, and only here.
+
+    Args:
+        refusal: Makes the message of what the library said.
+
+    Raises:
+        CheckpointError: With that message.
+    """
+    try:
+        yield
+    except (HeadpruneError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"
+        if not (isinstance(error, Exception) or panic) or _is_a_bug(error):
+            raise
+        raise CheckpointError(refusal(_said(error))) from error
+
+
+def _is_a_bug(error: BaseException) -> bool:
+    """Whether headprune's own code raised it; what the runtime refuses is a ValueError."""
+    (frame, _), *_ = deque(walk_tb(error.__traceback__), maxlen=1)
+    module = str(frame.f_globals.get("__name__"))
+    return module.split(".")[0] == "headprune" and not isinstance(error, ValueError)
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, on one line."""
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, OSError | ValueError | RuntimeError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

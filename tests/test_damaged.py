@@ -1,0 +1,602 @@
+"""Files that were damaged or tampered with are refused in a sentence, and do no harm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import headprune
+from headprune.checkpoint.gates import GatesMetadata, read_gates, write_gates
+from headprune.checkpoint.manifest import read_manifest
+from headprune.checkpoint.scores import read_scores
+from headprune.config import CalibrationConfig
+from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.markup import sentence
+from headprune.models import proof
+from headprune.models.attention import attention_of, identity
+from headprune.models.loading import load_config, load_tokenizer
+from headprune.models.reading import damage_is
+from headprune.models.sizes import without_weights
+from headprune.pipelines.prune import preview, prune
+from headprune.pipelines.score import score
+from headprune.plan import AttentionPlan, Plan, read_plan
+from headprune.runtime import modeling_headprune
+from headprune.tensors.units import Unit, members
+from tests import tiny
+from tests.cutting import uneven_plan
+
+Change = Callable[[dict[str, Any]], object]
+LAYER = "model.layers.{}.self_attn"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny Llama, and two results made of it: an uneven one, and a plain one."""
+    root = tmp_path_factory.mktemp("made")
+    model = tiny.model("llama-gqa")
+    folder = tiny.save(model, root / "model")
+    keep = {a.path: (0, 1, 4, 5) for a in attention_of(model)}
+    parts = {p: AttentionPlan(query_heads=6, kv_heads=3, keep=k) for p, k in keep.items()}
+    plain = Plan(unit=Unit.KV_GROUP, attentions=parts)
+    return {
+        "model": folder,
+        "uneven": prune(folder, root / "uneven", plan=uneven_plan(model)).output,
+        "plain": prune(folder, root / "plain", plan=plain).output,
+    }
+
+
+@pytest.fixture
+def model(made: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the Llama, to be damaged."""
+    return Path(shutil.copytree(made["model"], tmp_path / "model"))
+
+
+@pytest.fixture
+def uneven(made: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the uneven result, to be damaged."""
+    return Path(shutil.copytree(made["uneven"], tmp_path / "uneven"))
+
+
+def edit(path: Path, change: Change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def refusal(error: type[HeadpruneError], call: Callable[[], object]) -> str:
+    """What an error says, which is short and on one line."""
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# Configs: what transformers would trip over, or make a model of that no machine can hold
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "a number for a class": ({"architectures": [[1.5]]}, "architectures.0: Input should be"),
+    "text for classes": ({"architectures": "LlamaModel"}, "architectures: Input should be"),
+    "no model type": ({"model_type": ["llama"]}, "model_type: Input should be"),
+    "code": ({"auto_map": ["x"]}, "auto_map: Input should be"),
+    "weights elsewhere": ({"transformers_weights": "../x.safetensors"}, "of the folder"),
+    "a pickle": ({"transformers_weights": "adapter_model.bin"}, "is no safetensors file"),
+    "a type": ({"vocab_size": "many"}, "could not read its config"),
+    "an object": ({"rope_parameters": [1]}, "config"),
+    "an activation": ({"hidden_act": "none"}, "no LlamaForCausalLM can be built from it"),
+    "a division": ({"num_attention_heads": 0}, "config"),
+    "negative": ({"hidden_size": -48, "head_dim": None}, "config"),
+    "packed": ({"quantization_config": {"quant_method": "gptq"}}, "load"),
+    "layers": ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, and this many"),
+    "heads": ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000, and the widest"),
+    "labels": ({"num_labels": 10**10}, "num_labels is 10000000000, and the widest"),
+    "positions": ({"max_position_embeddings": 10**12}, "no model has more than 134,217,728"),
+    "words": ({"vocab_size": 10**12}, "of 9.6e+13 numbers, and its weights hold"),
+    "width": ({"intermediate_size": 10**10}, "numbers, and its weights hold"),
+    "overflow": ({"hidden_size": 10**18}, "config"),
+    "digits": ({"vocab_size": 10**4000}, "config"),
+    "parts": ({"text_config": {"layers": {"depths": [2**40]}}}, "depths is 1099511627776"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_damaged_config_is_refused_before_anything_is_built(case: str, model: Path) -> None:
+    changes, message = CONFIGS[case]
+    edit(model / "config.json", lambda config: config.update(changes))
+    assert message in refusal(CheckpointError, lambda: headprune.from_pretrained(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", "[]"),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"model_type": "llama", "x": ' + '{"x":' * 900 + "1" + "}" * 901),
+        ("config.json", '{"vocab_size": ' + "9" * 5_000 + "}"),
+        ("config.json", '{"rope_theta": NaN}'),
+        ("generation_config.json", "[1]"),
+        ("generation_config.json", "{"),
+        ("generation_config.json", '{"max_length": {}, "pad_token_id": "x", "cache_config": 3}'),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_files_that_hold_no_settings(name: str, text: str, model: Path) -> None:
+    (model / name).write_text(text)
+    assert str(model) in refusal(CheckpointError, lambda: headprune.from_pretrained(model))
+
+
+@pytest.mark.parametrize("count", [8, 80_000], ids=["few", "many"])
+def test_as_many_layers_as_the_weights_are_believed(count: int, model: Path) -> None:
+    weights = {f"layers.{i}": torch.zeros(1) for i in range(600)}
+    save_file(weights, model / "model.safetensors")
+    edit(model / "config.json", lambda config: config.update(num_hidden_layers=count))
+    if count == 8:
+        assert load_config(model).num_hidden_layers == count
+    else:
+        assert "in its weights: 600" in refusal(CheckpointError, lambda: load_config(model))
+
+
+TOKENIZERS: list[tuple[str, str]] = [
+    ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+    ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedModel"}'),
+    ("tokenizer.json", "{}"),
+    ("tokenizer.json", '{"version": "1.0", "model": {"type": "WordLevel", "vocab": 3}}'),
+    ("tokenizer.json", "\udcff"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), TOKENIZERS)
+def test_a_damaged_tokenizer(name: str, text: str, model: Path) -> None:
+    (model / name).write_text(text, errors="surrogateescape")
+    assert str(model) in refusal(CheckpointError, lambda: load_tokenizer(model))
+
+
+def test_only_what_a_library_raises_is_taken_for_damage() -> None:
+    panic = type("PanicException", (BaseException,), {})  # what Rust's libraries raise
+
+    def library(error: BaseException) -> None:
+        with damage_is(lambda why: f"It is damaged: {why}"):
+            raise error
+
+    assert refusal(CheckpointError, lambda: library(KeyError("x"))).endswith("KeyError: 'x'")
+    assert "at lib.rs" in refusal(CheckpointError, lambda: library(panic("at lib.rs")))
+    for error in (KeyboardInterrupt(), MemoryError(), torch.OutOfMemoryError()):
+        with pytest.raises(type(error)):
+            library(error)
+    config = tiny.config("llama-gqa")
+    with pytest.raises(AttributeError), damage_is(lambda why: why):  # headprune's own bug
+        sentence(None)  # type: ignore[arg-type]
+    assert without_weights(type(tiny.model("llama-gqa")), config).device.type == "meta"
+
+
+def test_texts_that_are_too_short_for_a_proof(model: Path, tmp_path: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(max_position_embeddings=6))
+    plan = uneven_plan(headprune.from_pretrained(model))
+    text = refusal(HeadpruneError, lambda: prune(model, tmp_path / "out", plan=plan))
+    assert "end after 6 tokens (max_position_embeddings)" in text
+
+
+# Weights: the index
+
+
+def in_shards(folder: Path) -> Path:
+    headprune.from_pretrained(folder).save_pretrained(folder, max_shard_size="50KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    return folder / "model.safetensors.index.json"
+
+
+def shard_names(index: dict[str, Any], name: object) -> None:
+    index["weight_map"]["model.norm.weight"] = name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: shard_names(i, "../model/model.safetensors"), "in its own folder"),
+        (lambda i: shard_names(i, "model.bin"), "'model.bin' is no safetensors file"),
+        (lambda i: shard_names(i, "none.safetensors"), "'none.safetensors', which are not beside"),
+        (lambda i: shard_names(i, 3), "weight_map"),
+        (lambda i: i.update(weight_map=[]), "weight_map"),
+        (lambda i: i.update(weight_map={}), "weight_map"),
+        (lambda i: i.pop("metadata"), "metadata: Field required"),
+        (lambda i: i.clear(), "metadata: Field required"),
+    ],
+    ids=["outside", "pickle", "missing", "number", "list", "empty", "no metadata", "nothing"],
+)
+def test_an_index_names_safetensors_beside_it(change: Change, message: str, model: Path) -> None:
+    index = in_shards(model)
+    headprune.from_pretrained(model)  # it was fine before
+    edit(index, change)
+    assert message in refusal(CheckpointError, lambda: headprune.from_pretrained(model))
+
+
+# The layout in config.json, which lies beside a manifest or not
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "twice": ({"query_heads": [0, 0, 4, 5]}, "names a head twice"),
+    "negative": ({"query_heads": [-1, 1, 4, 5]}, "greater than or equal to 0"),
+    "truth": ({"query_heads": [True, 0, 4, 5]}, "should be a valid integer"),
+    "text": ({"kv_heads": ["0", "2"]}, "should be a valid integer"),
+    "a list": ({"kv_heads": [[0], [2]]}, "should be a valid integer"),
+    "no list": ({"kv_heads": 2}, "should be a valid tuple"),
+    "missing": ({"kv_heads": None}, "should be a valid tuple"),
+    "short": ({"group_sizes": [2]}, "do not make groups of 2"),
+    "small": ({"group_sizes": [1, 1]}, "do not make groups of 1, 1"),
+    "long": ({"group_sizes": [2, 1, 1]}, "do not make groups of 2, 1, 1"),
+    "negative size": ({"group_sizes": [5, -1]}, "greater than or equal to 0"),
+    "empty group": ({"group_sizes": [4, 0]}, "do not make groups of 4, 0"),
+    "text sizes": ({"group_sizes": ["2", "2"]}, "should be a valid integer"),
+    "uneven": ({"query_heads": [0, 1, 4]}, "3 query heads and 2 KV heads do not make groups"),
+    "foreign": ({"heads": [1]}, "not permitted"),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_damaged_layout(case: str, uneven: Path) -> None:
+    change, message = LAYOUTS[case]
+    path = LAYER.format(0)
+    edit(uneven / "config.json", lambda c: c["headprune"]["layout"][path].update(change))
+    text = refusal(CheckpointError, lambda: headprune.from_pretrained(uneven))
+    assert message in text
+    assert path in text
+    # where headprune is not installed, the runtime refuses the same
+    config = load_config(uneven)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn"):
+        modeling_headprune.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_heads": [2, 0]}, {"group_sizes": [3, 1]}, {"query_heads": [0, 1, 4, 99]}],
+    ids=["order", "sizes", "another"],
+)
+def test_a_layout_that_is_not_the_manifests(change: dict[str, Any], uneven: Path) -> None:
+    edit(uneven / "config.json", lambda c: c["headprune"]["layout"][LAYER.format(0)].update(change))
+    text = refusal(CheckpointError, lambda: headprune.from_pretrained(uneven))
+    assert "describe other heads of 'model.layers.0.self_attn'" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (LAYER.format(0), "12 query_heads of 'model.layers.0.self_attn', which has 6"),
+        (LAYER.format(9), "modules that LlamaForCausalLM does not have: layers.9.self_attn"),
+    ],
+)
+def test_a_layout_that_the_model_has_no_place_for(path: str, message: str, uneven: Path) -> None:
+    (uneven / "headprune.json").unlink()
+    headprune.from_pretrained(uneven)
+    heads = {"query_heads": list(range(12)), "kv_heads": [0, 1]}
+    edit(uneven / "config.json", lambda c: c["headprune"]["layout"].update({path: heads}))
+    assert message in refusal(CheckpointError, lambda: headprune.from_pretrained(uneven))
+
+
+def test_ids_that_the_original_cannot_have_had(tmp_path: Path) -> None:
+    net = tiny.model("olmo2")
+    out = prune(tiny.save(net, tmp_path / "model"), tmp_path / "out", plan=uneven_plan(net)).output
+    (out / "headprune.json").unlink()
+    path = attention_of(net)[0].path
+
+    def change(config: dict[str, Any]) -> None:
+        config["headprune"]["layout"][path]["query_heads"][-1] = 99
+
+    edit(out / "config.json", change)
+    text = refusal(CheckpointError, lambda: headprune.from_pretrained(out))
+    assert f"head 99 of '{path}', and the model had 6 heads" in text
+
+
+@pytest.mark.parametrize("row", [{"forward": "kv_heads"}, {"__class__": "kv_heads"}, [], None])
+def test_the_row_of_the_family_is_headprunes_own(row: object, uneven: Path) -> None:
+    wanted = headprune.from_pretrained(uneven)
+    inputs = proof.probe_inputs(wanted)
+    edit(uneven / "config.json", lambda c: c["headprune"]["family"].update(follows=row))
+    got = headprune.from_pretrained(uneven)
+    assert proof.difference(proof.probe(wanted, inputs), proof.probe(got, inputs)) == 0
+    with pytest.raises(ValueError, match=r"damaged: 'follows'|is no number of heads"):
+        modeling_headprune.LlamaForCausalLM(load_config(uneven))
+
+
+# The manifest
+
+
+MANIFESTS: dict[str, tuple[Change, str]] = {
+    "digits": (lambda m: m.update(parameters=[1, 2, 3]), "parameters"),
+    "schema": (lambda m: m.update(schema_version={}), "schema_version"),
+    "proof": (lambda m: m.update(proof=[]), "proof"),
+    "no proof": (lambda m: m["proof"].clear(), "proof.gated_vs_cut: Field required"),
+    "dtype": (lambda m: m["proof"].update(dtype="int8"), "proof.dtype"),
+    "tolerance": (lambda m: m["proof"].update(tolerance="x"), "proof.tolerance"),
+    "probe": (lambda m: m.update(probe=3), "probe"),
+    "no outputs": (lambda m: m["probe"].update(outputs={}), "probe.outputs"),
+    "seed": (lambda m: m["probe"].update(seed=-1), "probe.seed"),
+    "digest": (lambda m: m["probe"].update(inputs_sha256="x"), "probe.inputs_sha256"),
+    "positions": (lambda m: logits(m).update(positions=[10**9], values=[0.0]), "position 10000000"),
+    "values": (lambda m: logits(m).update(values=[0.0]), "1 values for 256 positions"),
+    "text": (lambda m: logits(m).update(values=["x"]), "values.0"),
+    "none": (lambda m: logits(m).update(values=[], positions=[]), "positions"),
+    "files": (lambda m: m.update(files={"../x": "0" * 64}), "no file that it can vouch for"),
+    "hash": (lambda m: m["files"].update({"config.json": "x"}), "files.config.json"),
+    "lineage": (lambda m: m.update(lineage=[{"source": {"name": 3}}]), "the source of a step"),
+    "layout": (lambda m: m.update(layout={"x": {"query_heads": [0]}}), "layout.x.kv_heads"),
+}
+
+
+def logits(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["probe"]["outputs"]["logits"]
+    return found
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_damaged_manifest(case: str, uneven: Path) -> None:
+    change, message = MANIFESTS[case]
+    edit(uneven / "headprune.json", change)
+    assert message in refusal(CheckpointError, lambda: read_manifest(uneven))
+
+
+def test_a_manifest_of_other_weights(made: dict[str, Path], tmp_path: Path) -> None:
+    plain = Path(shutil.copytree(made["plain"], tmp_path / "plain"))
+    heads = {"query_heads": [0, 1], "kv_heads": [0]}
+    edit(plain / "headprune.json", lambda m: m["layout"].update({LAYER.format(2): heads}))
+    text = refusal(CheckpointError, lambda: headprune.from_pretrained(plain))
+    assert "2 query and 1 KV heads in 'model.layers.2.self_attn', and the weights hold 4" in text
+
+
+def test_ids_are_told_to_another_head_as_well(made: dict[str, Path]) -> None:
+    base = headprune.from_pretrained(made["plain"], auto_class="AutoModel")
+    assert {a.query_ids for a in attention_of(base)} == {(0, 1, 4, 5)}
+
+
+# Gates
+
+
+@pytest.fixture
+def gates(model: Path, tmp_path: Path) -> Path:
+    """Gates as train-gates writes them, for the KV groups of the tiny Llama."""
+    net = headprune.from_pretrained(model)
+    attentions = attention_of(net)
+    units = [len(u) for a in attentions for u in members(Unit.KV_GROUP, a.group_sizes)]
+    kept = torch.arange(len(units)) % 3 != 0
+    metadata = GatesMetadata(
+        headprune_version="0",
+        model=identity(net, model),
+        unit=Unit.KV_GROUP,
+        temperature=2 / 3,
+        modules=tuple(a.path for a in attentions),
+        heads=tuple(a.query_ids for a in attentions),
+        group_sizes=tuple(a.group_sizes for a in attentions),
+        query_heads=sum(units),
+        kept_heads=int((torch.tensor(units) * kept).sum()),
+        steps=2,
+        objective="lm",
+        data="text.txt",
+        final_loss=2.0,
+        trained_weights=True,
+    )
+    tensors = {"log_alpha": torch.arange(len(units)).float(), "kept": kept}
+    tensors["value"] = torch.rand(len(units)) * kept
+    weights = {"model.norm.weight": torch.ones(48), "lm_head.weight": torch.ones(tiny.VOCAB, 48)}
+    (tmp_path / "gates").mkdir()
+    write_gates(tmp_path / "gates", metadata, tensors, weights)
+    return tmp_path / "gates"
+
+
+def without_geometry(metadata: dict[str, Any]) -> None:
+    """As older files were, which only the model can contradict."""
+    metadata.pop("heads")
+    metadata.pop("group_sizes")
+
+
+def tensors_of(name: str, change: Change) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name)
+
+    return apply
+
+
+def json_of(name: str, *changes: Change) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        for change in changes:
+            edit(folder / name, change)
+
+    return apply
+
+
+def gates_json(*changes: Change) -> Callable[[Path], None]:
+    return json_of("gates.json", *changes)
+
+
+def three(tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor[:3].clone()
+
+
+three_old = tensors_of("gates.safetensors", three)
+GATES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "3 gates": (tensors_of("gates.safetensors", three), "has the shape [3] for 12 gates"),
+    "3 gates, old": (
+        lambda folder: (three_old(folder), gates_json(without_geometry)(folder)),
+        "there are 3 for units of 'kv-group', of which the model has 12",
+    ),
+    "unit": (gates_json(lambda m: m.update(unit="head")), "has the shape [12] for 24 gates"),
+    "unit, old": (
+        gates_json(lambda m: m.update(unit="head"), without_geometry),
+        "there are 12 for units of 'head', of which the model has 24",
+    ),
+    "order": (gates_json(lambda m: m["modules"].reverse()), "modules in another order"),
+    "foreign": (
+        gates_json(lambda m: m["modules"].__setitem__(0, "model.layers.9.self_attn")),
+        "'model.layers.9.self_attn', an attention module that this model does not have",
+    ),
+    "twice": (gates_json(lambda m: m["modules"].__setitem__(0, LAYER.format(1))), "one twice"),
+    "none": (gates_json(lambda m: m.update(modules=[], heads=[], group_sizes=[])), "modules"),
+    "ids": (
+        gates_json(lambda m: m["heads"].__setitem__(0, [0, 1, 2, 3, 4, 9])),
+        "of heads 0, 1, 2, 3, 4, 9 of 'model.layers.0.self_attn'",
+    ),
+    "groups": (
+        gates_json(lambda m: m["group_sizes"].__setitem__(3, [2, 1, 3])),
+        "of 'model.layers.3.self_attn' in groups of 2, 1, 3; the model has",
+    ),
+    "kept": (gates_json(lambda m: m.update(kept_heads=8)), "kept_heads is 8, and 16 heads have"),
+    "kept, old": (
+        gates_json(lambda m: m.update(kept_heads=8), without_geometry),
+        "by gates.json they keep 8 of 24 heads, on this model 16 of 24",
+    ),
+    "too many": (gates_json(lambda m: m.update(kept_heads=1000)), "1000 of 24 query heads"),
+    "truth": (gates_json(lambda m: m.update(kept_heads=True)), "kept_heads"),
+    "nan": (
+        tensors_of("gates.safetensors", lambda t: t["log_alpha"].fill_(float("nan"))),
+        "log_alpha holds what is no finite number",
+    ),
+    "yes and no": (
+        tensors_of("gates.safetensors", lambda t: t.update(kept=t["kept"].float())),
+        "kept holds what is no finite number, or no yes or no",
+    ),
+    "no kept": (tensors_of("gates.safetensors", lambda t: t.pop("kept")), "must hold log_alpha"),
+    "bytes": (lambda f: (f / "gates.safetensors").write_bytes(b"x" * 9), "cannot be read"),
+    "weights gone": (lambda f: (f / "weights.safetensors").unlink(), "cannot be read"),
+    "a weight gone": (
+        tensors_of("weights.safetensors", lambda t: t.pop("lm_head.weight")),
+        "'lm_head.weight' is named in gates.json only",
+    ),
+    "a weight more": (
+        tensors_of("weights.safetensors", lambda t: t.update(x=torch.ones(1))),
+        "'x' is named in weights.safetensors only",
+    ),
+    "one number": (
+        tensors_of("weights.safetensors", lambda t: t.update({"lm_head.weight": torch.ones(1, 1)})),
+        "'lm_head.weight' of shape [1, 1]; the model has [65, 48] of that name",
+    ),
+    "infinite": (
+        tensors_of("weights.safetensors", lambda t: t["lm_head.weight"].fill_(float("inf"))),
+        "the trained weight 'lm_head.weight' is not finite",
+    ),
+    "a loss": (gates_json(lambda m: m.update(final_loss=None)), "final_loss"),
+    "schema": (gates_json(lambda m: m.update(schema_version=2)), "Upgrade headprune"),
+}
+
+
+def test_sound_gates_are_taken_old_ones_as_well(gates: Path, model: Path) -> None:
+    def drop_names(metadata: dict[str, Any]) -> None:
+        without_geometry(metadata)
+        del metadata["weights"]
+
+    cut = preview(model, gates=gates).plan
+    assert (cut.kept_heads, cut.query_heads) == (16, 24)
+    gates_json(drop_names)(gates)
+    tensors_of("weights.safetensors", lambda t: t.pop("lm_head.weight"))(gates)
+    assert preview(model, gates=gates).plan == cut
+
+
+@pytest.mark.parametrize("case", GATES)
+def test_gates_that_do_not_fit(case: str, gates: Path, model: Path) -> None:
+    damage, message = GATES[case]
+    damage(gates)
+    assert message in refusal(HeadpruneError, lambda: preview(model, gates=gates))
+
+
+def test_gates_are_read_where_there_is_no_model(gates: Path) -> None:
+    source = GatesMetadata.model_validate_json((gates / "gates.json").read_text()).model
+    assert read_gates(gates, source).kept.sum() == 8
+    gates_json(lambda m: m.update(kept_heads=8))(gates)
+    refusal(CheckpointError, lambda: read_gates(gates, source))
+
+
+# Scores
+
+
+@pytest.fixture
+def scores(model: Path, tmp_path: Path) -> Path:
+    score(model, tmp_path / "scores", ["magnitude"], config=CalibrationConfig())
+    return tmp_path / "scores"
+
+
+def scores_json(change: Change) -> Callable[[Path], None]:
+    return json_of("scores.json", change)
+
+
+SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "units": (scores_json(lambda m: m.update(units=[2, 4, 3, 3])), "in these modules"),
+    "negative": (scores_json(lambda m: m.update(units=[7, -1, 3, 3])), "units.1"),
+    "unit": (scores_json(lambda m: m.update(unit="head")), "there are 12 for units of 'head'"),
+    "order": (scores_json(lambda m: m["modules"].reverse()), "in another order"),
+    "foreign": (
+        scores_json(lambda m: m["modules"].__setitem__(0, "x")),
+        "are of 'x', an attention module that this model does not have",
+    ),
+    "twice": (scores_json(lambda m: m["modules"].__setitem__(0, LAYER.format(1))), "one twice"),
+    "fewer": (scores_json(lambda m: m["units"].pop()), "3 entries for 4 modules"),
+    "heads": (scores_json(lambda m: m.update(query_heads=9)), "of 9 query heads, and the model"),
+    "tensors": (lambda f: (f / "scores.safetensors").unlink(), "cannot be read"),
+    "whole numbers": (
+        tensors_of("scores.safetensors", lambda t: t.update(magnitude=torch.arange(12))),
+        "12 scores for 12 units, as int64",
+    ),
+    "depth": (lambda f: (f / "scores.json").write_text("[" * 100_000), "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_scores_that_do_not_fit(case: str, scores: Path, model: Path) -> None:
+    damage, message = SCORES[case]
+    preview(model, scores=scores, keep=0.5)  # it was fine before
+    damage(scores)
+    assert message in refusal(HeadpruneError, lambda: preview(model, scores=scores, keep=0.5))
+
+
+def test_scores_are_read_where_there_is_no_model(scores: Path) -> None:
+    assert read_scores(scores).of(None)[1].shape == (12,)
+
+
+# Plans
+
+
+FULL = (
+    '{{"unit": "head", "attentions": {{"a": {{"query_heads": 2, "kv_heads": 2, "keep": {keep}}}}}}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FULL.format(keep="[[0], 1]"), "attentions.a.keep.0: Input should be a valid integer"),
+        (FULL.format(keep="[true]"), "attentions.a.keep.0: Input should be a valid integer"),
+        (FULL.format(keep='["1"]'), "attentions.a.keep.0: Input should be a valid integer"),
+        (FULL.format(keep='[0], "scale": [1e999]'), "is not finite"),
+        (FULL.format(keep='[0], "groups": [[true], [0]]'), "attentions.a.groups.0.0"),
+        (FULL.format(keep="[" + "9" * 5_000 + "]"), "is not readable as JSON"),
+        (FULL.format(keep="[" * 50_000), "nested too deeply"),
+        ('{"attentions": {"a": {}, "a": {}}}', "'a' is given twice"),
+        ('{"a": [0], "a": [1]}', "'a' is given twice"),
+        ('{"a": [[0]]}', "neither a full plan"),
+        ('{"a": [true]}', "neither a full plan"),
+        ('{"a": {"step": []}}', "neither a full plan"),
+        ('{"schema_version": {}, "attentions": {}}', "schema_version"),
+        ('{"schema_version": 2, "attentions": {}}', "Upgrade headprune"),
+        ('"x"', "neither a full plan"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_damaged_plan(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert message in refusal(PlanError, lambda: read_plan(path, {"a": ((0, 1), 2)}))
+
+
+@pytest.mark.parametrize("pruned", [[[0]], {"0": [True]}, {"0": ["1"]}, {"0": 3}, {"0": [[1]]}, 7])
+def test_damaged_entries_of_transformers_4(pruned: object, model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(pruned_heads=pruned))
+    text = refusal(CheckpointError, lambda: headprune.from_pretrained(model))
+    assert "no map from layer numbers" in text
