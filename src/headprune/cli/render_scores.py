@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,9 @@ def scores(console: Console, scores: Scores, output: Path, next_command: str) ->
 def heat_maps(console: Console, scores: Scores) -> None:
     """Per criterion: one line per module, one character per unit, by rank among all units."""
     for name, values in scores.scores.items():
-        console.print(f"[bold]{name}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]")
+        console.print(
+            f"[bold]{escape(name)}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]"
+        )
         rows = {}
         for module, ranks in _by_module(scores, _ranks(values)):
             shades = (SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
@@ -71,7 +74,8 @@ def figures(scores: Scores, path: Path) -> list[Path]:
     for name, values in scores.scores.items():
         rows = _by_module(scores, _ranks(values))
         single = len(scores.scores) == 1
-        target = path if single else path.with_name(f"{path.stem}-{name}{path.suffix}")
+        suffix = re.sub(r"[^\w-]", "_", name) + path.suffix
+        target = path if single else path.with_name(f"{path.stem}-{suffix}")
         figure = heat_map(
             [ranks for _, ranks in rows],
             [module for module, _ in rows],
@@ -114,7 +118,7 @@ def sweep(console: Console, result: Sweep, output: Path) -> None:
         ratio = None if result.base.quality == 0 else point.quality / result.base.quality
         marked = "front" if point.name in result.front else ""
         refit = "yes" if point.refit else ""
-        grid.add_row(point.criterion, refit, *_row(point, ratio), marked)
+        grid.add_row(escape(point.criterion), refit, *_row(point, ratio), marked)
     console.print(grid)
     console.print(f"Table, JSON and plot are in {escape(str(output))}.")
 

@@ -89,7 +89,7 @@ class Run:
         }
 
 
-def run(recipe: Recipe, watch: Watch | None = None) -> Run:
+def run(recipe: Recipe, watch: Watch | None = None, trust_remote_code: bool = False) -> Run:
     """Runs the steps of a recipe whose output is not there yet.
 
     A step's output is a folder of its name in ``recipe.output``; it appears whole or not at all.
@@ -98,14 +98,17 @@ def run(recipe: Recipe, watch: Watch | None = None) -> Run:
     Args:
         recipe: The recipe.
         watch: Who is told how it goes on.
+        trust_remote_code: Allow code that comes with the model. A recipe may say that its model
+            needs some, which allows none.
 
     Raises:
+        RecipeError: If the recipe's model needs code that is not allowed.
         HeadpruneError: If a step's input does not fit together, naming the step; or if the output
             folder belongs to another recipe.
         ProofError: If a step's result does not compute what it should.
         Interrupted: After Ctrl-C in a training.
     """
-    watch = watch or Watch()
+    watch, recipe = watch or Watch(), recipe.trusted(trust_remote_code)
     _refuse_several()
     record = open_run(recipe)
     with _alone(recipe.output):
