@@ -24,7 +24,7 @@ Error = type[HeadpruneError]
 MOST_BYTES = 100_000_000  # the samples of a baseline are the largest that headprune writes
 MOST_YAML = 1_000_000  # written by hand, and read slowly
 MOST_DIGITS = 100  # products of such numbers still are finite
-MOST_DEPTH, MOST_ITEMS = 64, 20_000_000
+MOST_DEPTH, MOST_ITEMS, MOST_KEYS = 64, 20_000_000, 10_000
 
 # escapes that may stand for what is no character of a text: NUL, or half of a pair of UTF-16
 _ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
@@ -43,6 +43,12 @@ class Loader(yaml.SafeLoader):
         if abs(number) >= 10**MOST_DIGITS:
             raise ValueError(f"the number {node.value[:20]}... is too large")
         return number
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what is merged ("<<") into a mapping."""
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_KEYS:  # merges of merges grow without end
+            raise ValueError("a mapping has far too many keys")
 
 
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)

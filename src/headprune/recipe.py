@@ -379,10 +379,9 @@ class _Loader(Loader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise RecipeError(
-                    f"line {key.start_mark.line + 1} has '{key.value}' for the second time; a "
-                    "second step of a kind gets a name of its own, with 'step: "
-                    f"{key.value}' in it."
+                raise yaml.YAMLError(
+                    f"line {key.start_mark.line + 1} has {shown(key.value)} for the second time; a "
+                    "second step of a kind gets a name of its own, with 'step: KIND' in it"
                 )
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
@@ -424,7 +423,7 @@ def _set(content: dict[str, Any], override: str) -> None:
         new = inside is None and (sections == ["data"] or (sections[0] == "steps" and depth > 1))
         if not isinstance(inside, dict) and not new:
             above = ".".join(sections[:depth]) or "The recipe"
-            known = [name for name, value in place.items() if isinstance(value, dict)]
+            known = [str(name) for name, value in place.items() if isinstance(value, dict)]
             raise RecipeError(
                 f"--set {override}: {above} has no '{section}'.{did_you_mean(section, known)} "
                 f"It has {', '.join(known)}."
