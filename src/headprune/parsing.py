@@ -24,7 +24,8 @@ Error = type[HeadpruneError]
 MOST_BYTES = 100_000_000  # the samples of a baseline are the largest that headprune writes
 MOST_YAML = 1_000_000  # written by hand, and read slowly
 MOST_DIGITS = 100  # products of such numbers still are finite
-MOST_DEPTH, MOST_ITEMS, MOST_KEYS = 64, 20_000_000, 10_000
+MOST_DEPTH = 64
+MOST_KEYS, MOST_ITEMS = 10_000, 1_000_000  # of YAML, whose aliases grow without end
 
 # escapes that may stand for what is no character of a text: NUL, or half of a pair of UTF-16
 _ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
@@ -175,7 +176,7 @@ def parse_yaml(text: str, loader: type[Loader] = Loader) -> Any:
     except (LookupError, AttributeError, TypeError, OverflowError):
         # what PyYAML raises where a value is not of its tag: "!!timestamp x", "!!bool x"
         raise yaml.YAMLError("a value does not fit its tag") from None
-    return _sound(content, text)
+    return _sound(content, text, MOST_ITEMS)
 
 
 def _parse_lines(text: str) -> list[Any]:
@@ -199,7 +200,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _sound(content: Any, text: str) -> Any:
+def _sound(content: Any, text: str, most_items: float = math.inf) -> Any:
     """The content, if what works on it need not fear its depth, its size or its characters."""
     level, items, odd = [content], 0, _ODD_ESCAPE.search(text) is not None
     for _ in range(MOST_DEPTH):
@@ -209,7 +210,7 @@ def _sound(content: Any, text: str) -> Any:
                 raise ValueError(f"the text {ascii(outer)[:40]} holds what is no character")
             if isinstance(outer, dict | list | tuple | set):
                 items += len(outer)
-                if items > MOST_ITEMS:  # aliases count as often as they stand for something
+                if items > most_items:
                     raise ValueError("it holds far too many values")
                 members = [*outer, *outer.values()] if isinstance(outer, dict) else outer
                 inside += members if odd else [m for m in members if not _is_plain(m)]

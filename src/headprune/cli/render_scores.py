@@ -19,7 +19,7 @@ from headprune.registry import did_you_mean
 if TYPE_CHECKING:
     from headprune.checkpoint.scores import Scores
     from headprune.pipelines.plan import Planned
-    from headprune.pipelines.sweep import Point, Sweep
+    from headprune.checkpoint.sweeps import Point, Sweep
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 

@@ -125,7 +125,7 @@ def sweep(
             watch=watch,
         )
     if json_:
-        terminal.show_json(json.dumps(result.as_json(), indent=2))
+        terminal.show_json(result.model_dump_json(indent=2))
     else:
         render.sweep(terminal.out, result, output)
 
