@@ -40,7 +40,7 @@ class Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Builds a whole number."""
-        number = int(super().construct_yaml_int(node))  # type: ignore[no-untyped-call]
+        number = int(super().construct_yaml_int(node))
         if abs(number) >= 10**MOST_DIGITS:
             raise ValueError(f"the number {node.value[:20]}... is too large")
         return number

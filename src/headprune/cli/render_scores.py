@@ -18,8 +18,8 @@ from headprune.registry import did_you_mean
 
 if TYPE_CHECKING:
     from headprune.checkpoint.scores import Scores
-    from headprune.pipelines.plan import Planned
     from headprune.checkpoint.sweeps import Point, Sweep
+    from headprune.pipelines.plan import Planned
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 

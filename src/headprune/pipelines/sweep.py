@@ -237,8 +237,8 @@ def _conclude(base: Point, points: Sequence[Point]) -> Sweep:
     metric = next((name for name in MAIN if name in base.metrics), None)
     if metric is None:
         raise CheckpointError(
-            f"The point '{base.name}' is damaged: it has no {', '.join(MAIN)}. Remove its file, and "
-            "it is measured again."
+            f"The point '{base.name}' is damaged: it has no {', '.join(MAIN)}. Remove its file, "
+            "and it is measured again."
         )
     higher = METRICS[metric][1]
     best = pareto([(float(p.parameters), p.quality) for p in points], higher)
