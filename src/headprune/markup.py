@@ -37,7 +37,11 @@ def sentence(text: str, most: int = 400) -> str:
 
     What was asked stands at the start of a message, and what to do at its end.
     """
-    text = printable(" ".join(text.split("\n")))
+    return shortened(printable(" ".join(text.split("\n"))), most)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, with the middle left out where it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     tail = most // 3

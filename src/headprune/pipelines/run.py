@@ -31,6 +31,7 @@ from headprune.checkpoint.runs import (
 )
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError
+from headprune.markup import sentence
 from headprune.models.loading import load_config
 from headprune.pipelines.steps import ROWS, Job, Watch
 from headprune.recipe import ORIGINAL, Recipe, Slot, Step
@@ -247,7 +248,7 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
             hidden = any(isinstance(v, str) and len(v) == 64 for v in (was, is_))
             if hidden or UNKNOWN in (was, is_):
                 return f"{name.removesuffix('.sha256')} changed"
-            return f"{name}: {was} -> {is_}"
+            return sentence(f"{name}: {was} -> {is_}", 200)
     return "its inputs changed"
 
 
