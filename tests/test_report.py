@@ -277,7 +277,10 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     units = sum(len(sizes) for sizes in gates["group_sizes"])
     scores = tmp_path / "scores"
     scores.mkdir()
-    metadata = {name: gates[name] for name in ("model", "unit", "modules")}
+    counts = [len(sizes) for sizes in gates["group_sizes"]]
+    metadata = {name: gates[name] for name in ("model", "unit", "modules", "query_heads")}
+    metadata |= {"created": "", "versions": {}, "criteria": {"taylor": ""}, "units": counts}
+    metadata |= {"data": None, "calibration": {}, "tokens": 0}
     (scores / "scores.json").write_text(json.dumps(metadata))
     values = torch.arange(units, dtype=torch.float32)
     save_file({"taylor": values}, scores / "scores.safetensors")
@@ -287,26 +290,26 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     (run,) = report([place / "cut" / "small", scores], tmp_path / "b.html").runs
     assert run.head_map is not None and run.head_map.evidence == "score taylor"
     assert run.head_map.layers[1].cells[2].evidence == 4.0
-    counts = [len(sizes) for sizes in gates["group_sizes"]]
-    metadata |= {"units": counts, "query_heads": gates["query_heads"]}
-    (scores / "scores.json").write_text(json.dumps(metadata))
     (run,) = report([scores], tmp_path / "scores.html").runs
     assert run.asked == "Score the heads of base by taylor."
     assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
     assert run.head_map.only_scored
     assert "Heads: 24 scored" in (tmp_path / "scores.html").read_text()
     save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
-    with pytest.raises(CheckpointError, match="do not fit the 12 units of their model"):
+    with pytest.raises(CheckpointError, match="damaged: taylor has 11 scores for 12 units"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
 
 
 def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
     def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
         size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
-        return {"criterion": criterion, "keep": keep, "refit": True, "quality": quality, **size}
+        named = {"name": f"{criterion}-{keep}", "task": "causal-lm", "criterion": criterion}
+        found = {"quality": quality, "metrics": {"perplexity": quality}}
+        return {**named, "keep": keep, "refit": True, **size, **found}
 
     points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
-    content = {"metric": "perplexity", "higher_is_better": False, "base": point("", 1.0, 10.0)}
+    content: dict[str, Any] = {"metric": "perplexity", "higher_is_better": False, "front": []}
+    content["base"] = point("", 1.0, 10.0)
     folder = tmp_path / "sweep"
     (folder / "points").mkdir(parents=True)
     (folder / "config.yaml").write_text("keep: [0.5]\n")
@@ -325,7 +328,7 @@ def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
     }
     assert "30.0000" in done.output.read_text()
     (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
-    with pytest.raises(CheckpointError, match="sweep.json' cannot be read"):
+    with pytest.raises(CheckpointError, match="sweep.json' is not valid: points"):
         report([folder], tmp_path / "other.html")
 
 
@@ -447,10 +450,10 @@ def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
         "nothing": (home / "empty", "holds nothing to report on"),
         "missing": (home / "missing", "There is no run at"),
         "no report": (place / "cut" / "small" / "plan.json", "is no report of 'headprune eval"),
-        "report": (damaged["report"], "report.json' cannot be read"),
+        "report": (damaged["report"], "report.json' is not readable as JSON"),
         "history": (damaged["history"], "history.jsonl' is damaged"),
         "manifest": (damaged["manifest"], "headprune.json' is damaged"),
-        "old": (damaged["old"], "is not of the schema that this headprune writes: schema_version"),
+        "old": (damaged["old"], "has schema 99; this headprune reads up to 1"),
         "stale": (damaged["stale"], "measured a model with 23 query heads"),
     }
 

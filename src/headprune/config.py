@@ -25,6 +25,7 @@ from headprune.tensors.units import Unit
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
 
 
 def memory_bytes(text: object) -> object:

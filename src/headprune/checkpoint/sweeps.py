@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headprune.config import Amount, Count
+
 SWEEP = "sweep.json"
 
 
@@ -33,9 +35,9 @@ class Point(BaseModel):
     criterion: str
     keep: Annotated[float, Field(ge=0, le=1)]
     refit: bool
-    query_heads: Annotated[int, Field(ge=0)]
-    kv_heads: Annotated[int, Field(ge=0)]
-    parameters: Annotated[int, Field(gt=0)]
+    query_heads: Amount
+    kv_heads: Amount
+    parameters: Count
     quality: float
     metrics: Annotated[dict[str, float], Field(min_length=1)]
 

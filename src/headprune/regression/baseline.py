@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.checkpoint.folders import write_whole
+from headprune.config import Amount
 from headprune.errors import CheckpointError, DataError
 from headprune.evaluation.samples import FORMULAS, Samples
 from headprune.parsing import read_as
-
-Count = Annotated[int, Field(ge=0)]
 
 # settings that decide what is measured; the others, such as the batch size, may change
 _DECISIVE = ("seq_len", "max_windows", "seed")
@@ -37,9 +36,9 @@ class Subject(BaseModel):
 
     model_type: str
     architecture: str
-    hidden_size: Count | None
-    layers: Count | None
-    vocab_size: Count | None
+    hidden_size: Amount | None
+    layers: Amount | None
+    vocab_size: Amount | None
 
 
 class Baseline(BaseModel):
@@ -82,7 +81,7 @@ class Baseline(BaseModel):
     settings: dict[str, Any]
     limits: tuple[str, ...]
     metrics: dict[str, float]
-    structure: dict[str, Count]
+    structure: dict[str, Amount]
     load_route: str
     samples: dict[str, tuple[float, ...]]
 

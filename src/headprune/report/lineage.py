@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
+from headprune.config import Amount
 from headprune.parsing import validated
 from headprune.plan import ModelIdentity
 
-Count = Annotated[int, Field(ge=0)]
-BeforeAfter = tuple[Count, Count]
+BeforeAfter = tuple[Amount, Amount]
 
 
 class _Record(BaseModel):
@@ -22,7 +22,7 @@ class _Record(BaseModel):
 class Left(_Record):
     """Ids of the query heads that are left of one attention module."""
 
-    query_heads: tuple[Count, ...]
+    query_heads: tuple[Amount, ...]
 
 
 class Sharing(_Record):
@@ -30,13 +30,13 @@ class Sharing(_Record):
 
     merge: str
     grouping: str
-    calibration_tokens: Count | None = None
+    calibration_tokens: Amount | None = None
 
 
 class Healing(_Record):
     """How a model was trained to match another; the divergence before and after."""
 
-    steps: Count
+    steps: Amount
     teacher: str
     before: float | None = None
     after: float | None = None
