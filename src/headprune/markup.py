@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-_NOT_XML = re.compile(r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# what XML 1.0 cannot hold; other controls; and those that turn the direction of a text around
+_NOT_XML = re.compile(
+    r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
+)
 # "::error ..." at the start of a line, "##[error]" anywhere: what GitHub Actions takes for commands
 _COMMAND = re.compile(r"^\s*:(?=:)|##(?=\[)", re.MULTILINE)
 
