@@ -205,7 +205,6 @@ def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     if not processes.is_main():  # of several that train together, one reports
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
-    sys.excepthook = _unexpected
     try:
         with _made_safe():
             command()
@@ -219,6 +218,7 @@ def run(command: Callable[[], None]) -> None:
     except Exception as error:
         # torch's own class, by name: torch is not imported for --help
         if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):
+            sys.excepthook = _unexpected  # typer has put its own there
             raise
         err.print(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
