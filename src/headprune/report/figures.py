@@ -274,9 +274,9 @@ def trajectories(
 
     figure, axes = _axes(4.4, 2.9, title, x_label, y_label)
     for at, name in phases:
-        axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
+        axes.axvline(_number(at), color=MUTED, linestyle=":", linewidth=1.0)
         axes.annotate(
-            name,
+            _text(name),
             (at, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, -2),
