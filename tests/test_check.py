@@ -453,14 +453,25 @@ def test_a_baseline_of_something_else_is_refused(folders: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: c | {"schema_version": 2}, "has schema 2, and this headprune reads baselines"),
-        (lambda c: {"perplexity": 3}, "has no schema_version"),
-        (lambda c: c | {"surprise": 1}, "no valid baseline: surprise"),
-        (lambda c: {k: v for k, v in c.items() if k != "samples"}, "no valid baseline: samples"),
+        (lambda c: c | {"schema_version": 2}, "has schema 2; this headprune reads up to 1"),
+        (lambda c: {"perplexity": 3}, "is not valid: created: Field required"),
+        (lambda c: c | {"schema_version": {}}, "schema_version: Input should be 1"),
+        (lambda c: [c], "holds a list"),
+        (lambda c: c | {"structure": {"kv_heads": -1}}, "structure.kv_heads"),
+        (lambda c: c | {"data": {"source": None}}, "data: it must name a source"),
+        (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": [0.0]}}, "not all 0"),
+        (lambda c: c | {"samples": {"nll_nats": [None]}}, "samples.nll_nats.0"),
+        (lambda c: c | {"surprise": 1}, "is not valid: surprise"),
+        (lambda c: {k: v for k, v in c.items() if k != "samples"}, "is not valid: samples"),
         (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": []}}, "must be equally long"),
-        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "must be finite"),
+        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "NaN is no number of JSON"),
         (lambda c: c | {"samples": {k: v[:9] for k, v in c["samples"].items()}}, "was edited"),
         (lambda c: "{", "not readable as JSON"),
+        (lambda c: '{"dirty": ' + "9" * 5_000 + "}", "has 5000 digits"),
+        (lambda c: '{"dirty": 1e999}', "1e999 is not finite"),
+        (lambda c: "[" * 100_000, "nested too deeply"),
+        (lambda c: '{"data": ' + "[" * 100 + "]" * 100 + "}", "nested too deeply"),
+        (lambda c: '{"model": "\\ud800"}', "holds what is no character"),
     ],
 )
 def test_damaged_baselines_are_refused(
@@ -539,7 +550,7 @@ def test_junit_counts_and_escapes() -> None:
 
 def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
     assert annotation("error", "50 %\n::set-env") == (
-        "::error title=headprune check::50 %25%0A::set-env"
+        r"::error title=headprune check::50 %25%0A:\:set-env"
     )
     commands = workflow_commands(some_verdicts(), strict=False)
     assert [c.split()[0] for c in commands] == ["::error", "::warning"]

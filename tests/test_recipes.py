@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from headprune.checkpoint.runs import digest_of_data
 from headprune.config import DataConfig
-from headprune.errors import HeadpruneError
+from headprune.errors import HeadpruneError, RecipeError
 from headprune.pipelines import estimates
 from headprune.pipelines.forecast import forecast
 from headprune.pipelines.run import run as run_recipe
@@ -256,6 +256,17 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
         (["steps.prune.plan=heads.json"], "there is no such step or file"),
         (["data.test=nowhere.txt"], "There is no file 'nowhere.txt'"),
         (["model="], "model: Input should be a valid string"),
+        (["trust_remote_code=true"], "a file cannot allow. If you trust that code, give --trust"),
+        (["trust_remote_code=lots"], "trust_remote_code: Input should be a valid boolean"),
+        (["steps.prune.trust_remote_code=true"], "has no setting 'trust_remote_code'"),
+        ([f"model={'x' * 300}"], "model: no name is that long"),
+        ([f"data.test={'x/' * 3_000}"], "data.test.source: no name is that long"),
+        ([f"output={'x' * 300}"], "output: no name is that long"),
+        (['output="a\\0b"'], "the value is not readable as YAML"),
+        ([f"steps.heal.steps={'9' * 5_000}"], "the value is not readable as YAML"),
+        ([f"steps.heal.steps=0x{'f' * 5_000}"], "the value is not readable as YAML"),
+        ([f"steps.heal.steps={'[' * 500}{']' * 500}"], "the value is not readable as YAML"),
+        (["steps.heal.step=[]"], "'step' is the name of a kind, not []"),
     ],
 )
 def test_bad_settings(
@@ -309,6 +320,17 @@ def test_impossible_orders(
     assert not (tmp_path / "out").exists()
 
 
+def _nested(member: str, last: str) -> str:
+    """Aliases of aliases, which stand for 9 ** 9 values."""
+    levels = [f"a0: &a0 {last}"]
+    for n in range(9):
+        levels.append(f"a{n + 1}: &a{n + 1} " + member % ", ".join([f"*a{n}"] * 9))
+    return "{" + ", ".join(levels) + "}"
+
+
+BOMB, MERGES = _nested("[%s]", "[x]"), _nested("{<<: [%s]}", "{x: y}")
+
+
 def test_files_that_are_no_recipes(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "r.yaml"
     for content, message in (
@@ -317,6 +339,16 @@ def test_files_that_are_no_recipes(tmp_path: Path, capsys: Any) -> None:
         ("model: x", "has no section 'steps'"),
         ("model: x\nsteps:\n  prune:\n  prune:\n", "line 4 has 'prune' for the second time"),
         ("model: x\nsteps:\n  prune: {plan: r}\n", "'output' is missing"),
+        ("steps: {1: {step: prune}}", "A step cannot be named 1"),
+        ("steps: {? [a] : {step: prune}}", "not readable as YAML"),
+        ("steps: !!timestamp x", "a value does not fit its tag"),
+        ("steps: !!python/object:os.system {}", "not readable as YAML"),
+        ("steps: {a: {step: [prune]}}", "'step' is the name of a kind"),
+        ("steps: &a {a: *a}", "nested too deeply"),
+        (f"steps: {'[' * 5_000}", "nested too deeply"),
+        (f"model: x\noutput: y\nsteps: {{heal: {BOMB}}}", "far too many"),
+        (f"steps: {{heal: {MERGES}}}", "far too many keys"),
+        ("#" * 1_000_001, "far more than such a file can need"),
     ):
         path.write_text(content)
         code, _, err = run(capsys, "run", path)
@@ -325,6 +357,78 @@ def test_files_that_are_no_recipes(tmp_path: Path, capsys: Any) -> None:
     assert (code, "is a folder" in err) == (2, True), err
     code, _, err = run(capsys, "run", tmp_path / "none.yaml")
     assert (code, "'headprune init' writes one" in err) == (2, True), err
+
+
+CODE = """
+from pathlib import Path
+Path({mark!r}).touch()
+from transformers import LlamaConfig
+class Config(LlamaConfig):
+    pass
+"""
+
+
+def test_code_of_a_model_runs_only_if_the_command_line_allows_it(
+    job: Path, llama_folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    mark = tmp_path / "ran"
+    (llama_folder / "code.py").write_text(CODE.format(mark=str(mark)))
+    config = json.loads((llama_folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "code.Config"}, "model_type": "mine"}
+    (llama_folder / "config.json").write_text(json.dumps(config))
+    asking = tmp_path / "asking.yaml"
+    asking.write_text("trust_remote_code: true\n" + job.read_text())
+    for options in ((), ("--dry-run",)):
+        for recipe in ((asking,), (job, "--set", "trust_remote_code=true")):
+            code, _, err = run(capsys, "run", *recipe, *options)
+            assert code == 2 and "give --trust-remote-code" in err
+        assert run(capsys, "run", job, *options)[0] == 2
+    with pytest.raises(RecipeError, match="trust_remote_code=True"):
+        run_recipe(read_recipe(asking))
+    assert not mark.exists()
+    _, _, err = run(capsys, "run", job, "--dry-run", "--trust-remote-code")
+    assert mark.exists(), err
+
+
+def test_no_file_of_settings_allows_code(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "c.yaml"
+    for command in ("check", "train-gates"):
+        path.write_text(f"{command.replace('-', '_')}: {{trust_remote_code: true}}\n")
+        model = () if command == "check" else ("m", "--data", "d", "--output", "o")
+        code, _, err = run(capsys, command, *model, "--config", path)
+        assert code == 2 and "A file cannot allow code that comes with a model" in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda r: r | {"schema_version": {}}, "schema_version"),
+        (lambda r: r | {"schema_version": 2}, "has schema 2"),
+        (lambda r: [r], "holds a list"),
+        (lambda r: r | {"steps": {"prune": None}}, "steps.prune"),
+        (lambda r: r | {"surprise": 1}, "surprise"),
+        (lambda r: _with(r, "prune", seconds=-1), "steps.prune.seconds"),
+        (lambda r: _with(r, "prune", files={"a": 1}), "steps.prune.files.a"),
+        (lambda r: "[" * 3_000, "nested too deeply"),
+        (lambda r: '{"name": ' + "9" * 5_000 + "}", "digits"),
+        (lambda r: json.dumps(_with(r, "prune", summary="\ud800")), "no character"),
+    ],
+)
+def test_damaged_records_of_runs(
+    damage: Any, message: str, job: Path, finished: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    content = damage(json.loads((finished / "run.json").read_text()))
+    text = content if isinstance(content, str) else json.dumps(content)
+    (out / "run.json").write_text(text)
+    code, _, err = run(capsys, "run", job, "--dry-run")
+    assert code == 2 and message in err and "every step runs anew" in err, err
+    assert "Traceback" not in err and len(err) < 420
+
+
+def _with(record: dict[str, Any], step: str, **changed: Any) -> dict[str, Any]:
+    return record | {"steps": {**record["steps"], step: {**record["steps"][step], **changed}}}
 
 
 def test_folders_of_others_are_left_alone(
@@ -343,7 +447,7 @@ def test_folders_of_others_are_left_alone(
     assert (code, "belongs to the recipe 'job', and this one is 'other'" in err) == (2, True), err
     (out / "run.json").write_text("{")
     code, _, err = run(capsys, "run", job)
-    assert (code, "is damaged" in err) == (2, True), err
+    assert (code, "is not readable as JSON" in err) == (2, True), err
 
 
 def test_two_runs_at_once(job: Path, tmp_path: Path) -> None:

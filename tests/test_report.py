@@ -277,7 +277,10 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     units = sum(len(sizes) for sizes in gates["group_sizes"])
     scores = tmp_path / "scores"
     scores.mkdir()
-    metadata = {name: gates[name] for name in ("model", "unit", "modules")}
+    counts = [len(sizes) for sizes in gates["group_sizes"]]
+    metadata = {name: gates[name] for name in ("model", "unit", "modules", "query_heads")}
+    metadata |= {"created": "", "versions": {}, "criteria": {"taylor": ""}, "units": counts}
+    metadata |= {"data": None, "calibration": {}, "tokens": 0}
     (scores / "scores.json").write_text(json.dumps(metadata))
     values = torch.arange(units, dtype=torch.float32)
     save_file({"taylor": values}, scores / "scores.safetensors")
@@ -287,26 +290,26 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     (run,) = report([place / "cut" / "small", scores], tmp_path / "b.html").runs
     assert run.head_map is not None and run.head_map.evidence == "score taylor"
     assert run.head_map.layers[1].cells[2].evidence == 4.0
-    counts = [len(sizes) for sizes in gates["group_sizes"]]
-    metadata |= {"units": counts, "query_heads": gates["query_heads"]}
-    (scores / "scores.json").write_text(json.dumps(metadata))
     (run,) = report([scores], tmp_path / "scores.html").runs
     assert run.asked == "Score the heads of base by taylor."
     assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
     assert run.head_map.only_scored
     assert "Heads: 24 scored" in (tmp_path / "scores.html").read_text()
     save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
-    with pytest.raises(CheckpointError, match="do not fit the 12 units of their model"):
+    with pytest.raises(CheckpointError, match="damaged: taylor has 11 scores for 12 units"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
 
 
 def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
     def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
         size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
-        return {"criterion": criterion, "keep": keep, "refit": True, "quality": quality, **size}
+        named = {"name": f"{criterion}-{keep}", "task": "causal-lm", "criterion": criterion}
+        found = {"quality": quality, "metrics": {"perplexity": quality}}
+        return {**named, "keep": keep, "refit": True, **size, **found}
 
     points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
-    content = {"metric": "perplexity", "higher_is_better": False, "base": point("", 1.0, 10.0)}
+    content: dict[str, Any] = {"metric": "perplexity", "higher_is_better": False, "front": []}
+    content["base"] = point("", 1.0, 10.0)
     folder = tmp_path / "sweep"
     (folder / "points").mkdir(parents=True)
     (folder / "config.yaml").write_text("keep: [0.5]\n")
@@ -325,7 +328,7 @@ def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
     }
     assert "30.0000" in done.output.read_text()
     (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
-    with pytest.raises(CheckpointError, match="sweep.json' cannot be read"):
+    with pytest.raises(CheckpointError, match="sweep.json' is not valid: points"):
         report([folder], tmp_path / "other.html")
 
 
@@ -454,10 +457,10 @@ def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
         "nothing": (home / "empty", "holds nothing to report on"),
         "missing": (home / "missing", "There is no run at"),
         "no report": (place / "cut" / "small" / "plan.json", "is no report of 'headprune eval"),
-        "report": (damaged["report"], "report.json' cannot be read"),
+        "report": (damaged["report"], "report.json' is not readable as JSON"),
         "history": (damaged["history"], "history.jsonl' is damaged"),
         "manifest": (damaged["manifest"], "headprune.json' is damaged"),
-        "old": (damaged["old"], "is not of the schema that this headprune writes: schema_version"),
+        "old": (damaged["old"], "has schema 99; this headprune reads up to 1"),
         "stale": (damaged["stale"], "measured a model with 23 query heads"),
     }
 
@@ -506,3 +509,53 @@ def test_a_check_is_shown_with_what_it_is_about(tmp_path: Path) -> None:
         assert "perplexity" in shown
     assert "1 of 2 limits hold" in page
     assert "query_heads == 24" in summary.replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"step": 10**18}, "0.step: Input should be less than or equal to 9007199254740992"),
+        ({"step": -1}, "0.step: Input should be greater than or equal to 0"),
+        ({"step": 10**200}, "digits"),
+        ({"loss": None}, "0.loss: Input should be a valid number"),
+        ({"loss": float("nan")}, "NaN is no number of JSON"),
+        ({"open_percent": [300] * 6}, "0.open_percent.0: Input should be less than"),
+        ({"settled": {}}, "0.settled: Input should be a valid boolean"),
+    ],
+)
+def test_damaged_histories(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = synthesized(tmp_path / "gates", layers=2, heads=3, steps=4)
+    first, *others = (folder / "history.jsonl").read_text().splitlines()
+    record = json.dumps({**json.loads(first), **changed})
+    (folder / "history.jsonl").write_text("\n".join([record, *others]))
+    with pytest.raises(CheckpointError) as refused:
+        report([folder], tmp_path / "page.md")
+    assert message in str(refused.value) and "history.jsonl" in str(refused.value)
+
+
+def test_heads_that_no_model_has_are_not_drawn(tmp_path: Path) -> None:
+    model = {"name": "m", "model_type": "llama", "architecture": "L", "fingerprint": "0"}
+    metadata = {"created": "", "versions": {}, "model": model, "unit": "kv-group", "tokens": 0}
+    metadata |= {"modules": ["a"], "units": [2], "criteria": {"x": ""}, "data": None}
+    metadata |= {"calibration": {}, "query_heads": 10**9}
+    save_file({"x": torch.ones(2)}, tmp_path / "scores.safetensors")
+    (tmp_path / "scores.json").write_text(json.dumps(metadata))
+    with pytest.raises(CheckpointError, match="1,000,000,000 heads, more than any model has"):
+        report([tmp_path], tmp_path / "page.md")
+
+
+def test_figures_draw_whatever_numbers_and_names_they_get(tmp_path: Path) -> None:
+    from headprune.report import figures
+
+    wild = [1e300, -1e308, float("nan"), float("inf"), 0.0]
+    line = figures.Series("\ud800\x1b" + "x" * 10_000, wild, wild, wild[::-1], wild)
+    drawn = [
+        figures.curve([line], "t" * 10_000, "x", "y", 1e300, higher_is_better=True),
+        figures.trajectories([line], "", phases=[(1.0, "\x00")]),
+        figures.bars(["g\x9b", "h"], {"\udcff": [1e300, 1.0]}, "", "y", baseline=1.0),
+        figures.heat_map([wild, [None]], ["a" * 100_000, "b"], "t"),
+    ]
+    for number, figure in enumerate(drawn):
+        for suffix in figures.SUFFIXES:
+            path = figures.save(figure, tmp_path / f"{number}{suffix}")
+            assert 0 < path.stat().st_size < 3_000_000

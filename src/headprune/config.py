@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from headprune.errors import HeadpruneError
+from headprune.parsing import read_yaml, shown
 from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
 from headprune.writing import write_whole
@@ -22,6 +32,7 @@ Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Length = Annotated[int, Field(ge=2, le=10**9)]  # tokens of a sequence
 Few = Annotated[int, Field(ge=1, le=10**6)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Amount = Annotated[int, Field(ge=0)]
 
 
 def memory_bytes(text: object) -> object:
@@ -43,6 +54,23 @@ def memory_bytes(text: object) -> object:
 
 
 Memory = Annotated[Count, BeforeValidator(memory_bytes)]
+
+
+def possible_place(text: str) -> str:
+    """A name that a file, a folder or something on the hub can have.
+
+    Raises:
+        ValueError: If no file system takes it.
+    """
+    longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
+    if longest > 255 or len(text) > 4_000:
+        raise ValueError(f"no name is that long: {shown(text)}")
+    if "\0" in text:
+        raise ValueError("no name holds a NUL")
+    return text
+
+
+Place = Annotated[str, AfterValidator(possible_place)]
 
 
 class Objective(str, Enum):
@@ -105,7 +133,7 @@ class DataConfig(_Config):
         label_column: Column with the label or, for pairs, the similarity score.
     """
 
-    source: str
+    source: Place
     split: str = "train"
     text_column: str | None = None
     label_column: str | None = None
@@ -378,13 +406,13 @@ class CheckConfig(_Config):
             take.
     """
 
-    model: str
-    data: str
+    model: Place
+    data: Place
     split: str = "test"
     text_column: str | None = None
     label_column: str | None = None
-    baseline: str | None = None
-    against: str | None = None
+    baseline: Place | None = None
+    against: Place | None = None
     limits: tuple[str, ...] = ()
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
     resamples: Annotated[Few, Field(ge=1000)] = 10_000
@@ -422,6 +450,11 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
+        if name == "trust_remote_code":
+            raise HeadpruneError(
+                "A file cannot allow code that comes with a model: leave out 'trust_remote_code', "
+                "and give --trust-remote-code if you trust that code."
+            ) from None
         if first["type"] == "extra_forbidden":
             raise HeadpruneError(
                 f"There is no setting '{name}'.{did_you_mean(name, list(model.model_fields))}"
@@ -430,7 +463,7 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> Any:
         if not name:  # of several settings; all that was given would say nothing more
             raise HeadpruneError(f"These settings: {message}.") from None
         option = f"--{name.replace('_', '-')}"
-        raise HeadpruneError(f"{option}: {message} (got {first['input']!r}).") from None
+        raise HeadpruneError(f"{option}: {message} (got {shown(first['input'])}).") from None
 
 
 def read_train_gates(path: Path) -> dict[str, Any]:
@@ -465,12 +498,12 @@ def read_section(path: Path, name: str) -> dict[str, Any]:
         HeadpruneError: If the file is missing or has no such section; near misses are named.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise HeadpruneError(f"--config {path}: not readable as YAML ({error}).") from None
+        content = read_yaml(path, HeadpruneError)
+    except FileNotFoundError:
+        raise HeadpruneError(f"--config: there is no file '{path}'.") from None
     section = content.get(name) if isinstance(content, dict) else None
     if not isinstance(section, dict):
-        found = [str(key) for key in content] if isinstance(content, dict) else []
+        found = [str(key)[:60] for key in content] if isinstance(content, dict) else []
         others = [key for key in found if key != name]
         near = next((f" It has '{k}'.{d}" for k in others if (d := did_you_mean(k, [name]))), "")
         raise HeadpruneError(f"--config {path}: it has no section '{name}' with settings.{near}")

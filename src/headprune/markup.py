@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 
-_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# what XML 1.0 cannot hold; other controls; and those that turn the direction of a text around
+_NOT_XML = re.compile(
+    r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
+)
 # "::error ..." at the start of a line, "##[error]" anywhere: what GitHub Actions takes for commands
-_COMMAND = re.compile(r"^\s*:(?=:)|#(?=#\[)", re.MULTILINE)
+_COMMAND = re.compile(r"^\s*:(?=:)|##(?=\[)", re.MULTILINE)
 
 
 def xml_safe(text: str) -> str:
-    """The text, with a mark for every character that XML 1.0 cannot hold, not even escaped."""
+    """The text, with a mark for every character that XML 1.0 cannot hold, and every control."""
     return _NOT_XML.sub("\ufffd", text)
 
 
@@ -25,12 +29,22 @@ def inert(text: str) -> str:
     return _COMMAND.sub(lambda found: f"{found[0]}\\", lines)
 
 
+def json_safe(text: str) -> str:
+    """JSON with escapes for what a terminal or a CI runner would act on; it says the same."""
+    escaped = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    return escaped.replace("##[", "\\u0023#[")
+
+
 def sentence(text: str, most: int = 400) -> str:
     """As ``printable``, with the middle left out where it is longer than ``most`` characters.
 
     What was asked stands at the start of a message, and what to do at its end.
     """
-    text = printable(" ".join(text.split("\n")))
+    return shortened(printable(" ".join(text.split("\n"))), most)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, with the middle left out where it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     tail = most // 3

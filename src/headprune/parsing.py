@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -20,6 +22,37 @@ M = TypeVar("M", bound=BaseModel)
 Error = type[HeadpruneError]
 
 MOST_BYTES = 100_000_000  # the samples of a baseline are the largest that headprune writes
+MOST_YAML = 1_000_000  # written by hand, and read slowly
+MOST_DIGITS = 100  # products of such numbers still are finite
+MOST_DEPTH = 64
+MOST_KEYS, MOST_ITEMS = 10_000, 1_000_000  # of YAML, whose aliases grow without end
+
+# escapes that may stand for what is no character of a text: NUL, or half of a pair of UTF-16
+_ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
+_ODD = re.compile("[\0\ud800-\udfff]")
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother = 2, 60, 60
+
+
+class Loader(yaml.SafeLoader):
+    """YAML of plain values, with numbers that can be computed with."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Builds a whole number."""
+        number = int(super().construct_yaml_int(node))
+        if abs(number) >= 10**MOST_DIGITS:
+            raise ValueError(f"the number {node.value[:20]}... is too large")
+        return number
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what is merged ("<<") into a mapping."""
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_KEYS:  # merges of merges grow without end
+            raise ValueError("a mapping has far too many keys")
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
 def read_json(path: Path, error: Error = CheckpointError, distinct: bool = False) -> Any:
@@ -36,13 +69,23 @@ def read_json(path: Path, error: Error = CheckpointError, distinct: bool = False
     return _read(path, lambda text: parse_json(text, distinct), "JSON", error)
 
 
-def read_yaml(path: Path, error: Error = CheckpointError, loader: Any = yaml.SafeLoader) -> Any:
+def read_json_lines(path: Path, error: Error = CheckpointError) -> list[Any]:
+    """The content of every line of a JSONL file that is not empty.
+
+    Raises:
+        error: As for ``read_json``; ``FileNotFoundError`` passes.
+    """
+    lines = _read(path, _parse_lines, "JSON lines", error)
+    return list(lines)
+
+
+def read_yaml(path: Path, error: Error = CheckpointError, loader: type[Loader] = Loader) -> Any:
     """The content of a YAML file; tags make no objects.
 
     Raises:
         error: If it cannot be read, is too large, or is no YAML; ``FileNotFoundError`` passes.
     """
-    return _read(path, lambda text: yaml.load(text, loader), "YAML", error)
+    return _read(path, lambda text: parse_yaml(text, loader), "YAML", error, MOST_YAML)
 
 
 def read_as(model: type[M], path: Path, error: Error = CheckpointError) -> M:
@@ -108,17 +151,27 @@ def first_problem(problem: ValidationError) -> str:
     return f"{where}: {message}" if where else message
 
 
+def shown(value: object) -> str:
+    """A value as Python writes it, in a few characters whatever it holds."""
+    return _short.repr(value)
+
+
 def parse_json(text: str, distinct: bool = False) -> Any:
     """The content of JSON text.
 
     Raises:
-        ValueError: If it is none, or a number in it is not finite or without end.
+        ValueError: If it is none, a number in it is not finite or without end, a text holds what
+            is no character, or it is nested too deeply.
         RecursionError: If it is nested too deeply.
     """
-    pairs = _distinct if distinct else None
-    return json.loads(
-        text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=pairs
+    content = json.loads(
+        text,
+        parse_constant=_refuse_constant,
+        parse_float=_finite,
+        parse_int=_whole,
+        object_pairs_hook=_distinct if distinct else None,
     )
+    return _sound(content, text)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,6 +183,26 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def parse_yaml(text: str, loader: type[Loader] = Loader) -> Any:
+    """The content of YAML text.
+
+    Raises:
+        ValueError: As for ``parse_json``, or if it grows beyond measure by its aliases.
+        RecursionError: If it is nested too deeply.
+        yaml.YAMLError: If it is no YAML.
+    """
+    try:
+        content = yaml.load(text, loader)
+    except (LookupError, AttributeError, TypeError, OverflowError):
+        # what PyYAML raises where a value is not of its tag: "!!timestamp x", "!!bool x"
+        raise yaml.YAMLError("a value does not fit its tag") from None
+    return _sound(content, text, MOST_ITEMS)
+
+
+def _parse_lines(text: str) -> list[Any]:
+    return [parse_json(line) for line in text.split("\n") if line.strip()]
+
+
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
@@ -137,14 +210,46 @@ def _finite(text: str) -> float:
     return number
 
 
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"the number {text[:20]}... has {len(text)} digits")
+    return int(text)
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _read(path: Path, parse: Callable[[str], Any], form: str, error: Error) -> Any:
+def _sound(content: Any, text: str, most_items: float = math.inf) -> Any:
+    """The content, if what works on it need not fear its depth, its size or its characters."""
+    level, items, odd = [content], 0, _ODD_ESCAPE.search(text) is not None
+    for _ in range(MOST_DEPTH):
+        inside: list[Any] = []
+        for outer in level:
+            if odd and isinstance(outer, str) and _ODD.search(outer):
+                raise ValueError(f"the text {ascii(outer)[:40]} holds what is no character")
+            if isinstance(outer, dict | list | tuple | set):
+                items += len(outer)
+                if items > most_items:
+                    raise ValueError("it holds far too many values")
+                members = [*outer, *outer.values()] if isinstance(outer, dict) else outer
+                inside += members if odd else [m for m in members if not _is_plain(m)]
+        level = inside
+        if not level:
+            return content
+    raise ValueError("it is nested too deeply")
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _read(
+    path: Path, parse: Callable[[str], Any], form: str, error: Error, most: int = MOST_BYTES
+) -> Any:
     try:
         size = path.stat().st_size
-        if size > MOST_BYTES:
+        if size > most:
             raise error(f"'{path}' has {size:,} bytes, far more than such a file can need.")
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

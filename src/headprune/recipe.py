@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+)
 
 from headprune.config import (
     BudgetConfig,
@@ -34,10 +42,13 @@ from headprune.config import (
     Dtype,
     EvaluateConfig,
     HealConfig,
+    Place,
     ShapeOption,
     TrainGatesConfig,
+    possible_place,
 )
 from headprune.errors import RecipeError
+from headprune.parsing import Loader, parse_yaml, read_yaml, shown
 from headprune.registry import Registry, did_you_mean
 from headprune.tensors.units import Unit
 
@@ -67,16 +78,21 @@ class Slot(str, Enum):
     DATA = "data"  # one of the recipe's sources
 
 
-OfModel = Annotated[str | None, Slot.MODEL]
-OfGates = Annotated[str | None, Slot.GATES]
-OfScores = Annotated[str | None, Slot.SCORES]
-OfPlan = Annotated[str | None, Slot.PLAN]
+OfModel = Annotated[Place | None, Slot.MODEL]
+OfGates = Annotated[Place | None, Slot.GATES]
+OfScores = Annotated[Place | None, Slot.SCORES]
+OfPlan = Annotated[Place | None, Slot.PLAN]
 OfData = Annotated[str, Slot.DATA]
 EVIDENCE = (Made.GATES, Made.SCORES, Made.PLAN)
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _possible(path: Path) -> Path:
+    possible_place(str(path))
+    return path
 
 
 # one, or several
@@ -256,7 +272,7 @@ class CheckStep(ModelStep):
     limits: Names
     data: OfData = "test"
     against: OfModel = ORIGINAL
-    baseline: Annotated[str | None, Slot.FILE] = None
+    baseline: Annotated[Place | None, Slot.FILE] = None
     confidence: float = 0.99
     resamples: int = 10_000
     strict: bool = False
@@ -296,7 +312,8 @@ class Recipe(BaseModel):
         model: The original: a folder or a hub id.
         output: Folder for everything that it makes.
         data: Named sources of examples.
-        trust_remote_code: Allow code that comes with the model.
+        trust_remote_code: The model needs code that comes with it. That allows none: whoever runs
+            the recipe does, with --trust-remote-code.
         assume_supported: Go on where the model's config has settings that are not in the table.
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
@@ -307,13 +324,27 @@ class Recipe(BaseModel):
 
     schema_version: Literal[1] = 1
     name: Annotated[str, Field(min_length=1)]
-    model: Annotated[str, Field(min_length=1)]
-    output: Path
+    model: Annotated[Place, Field(min_length=1)]
+    output: Annotated[Path, AfterValidator(_possible)]
     data: dict[str, DataConfig] = {}
     trust_remote_code: bool = False
     assume_supported: bool = False
     drop_unexpected: bool = False
     steps: dict[str, SerializeAsAny[Step]]
+
+    def trusted(self, trust_remote_code: bool) -> Recipe:
+        """The recipe as it is run by one who allows code that comes with the model, or does not.
+
+        Raises:
+            RecipeError: If the model needs it, and it is not allowed.
+        """
+        if self.trust_remote_code and not trust_remote_code:
+            raise RecipeError(
+                "The recipe asks to run code that comes with its model (trust_remote_code: true), "
+                "which a file cannot allow. If you trust that code, give --trust-remote-code "
+                "(in Python: run(recipe, trust_remote_code=True))."
+            )
+        return self.model_copy(update={"trust_remote_code": trust_remote_code})
 
     def as_yaml(self) -> str:
         """The recipe with all its settings; it runs like the one that was read."""
@@ -340,7 +371,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}: {error}") from None
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(Loader):
     """YAML in which a key that comes twice is an error rather than the last one's."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -348,10 +379,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise RecipeError(
-                    f"line {key.start_mark.line + 1} has '{key.value}' for the second time; a "
-                    "second step of a kind gets a name of its own, with 'step: "
-                    f"{key.value}' in it."
+                raise yaml.YAMLError(
+                    f"line {key.start_mark.line + 1} has {shown(key.value)} for the second time; a "
+                    "second step of a kind gets a name of its own, with 'step: KIND' in it"
                 )
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
@@ -362,14 +392,9 @@ def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise RecipeError(f"'{path}' is a folder; give the recipe, such as {path / 'recipe.yaml'}.")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = read_yaml(path, RecipeError, _Loader)
     except FileNotFoundError:
         raise RecipeError(f"There is no recipe at '{path}'; 'headprune init' writes one.") from None
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        first = " ".join(str(error).split())
-        raise RecipeError(f"'{path}' is not readable as YAML ({first}).") from None
     if not isinstance(content, dict) or not isinstance(content.get("steps"), dict):
         raise RecipeError(
             f"'{path}' is no recipe: it has no section 'steps' with a step in it. "
@@ -398,7 +423,7 @@ def _set(content: dict[str, Any], override: str) -> None:
         new = inside is None and (sections == ["data"] or (sections[0] == "steps" and depth > 1))
         if not isinstance(inside, dict) and not new:
             above = ".".join(sections[:depth]) or "The recipe"
-            known = [name for name, value in place.items() if isinstance(value, dict)]
+            known = [str(name) for name, value in place.items() if isinstance(value, dict)]
             raise RecipeError(
                 f"--set {override}: {above} has no '{section}'.{did_you_mean(section, known)} "
                 f"It has {', '.join(known)}."
@@ -410,8 +435,8 @@ def _set(content: dict[str, Any], override: str) -> None:
             "in the file."
         )
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
         raise RecipeError(f"--set {override}: the value is not readable as YAML.") from None
     place[last] = _source(value) if sections == ["data"] else value
 
@@ -427,14 +452,18 @@ def _recipe(content: dict[str, Any], name: str) -> Recipe:
 
 
 def _step(name: Any, settings: Any) -> Step:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", str(name)) or name == ORIGINAL:
+    named = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name)
+    if not named or name == ORIGINAL:
         raise RecipeError(
-            f"A step cannot be named '{name}': names are letters, digits, - and _, as they are the "
-            f"names of folders, and '{ORIGINAL}' is the model that the recipe starts from."
+            f"A step cannot be named {shown(name)}: names are up to 100 letters, digits, - and _, "
+            f"as they are the names of folders, and '{ORIGINAL}' is the model that the recipe "
+            "starts from."
         )
     if not isinstance(settings, dict):
-        raise RecipeError(f"steps.{name}: settings are key: value, not {settings!r}.")
+        raise RecipeError(f"steps.{name}: settings are key: value, not {shown(settings)}.")
     kind = settings.get("step", name)
+    if not isinstance(kind, str):
+        raise RecipeError(f"steps.{name}: 'step' is the name of a kind, not {shown(kind)}.")
     if kind not in STEPS and "step" not in settings:
         known = list(STEPS)
         raise RecipeError(
@@ -459,7 +488,7 @@ def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> An
         if first["type"] == "missing":
             raise RecipeError(f"'{path}' is missing.") from None
         message = first["msg"].removeprefix("Value error, ")
-        found = "" if first["type"] == "value_error" else f" (got {first['input']!r})"
+        found = "" if first["type"] == "value_error" else f" (got {shown(first['input'])})"
         raise RecipeError(f"{path or 'It'}: {message}{found}.") from None
 
 

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headprune.checkpoint.manifest import Manifest
+from headprune.markup import printable, xml_safe
 from headprune.plan import AttentionPlan, Plan, Shape
 
 KEPT, GONE = "■", "·"
+_MOST_DRAWN = 4_096  # heads of a layer
 
 _CARD = """---
 library_name: transformers
@@ -97,7 +99,7 @@ def size_cells(rows: Sequence[tuple[str, int, int]]) -> list[tuple[str, str, str
 
 def load_code(manifest: Manifest, folder: str) -> str:
     """Python that loads the result."""
-    quoted = '"' + folder.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    quoted = '"' + printable(folder.replace("\\", "\\\\").replace('"', '\\"')) + '"'
     if manifest.auto_class is None:
         return f"import headprune\n\nmodel = headprune.from_pretrained({quoted})"
     remote = ", trust_remote_code=True" if manifest.shape is Shape.RUNTIME else ""
@@ -151,6 +153,8 @@ def heads_line(part: AttentionPlan) -> str:
     kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
     # ids are those of the model before any cut, so they can lie above the present count
     count = max([part.query_heads, *(head + 1 for head in kept)])
+    if count > _MOST_DRAWN:
+        return f"{len(kept):,} of {part.query_heads:,}"
     signs = [KEPT if head in kept else GONE for head in range(count)]
     if group == 1:
         return "".join(signs)
@@ -164,15 +168,22 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
+def line_text(text: str) -> str:
+    """Text that stays on its line of a block of code, and does not end the block."""
+    return printable(text).replace("`", "'")
+
+
 def markdown_text(text: str) -> str:
     """Text that Markdown, and the HTML within it, shows as it is."""
+    text = xml_safe(text)
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", " ".join(text.split()))
 
 
 def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
     """Writes the model card, README.md."""
-    width = max(map(len, plan.attentions), default=0)
+    lines = [(line_text(name), heads_line(part)) for name, part in plan.attentions.items()]
+    width = max((len(name) for name, _ in lines), default=0)
     text = _CARD.format(
         title=markdown_text(title),
         what=markdown_text(what(manifest)),
@@ -183,6 +194,6 @@ def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None
         proof_rows=markdown_table(("", "difference"), proof_rows(manifest)),
         kept=KEPT,
         gone=GONE,
-        heads="\n".join(f"{n:<{width}}  {heads_line(p)}" for n, p in plan.attentions.items()),
+        heads="\n".join(f"{name:<{width}}  {heads}" for name, heads in lines),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

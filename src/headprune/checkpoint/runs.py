@@ -15,14 +15,15 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from packaging.requirements import Requirement
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.checkpoint.folders import sha256_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
+from headprune.parsing import read_as
 from headprune.writing import write_whole
 
 RECORD, RECIPE, LOCK, PARTIAL = "run.json", "recipe.yaml", "requirements.lock", ".partial"
@@ -54,7 +55,7 @@ class StepRecord(BaseModel):
     key: str
     inputs: dict[str, Any]
     started: str
-    seconds: float | None = None
+    seconds: Annotated[float, Field(ge=0)] | None = None
     files: dict[str, str] = {}
     summary: str = ""
     passed: bool = True
@@ -105,18 +106,9 @@ def read_run(folder: Path) -> RunRecord | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and content.get("schema_version", 1) > 1:
-            raise CheckpointError(
-                f"'{path}' has schema {content['schema_version']}; this headprune reads 1. Upgrade "
-                "headprune."
-            )
-        return RunRecord.model_validate(content)
-    except (OSError, ValueError, TypeError, ValidationError) as error:
-        raise CheckpointError(
-            f"'{path}' is damaged ({str(error).splitlines()[0]}). Remove it, and every step runs "
-            "anew."
-        ) from None
+        return read_as(RunRecord, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Without it, every step runs anew.") from None
 
 
 def key_of(inputs: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +135,7 @@ def check(
         if os.environ.get("GITHUB_ACTIONS") == "true":
             from headprune.regression.actions import annotation
 
-            typer.echo(annotation("error", f"could not run: {error}"), err=True)
+            terminal.show_command(annotation("error", f"could not run: {error}"))
         raise
     if not report.passed:
         raise typer.Exit(1)
@@ -152,7 +151,7 @@ def _never_one() -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
             raise
-        traceback.print_exc()
+        terminal.show_traceback(error)
         raise HeadpruneError(
             f"The check itself failed: {type(error).__name__}: {error}. Please report this."
         ) from error
@@ -199,7 +198,7 @@ def _update(
     with terminal.counted("evaluating") as progress:
         baseline = update_baseline(config, allow_dirty, allow_other, trust, progress)
     if json_:
-        typer.echo(baseline.model_dump_json(indent=2, exclude={"samples"}))
+        terminal.show_json(baseline.model_dump_json(indent=2, exclude={"samples"}))
     else:
         render_check.recorded(terminal.out, baseline, str(config.baseline))
 
@@ -220,7 +219,7 @@ def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:
     from headprune.writing import write_whole
 
     if json_:
-        typer.echo(report.model_dump_json(indent=2))
+        terminal.show_json(report.model_dump_json(indent=2))
     else:
         render_check.checked(terminal.out, report)
     if junit is not None:
@@ -228,7 +227,7 @@ def _tell(report: CheckReport, junit: Path | None, json_: bool) -> None:
         write_whole(junit, junit_xml(report.model, report.limits, report.strict, seconds))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for command in actions.workflow_commands(report.limits, report.strict):
-            typer.echo(command, err=True)  # read from there as well, and --json stays JSON
+            terminal.show_command(command)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary:
         text = actions.step_summary(report.model, report.limits, report.verdict)

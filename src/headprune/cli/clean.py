@@ -39,7 +39,7 @@ def clean(
         if not json_:
             terminal.out.print(f"Removed {len(found.leftovers)}.")
     if json_:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        terminal.show_json(json.dumps(found.as_json(), indent=2))
 
 
 def _list(found: Cleaned) -> None:

@@ -141,7 +141,7 @@ def convert_gqa(
         if not json_:
             render.converted(terminal.out, result)
         elif heal_steps is None:
-            typer.echo(json.dumps(result.as_json(), indent=2))
+            terminal.show_json(json.dumps(result.as_json(), indent=2))
         if heal_steps is None or calibrate is None:
             return
         heal(

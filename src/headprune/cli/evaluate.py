@@ -101,6 +101,6 @@ def evaluate(
         if output is not None:
             report.write(output)
     if json_:
-        typer.echo(report.model_dump_json(indent=2))
+        terminal.show_json(report.model_dump_json(indent=2))
     else:
         render.evaluation(terminal.out, report)

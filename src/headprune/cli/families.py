@@ -24,7 +24,7 @@ def families(
 
     rows = capabilities()
     if json_:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        terminal.show_json(json.dumps([asdict(row) for row in rows], indent=2))
     elif markdown:
         typer.echo(render.families_markdown(rows))
     else:

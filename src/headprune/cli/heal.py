@@ -108,6 +108,6 @@ def heal(
         )
     terminal.warn(result.pruned.warnings)
     if json_:
-        typer.echo(json.dumps(result.as_json(), indent=2))
+        terminal.show_json(json.dumps(result.as_json(), indent=2))
     else:
         render.healed(terminal.out, result)

@@ -28,6 +28,6 @@ def import_pickle(
     with terminal.stages() as on_stage:
         result = pipeline(folder, output, overwrite, on_stage)
     if json_:
-        typer.echo(json.dumps(result.as_json(), indent=2))
+        terminal.show_json(json.dumps(result.as_json(), indent=2))
     else:
         render.imported(terminal.out, result)

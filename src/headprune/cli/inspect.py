@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from headprune.cli import terminal
 from headprune.cli.options import Drop, Json, Model, Trust
 
@@ -21,6 +19,6 @@ def inspect(
 
     report = pipeline(model, trust_remote_code, drop_unexpected)
     if json_:
-        typer.echo(report.model_dump_json(indent=2))
+        terminal.show_json(report.model_dump_json(indent=2))
     else:
         render.inspection(terminal.out, report)

@@ -51,6 +51,6 @@ def migrate(
         )
     terminal.warn(result.warnings)
     if json_:
-        typer.echo(result.manifest.model_dump_json(indent=2))
+        terminal.show_json(result.manifest.model_dump_json(indent=2))
     else:
         render.pruned(terminal.out, result)

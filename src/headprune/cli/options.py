@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -12,6 +11,7 @@ import typer
 from headprune import config as cfg
 from headprune.cli import terminal
 from headprune.errors import HeadpruneError
+from headprune.parsing import read_json
 from headprune.tensors.units import Unit
 
 Model = Annotated[str, typer.Argument(help="A model folder or a hub id.", metavar="MODEL")]
@@ -163,7 +163,7 @@ def kv_head_counts(text: str | None) -> int | tuple[int, ...] | None:
         return None
     try:
         if Path(text).is_file():
-            content = json.loads(Path(text).read_text(encoding="utf-8"))
+            content = read_json(Path(text), HeadpruneError)
             if not (isinstance(content, list) and all(type(n) is int for n in content)):
                 raise ValueError
             return tuple(content)
@@ -180,6 +180,11 @@ def data_config(
     source: str, split: str, text_column: str | None, label_column: str | None
 ) -> cfg.DataConfig:
     """Where examples come from."""
-    return cfg.DataConfig(
-        source=source, split=split, text_column=text_column, label_column=label_column
-    )
+    values = {
+        "source": source,
+        "split": split,
+        "text_column": text_column,
+        "label_column": label_column,
+    }
+    config: cfg.DataConfig = cfg.build(cfg.DataConfig, values)
+    return config

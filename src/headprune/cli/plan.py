@@ -104,7 +104,7 @@ def plan(
             "spent": {said: list(pair) for said, pair in result.spent.items()},
             "plan": result.plan.model_dump(mode="json"),
         }
-        typer.echo(json.dumps(content, indent=2))
+        terminal.show_json(json.dumps(content, indent=2))
     else:
         following = next_commands.after_plan(
             result,

@@ -118,7 +118,7 @@ def prune(
     if dry_run:
         preview = pipeline.preview(model, **what)
         if json_:
-            typer.echo(json.dumps(preview.as_json(), indent=2))
+            terminal.show_json(json.dumps(preview.as_json(), indent=2))
         else:
             render.preview(terminal.out, preview)
         return
@@ -137,6 +137,6 @@ def prune(
         )
     terminal.warn(pruned.warnings)
     if json_:
-        typer.echo(json.dumps(pruned.as_json(), indent=2))
+        terminal.show_json(json.dumps(pruned.as_json(), indent=2))
     else:
         render.pruned(terminal.out, pruned)

@@ -57,7 +57,7 @@ def module_table(
     def filled(first: str, names: Sequence[str]) -> Table:
         grid = table(first, *columns, numbers_from=numbers_from)
         for name, cells in zip(names, rows.values(), strict=True):
-            grid.add_row(name, *cells)
+            grid.add_row(escape(name), *cells)
         return grid
 
     grid = filled("attention module", list(rows))
@@ -318,7 +318,7 @@ def inspection(console: Console, report: Inspection) -> None:
     console.print(savings)
     console.print(f"Default unit: {report.unit.value} ({report.units} of them).")
     for note in report.notes:
-        console.print(f"[yellow]note:[/] {note}")
+        console.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def families(console: Console, rows: list[Capability]) -> None:

@@ -25,7 +25,7 @@ def checked(console: Console, report: CheckReport) -> None:
     for one in report.limits:
         verdict = Text(one.verdict.value, _STYLES[one.verdict])
         n = "" if one.n is None else str(one.n)
-        grid.add_row(verdict, escape(one.limit), one.number(), one.interval(), n)
+        grid.add_row(verdict, escape(one.limit), escape(one.number()), one.interval(), n)
     console.print(grid)
     for one in report.limits:
         if one.verdict is Verdict.TOO_CLOSE:

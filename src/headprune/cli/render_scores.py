@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ from headprune.registry import did_you_mean
 
 if TYPE_CHECKING:
     from headprune.checkpoint.scores import Scores
+    from headprune.checkpoint.sweeps import Point, Sweep
     from headprune.pipelines.plan import Planned
-    from headprune.pipelines.sweep import Point, Sweep
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 
@@ -45,7 +46,9 @@ def scores(console: Console, scores: Scores, output: Path, next_command: str) ->
 def heat_maps(console: Console, scores: Scores) -> None:
     """Per criterion: one line per module, one character per unit, by rank among all units."""
     for name, values in scores.scores.items():
-        console.print(f"[bold]{name}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]")
+        console.print(
+            f"[bold]{escape(name)}[/]  [bright_black]{escape(scores.metadata.criteria[name])}[/]"
+        )
         rows = {}
         for module, ranks in _by_module(scores, _ranks(values)):
             shades = (SHADES[min(int(r * len(SHADES)), len(SHADES) - 1)] for r in ranks)
@@ -72,7 +75,7 @@ def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
         )
     single = len(scores.scores) == 1
     files = {
-        name: path if single else path.with_name(f"{path.stem}-{name}{path.suffix}")
+        name: path if single else path.with_name(f"{path.stem}-{_file_part(name)}{path.suffix}")
         for name in scores.scores
     }
     with claimed_files(files.values(), FIGURE, overwrite):
@@ -87,6 +90,11 @@ def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
             )
             save(figure, file)
     return list(files.values())
+
+
+def _file_part(name: str) -> str:
+    """A name as part of that of a file."""
+    return re.sub(r"[^\w-]", "_", name)
 
 
 def planned(console: Console, result: Planned, output: Path, next_command: str) -> None:
@@ -119,7 +127,7 @@ def sweep(console: Console, result: Sweep, output: Path) -> None:
         ratio = None if result.base.quality == 0 else point.quality / result.base.quality
         marked = "front" if point.name in result.front else ""
         refit = "yes" if point.refit else ""
-        grid.add_row(point.criterion, refit, *_row(point, ratio), marked)
+        grid.add_row(escape(point.criterion), refit, *_row(point, ratio), marked)
     console.print(grid)
     console.print(f"Table, JSON and plot are in {escape(str(output))}.")
 

@@ -36,7 +36,7 @@ def report(
 
     done = pipeline(runs, output, figures, overwrite)
     if json_:
-        typer.echo(json.dumps(done.as_json(), indent=2))
+        terminal.show_json(json.dumps(done.as_json(), indent=2))
         return
     for run in done.runs:
         terminal.out.print(f"[bold]{escape(run.name)}[/]: {escape(run.asked)}")

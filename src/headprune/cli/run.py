@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headprune.cli import terminal
-from headprune.cli.options import Json
+from headprune.cli.options import Json, Trust
 from headprune.recipe import read_recipe
 
 RecipeFile = Annotated[
@@ -33,6 +33,7 @@ def run(
         typer.Option("--dry-run", help="List the steps with time, memory and disk; run nothing."),
     ] = False,
     json_: Json = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """Run the whole job of a recipe; steps that are done already are not done again."""
     asked = read_recipe(recipe, set_ or ())
@@ -43,9 +44,9 @@ def run(
     from headprune.pipelines.steps import Watch
 
     if dry_run:
-        outlook = forecast.forecast(asked)
+        outlook = forecast.forecast(asked, trust_remote_code)
         if json_:
-            typer.echo(json.dumps(outlook.as_json(), indent=2))
+            terminal.show_json(json.dumps(outlook.as_json(), indent=2))
         else:
             render_run.forecast(terminal.out, outlook)
         return
@@ -66,9 +67,10 @@ def run(
                 on_progress=bar.step,
                 on_done=lambda *done: render_run.step_line(terminal.err, *done),
             ),
+            trust_remote_code,
         )
     if json_:
-        typer.echo(json.dumps(finished.as_json(), indent=2))
+        terminal.show_json(json.dumps(finished.as_json(), indent=2))
     else:
         render_run.finished(terminal.out, finished)
     if not finished.passed:

@@ -121,7 +121,7 @@ def score(
             watch=watch,
         )
     if json_:
-        typer.echo(render.scores_json(result))
+        terminal.show_json(render.scores_json(result))
     else:
         following = next_commands.after_scores(
             result,
@@ -141,8 +141,8 @@ def _show(folder: Path, figure: Path | None, overwrite: bool, json_: bool) -> No
 
     found = read_scores(folder)
     if json_:
-        typer.echo(render.scores_json(found))
+        terminal.show_json(render.scores_json(found))
     else:
         render.heat_maps(terminal.out, found)
     for path in render.figures(found, figure, overwrite) if figure is not None else ():
-        terminal.err.print(f"Drawn to {path}.")
+        terminal.err.print(f"Drawn to {path}.", markup=False)

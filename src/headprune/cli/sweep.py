@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -125,7 +124,7 @@ def sweep(
             watch=watch,
         )
     if json_:
-        typer.echo(json.dumps(result.as_json(), indent=2))
+        terminal.show_json(result.model_dump_json(indent=2))
     else:
         render.sweep(terminal.out, result, output)
 

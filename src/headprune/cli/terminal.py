@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -24,11 +28,24 @@ from rich.progress import (
 from rich.segment import Segment
 
 from headprune.errors import HeadpruneError
-from headprune.markup import inert, sentence
+from headprune.markup import inert, json_safe, sentence
 from headprune.training import processes
 
 if TYPE_CHECKING:
     from headprune.pipelines.score import Watch
+
+
+class _Line:
+    """The line that is being written, as a command to a CI runner may come in parts."""
+
+    def __init__(self) -> None:
+        self._out = ""
+
+    def then(self, text: str) -> str:
+        """What is to be written for the text that comes next."""
+        shown = inert(self._out + text)
+        new, self._out = shown[len(self._out) :], shown.rpartition("\n")[2]
+        return new
 
 
 class _Console(Console):
@@ -38,8 +55,28 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         """Renders to segments, whose texts are apart from the styles that rich gives them."""
+        line = _Line()
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=inert(segment.text))
+            yield segment if segment.control else segment._replace(text=line.then(segment.text))
+
+
+class _Stream:
+    """A standard stream for libraries: what they print, log and warn of is text as well."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream  # rich's name for where consoles write
+        self._line = _Line()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(self._line.then(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
 
 out = _Console(highlight=False)
@@ -148,12 +185,29 @@ def note(text: str) -> None:
     err.print(f"[yellow]note:[/] {_escaped(sentence(text))}", soft_wrap=True)
 
 
+def show_json(text: str) -> None:
+    """Prints JSON for ``--json``."""
+    typer.echo(json_safe(text))
+
+
+def show_command(command: str) -> None:
+    """Gives GitHub Actions a workflow command; on stderr, so that --json stays JSON."""
+    print(command, file=err.file, flush=True)
+
+
+def show_traceback(error: BaseException) -> None:
+    """Prints where a bug of headprune, or of a library, is."""
+    lines = "".join(traceback.format_exception(error))
+    err.print(lines.rstrip(), markup=False, soft_wrap=True)
+
+
 def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     if not processes.is_main():  # of several that train together, one reports
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
     try:
-        command()
+        with _made_safe():
+            command()
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
         err.print(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}", soft_wrap=True)
@@ -164,12 +218,43 @@ def run(command: Callable[[], None]) -> None:
     except Exception as error:
         # torch's own class, by name: torch is not imported for --help
         if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):
+            sys.excepthook = _unexpected  # typer has put its own there
             raise
         err.print(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
+
+
+@contextmanager
+def _made_safe() -> Iterator[None]:
+    """Lets what libraries print, which may quote files, go the way of our own text."""
+
+    def warned(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        warn([str(message)])
+
+    streams = sys.stdout, sys.stderr
+    with warnings.catch_warnings():
+        warnings.showwarning = warned
+        sys.stdout, sys.stderr = (cast(TextIO, _Stream(stream)) for stream in streams)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+
+
+def _unexpected(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    show_traceback(error)
 
 
 def _escaped(text: str) -> str:

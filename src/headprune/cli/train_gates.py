@@ -182,7 +182,7 @@ def train_gates(
             on_stage=bar.stage,
         )
     if json_:
-        typer.echo(run.metadata.model_dump_json(indent=2))
+        terminal.show_json(run.metadata.model_dump_json(indent=2))
     else:
         following = next_commands.after_gates(
             run,

@@ -31,7 +31,7 @@ def verify(
     with terminal.stages() as on_stage:
         result = pipeline(folder, against, trust_remote_code, on_stage)
     if json_:
-        typer.echo(json.dumps(result.as_json(), indent=2))
+        terminal.show_json(json.dumps(result.as_json(), indent=2))
     else:
         render.verification(terminal.out, result)
     if not result.passed:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from headprune.config import Amount
 from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.speed import Speed
@@ -34,7 +35,7 @@ class Metric(_Record):
     value: float
     unit: str
     higher_is_better: bool
-    n: int
+    n: Amount
 
 
 class Provenance(_Record):
@@ -79,7 +80,7 @@ class ModelReport(_Record):
     metrics: tuple[Metric, ...]
     cost: ModelCost
     speed: Speed | None
-    longest_context: int | None = None
+    longest_context: Amount | None = None
 
 
 class Difference(_Record):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from headprune.config import Amount
 from headprune.models.attention import attention_of, family_of
 from headprune.models.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
@@ -29,11 +30,11 @@ class ModelCost:
             generate nothing.
     """
 
-    parameters: int
-    attention_parameters: int
-    query_heads: int
-    kv_heads: int
-    kv_cache_bytes_per_token: int
+    parameters: Amount
+    attention_parameters: Amount
+    query_heads: Amount
+    kv_heads: Amount
+    kv_cache_bytes_per_token: Amount
 
 
 def kv_cache_elements_per_token(model: PreTrainedModel) -> int:

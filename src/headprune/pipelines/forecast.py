@@ -66,12 +66,18 @@ class Forecast:
         return {"schema_version": 1, **asdict(self), "total": total}
 
 
-def forecast(recipe: Recipe) -> Forecast:
+def forecast(recipe: Recipe, trust_remote_code: bool = False) -> Forecast:
     """Says which steps of a recipe would run, and about what they would take; writes nothing.
 
+    Args:
+        recipe: The recipe.
+        trust_remote_code: Allow code that comes with the model, as for ``run``.
+
     Raises:
+        RecipeError: If the recipe's model needs code that is not allowed.
         HeadpruneError: If there is no such model, or the output folder belongs to another recipe.
     """
+    recipe = recipe.trusted(trust_remote_code)
     record, sizes = open_run(recipe), sizes_of(recipe)
     original, steps = digest_of_model(recipe), []
     for name, step in recipe.steps.items():

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from headprune.checkpoint.outputs import claimed_file, claimed_files
 from headprune.checkpoint.ownership import FIGURE, REPORT
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import HeadpruneError
 from headprune.evaluation.report import Difference, ModelReport, Report
+from headprune.parsing import validated
 from headprune.pipelines.check import CheckReport
 from headprune.report import page
 from headprune.report.charts import map_figure
@@ -112,13 +111,7 @@ def read_check(file: Path, content: dict[str, Any]) -> Check:
     Raises:
         CheckpointError: If it has another schema.
     """
-    try:
-        read = CheckReport.model_validate(content)
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CheckpointError(
-            f"The check report '{file}' is not of the schema that this headprune writes: {where}."
-        ) from None
+    read = validated(CheckReport, content, file)
     rows = tuple((one.limit, one.found(), one.verdict.value) for one in read.limits)
     return Check(read.model, read.verdict.value, read.passed, rows)
 
@@ -151,21 +144,13 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
     Raises:
         CheckpointError: If it has another schema.
     """
-    try:
-        read = Report.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"The report '{file}' is not of the schema that this headprune writes: {where}: "
-            f"{first['msg']}."
-        ) from None
+    read = validated(Report, content, file)
     base: dict[str, float] = {}
     if read.against is not None:
         base = dict.fromkeys(FIDELITY, 1.0)  # the original is as near to itself as can be
         base |= {metric.name: metric.value for metric in read.against.metrics}
     intervals = {difference.name: difference for difference in read.differences}
-    data = read.provenance.data
+    data, memory = read.provenance.data, read.provenance.settings.get("memory")
     return Evaluation(
         model=read.model.name,
         base=read.against.name if read.against else None,
@@ -185,7 +170,7 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
         ),
         size=_size(read.model),
         base_size=_size(read.against) if read.against else None,
-        memory=read.provenance.settings.get("memory"),
+        memory=memory if isinstance(memory, int) else None,
         provenance=_provenance(read),
     )
 

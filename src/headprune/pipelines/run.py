@@ -32,6 +32,7 @@ from headprune.checkpoint.runs import (
 )
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError
+from headprune.markup import sentence
 from headprune.models.loading import load_config
 from headprune.pipelines.steps import ROWS, Job, Watch
 from headprune.recipe import ORIGINAL, Recipe, Slot, Step
@@ -91,7 +92,7 @@ class Run:
         }
 
 
-def run(recipe: Recipe, watch: Watch | None = None) -> Run:
+def run(recipe: Recipe, watch: Watch | None = None, trust_remote_code: bool = False) -> Run:
     """Runs the steps of a recipe whose output is not there yet.
 
     A step's output is a folder of its name in ``recipe.output``; it appears whole or not at all.
@@ -100,14 +101,17 @@ def run(recipe: Recipe, watch: Watch | None = None) -> Run:
     Args:
         recipe: The recipe.
         watch: Who is told how it goes on.
+        trust_remote_code: Allow code that comes with the model. A recipe may say that its model
+            needs some, which allows none.
 
     Raises:
+        RecipeError: If the recipe's model needs code that is not allowed.
         HeadpruneError: If a step's input does not fit together, naming the step; or if the output
             folder belongs to another recipe.
         ProofError: If a step's result does not compute what it should.
         Interrupted: After Ctrl-C in a training.
     """
-    watch = watch or Watch()
+    watch, recipe = watch or Watch(), recipe.trusted(trust_remote_code)
     _refuse_several()
     record = open_run(recipe)
     with _alone(recipe.output):
@@ -261,7 +265,7 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
             hidden = any(isinstance(v, str) and len(v) == 64 for v in (was, is_))
             if hidden or UNKNOWN in (was, is_):
                 return f"{name.removesuffix('.sha256')} changed"
-            return f"{name}: {was} -> {is_}"
+            return sentence(f"{name}: {was} -> {is_}", 200)
     return "its inputs changed"
 
 

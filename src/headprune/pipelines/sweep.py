@@ -8,19 +8,16 @@ curve.svg/png   the plot
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from headprune.checkpoint import ownership
 from headprune.checkpoint.outputs import Input, claimed, whole_folder
-from headprune.checkpoint.ownership import SWEEP
 from headprune.checkpoint.scores import read_scores
+from headprune.checkpoint.sweeps import SWEEP, Point, Sweep
 from headprune.config import (
     BudgetConfig,
     CalibrationConfig,
@@ -34,6 +31,7 @@ from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evaluation.report import METRICS, Metric, ModelReport
 from headprune.models.loading import task_of
+from headprune.parsing import read_as, read_yaml
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.plan import plan
 from headprune.pipelines.prune import load, prune
@@ -44,58 +42,6 @@ from headprune.writing import reserved, write_whole
 
 # of what a task measures, the number that the curve is drawn of
 MAIN = ("perplexity", "accuracy", "spearman", "similarity_correlation")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One cut of the model, measured.
-
-    Attributes:
-        name: Its name, of criterion, share and refit.
-        task: The task of the model.
-        criterion: What chose the heads; empty for the whole model.
-        keep: Share of heads that was asked for.
-        refit: Whether W_O made up for the heads that went.
-        query_heads: Query heads that stay.
-        kv_heads: KV heads that stay.
-        parameters: Parameters that stay.
-        quality: The main metric of the task.
-        metrics: All metrics.
-    """
-
-    name: str
-    task: str
-    criterion: str
-    keep: float
-    refit: bool
-    query_heads: int
-    kv_heads: int
-    parameters: int
-    quality: float
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A finished sweep.
-
-    Attributes:
-        metric: The metric that ``quality`` is.
-        higher_is_better: Its direction.
-        base: The whole model.
-        points: All cuts, in the order of criteria and shares.
-        front: Names of the cuts that no other beats in both size and quality.
-    """
-
-    metric: str
-    higher_is_better: bool
-    base: Point
-    points: tuple[Point, ...]
-    front: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For sweep.json and ``--json``."""
-        return asdict(self)
 
 
 def sweep(
@@ -220,13 +166,13 @@ def sweep(
             path = place / "points" / f"{name}.json"
             if not path.is_file():
                 point = cut(name, criterion, share)
-                write_whole(path, json.dumps(asdict(point), indent=2) + "\n")
-            return Point(**json.loads(path.read_text(encoding="utf-8")))
+                write_whole(path, point.model_dump_json(indent=2) + "\n")
+            return read_as(Point, path)
 
         whole = at(0, "", 1.0)
         points = [at(n + 1, name, share) for n, (name, share) in enumerate(asked)]
         result = _conclude(whole, points)
-        write_whole(place / "sweep.json", json.dumps(result.as_json(), indent=2) + "\n")
+        write_whole(place / SWEEP, result.model_dump_json(indent=2) + "\n")
         _draw(result, place, Path(model).name)
         return result
 
@@ -234,7 +180,7 @@ def sweep(
 @contextmanager
 def _room(output: Path, overwrite: bool, inputs: Sequence[Input]) -> Iterator[Path]:
     """Yields where to write: the folder itself, or what will replace an existing one whole."""
-    begun = not overwrite and SWEEP.content(output) is not None
+    begun = not overwrite and ownership.SWEEP.content(output) is not None
     with claimed(output, overwrite, inputs, goes_on=begun):
         if overwrite and output.is_dir() and any(output.iterdir()):
             with whole_folder(output) as new:
@@ -264,8 +210,9 @@ def _prepare(output: Path, settings: dict[str, Any]) -> None:
     path = output / "config.yaml"
     begun = (output / "points").is_dir() and any((output / "points").iterdir())
     if path.is_file() and begun:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
-        changed = [name for name in settings if before.get(name) != settings[name]]
+        before = read_yaml(path)
+        known = before if isinstance(before, dict) else {}
+        changed = [name for name in settings if known.get(name) != settings[name]]
         if changed:
             raise CheckpointError(
                 f"The sweep in '{output}' was started with other settings "
@@ -305,10 +252,21 @@ def _main(found: Sequence[Metric]) -> Metric:
 
 
 def _conclude(base: Point, points: Sequence[Point]) -> Sweep:
-    metric = next(name for name in MAIN if name in base.metrics)
+    metric = next((name for name in MAIN if name in base.metrics), None)
+    if metric is None:
+        raise CheckpointError(
+            f"The point '{base.name}' is damaged: it has no {', '.join(MAIN)}. Remove its file, "
+            "and it is measured again."
+        )
     higher = METRICS[metric][1]
     best = pareto([(float(p.parameters), p.quality) for p in points], higher)
-    return Sweep(metric, higher, base, tuple(points), tuple(points[i].name for i in best))
+    return Sweep(
+        metric=metric,
+        higher_is_better=higher,
+        base=base,
+        points=tuple(points),
+        front=tuple(points[i].name for i in best),
+    )
 
 
 def _draw(result: Sweep, output: Path, name: str) -> None:

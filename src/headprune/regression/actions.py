@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from headprune.markup import inert, xml_safe
 from headprune.regression.verdicts import Judged, Verdict
 
 _MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.TOO_CLOSE: "⚠️"}
@@ -36,8 +37,8 @@ def workflow_commands(judged: Sequence[Judged], strict: bool) -> list[str]:
 
 
 def annotation(level: str, message: str) -> str:
-    """One workflow command; a line break would end it."""
-    escaped = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    """One workflow command; a line break would end it, and one within it is none."""
+    escaped = inert(message).replace("%", "%25").replace("\n", "%0A")
     return f"::{level} title=headprune check::{escaped}"
 
 
@@ -45,4 +46,4 @@ def _cell(text: str) -> str:
     """Text that is no Markdown and no HTML."""
     for sign in "\\`*_[]|~#":
         text = text.replace(sign, f"\\{sign}")
-    return html.escape(" ".join(text.split()), quote=False)
+    return html.escape(xml_safe(" ".join(text.split())), quote=False)

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
+from headprune.config import Amount
 from headprune.errors import CheckpointError, DataError
 from headprune.evaluation.samples import FORMULAS, Samples
+from headprune.parsing import read_as
 from headprune.writing import write_whole
-
-SCHEMA_VERSION = 1
 
 # settings that decide what is measured; the others, such as the batch size, may change
 _DECISIVE = ("seq_len", "max_windows", "seed")
+_COUNTS = {"tokens", "utf8_bytes"}  # what sums of losses are divided by
 
 
 class Subject(BaseModel):
@@ -35,9 +36,9 @@ class Subject(BaseModel):
 
     model_type: str
     architecture: str
-    hidden_size: int | None
-    layers: int | None
-    vocab_size: int | None
+    hidden_size: Amount | None
+    layers: Amount | None
+    vocab_size: Amount | None
 
 
 class Baseline(BaseModel):
@@ -74,13 +75,13 @@ class Baseline(BaseModel):
     model: str
     subject: Subject
     dtype: str
-    data: dict[str, Any]
+    data: dict[str, str | int | None]
     data_sha256: str
     inputs_sha256: str
     settings: dict[str, Any]
     limits: tuple[str, ...]
     metrics: dict[str, float]
-    structure: dict[str, int]
+    structure: dict[str, Amount]
     load_route: str
     samples: dict[str, tuple[float, ...]]
 
@@ -92,7 +93,17 @@ class Baseline(BaseModel):
                 raise ValueError(f"{' and '.join(needed)} must be equally long")
         if not all(math.isfinite(value) for values in samples.values() for value in values):
             raise ValueError("its numbers must be finite")
+        for name in _COUNTS & set(samples):
+            if min(samples[name], default=0) < 0 or not sum(samples[name]):
+                raise ValueError(f"{name} must be counts, and not all 0")
         return samples
+
+    @field_validator("data")
+    @classmethod
+    def _named(cls, data: dict[str, str | int | None]) -> dict[str, str | int | None]:
+        if not isinstance(data.get("source"), str):
+            raise ValueError("it must name a source")
+        return data
 
     def refuse_metric(self, path: Path, metric: str) -> None:
         """Refuses a limit relative to what was not recorded.
@@ -165,25 +176,8 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         CheckpointError: If it is missing, damaged or of a later schema.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise CheckpointError(
             f"There is no baseline at '{path}'; headprune check --update-baseline writes it."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"The baseline '{path}' is not readable as JSON: {error}.") from None
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION:
-        found = "no schema_version" if version is None else f"schema {version}"
-        newer = isinstance(version, int) and version > SCHEMA_VERSION
-        raise CheckpointError(
-            f"'{path}' has {found}, and this headprune reads baselines of schema {SCHEMA_VERSION}. "
-            + ("Upgrade headprune." if newer else "Write it anew with --update-baseline.")
         )
-    try:
-        return Baseline.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"'{path}' is no valid baseline: {where}: {first['msg']}.") from None
+    return read_as(Baseline, path)

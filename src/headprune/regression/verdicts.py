@@ -12,7 +12,7 @@ import operator
 from enum import Enum
 from fractions import Fraction
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune.evaluation.comparison import Interval, Statistic
 from headprune.evaluation.report import METRICS
@@ -72,6 +72,12 @@ class Judged(BaseModel):
     n: int | None = None
     n_needed: int | None = None
     verdict: Verdict
+
+    @model_validator(mode="after")
+    def _alike(self) -> Judged:
+        if isinstance(self.bound, str) is not isinstance(self.value, str):
+            raise ValueError("bound and value must both be numbers, or both names")
+        return self
 
     def found(self) -> str:
         """What was found, in words."""

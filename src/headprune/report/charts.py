@@ -46,7 +46,8 @@ def quality_charts(runs: Sequence[Run]) -> list[Chart]:
     for run in runs:
         for evaluation in run.evaluations:
             main = evaluation.main
-            if main is not None and main.base is not None and evaluation.base_size is not None:
+            whole = evaluation.base_size.attention_parameters if evaluation.base_size else 0
+            if main is not None and main.base is not None and whole:
                 key = (main.name, evaluation.data_sha256, evaluation.base or "")
                 groups.setdefault(key, []).append((run, evaluation, main))
     return [_quality_chart(members, i, len(groups)) for i, members in enumerate(groups.values())]
@@ -99,6 +100,8 @@ def _bounds(quality: Quality) -> tuple[float, float]:
     """The interval of the model's own number: that of the difference, moved to the base's."""
     interval, base = quality.interval, quality.base
     if interval is None or base is None:
+        return quality.value, quality.value
+    if interval.kind == "ratio" and not interval.estimate:
         return quality.value, quality.value
     if interval.kind == "ratio":
         # the base's number over other windows can differ by rounding from value / estimate

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import yaml
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from headprune.checkpoint import gates as gates_folder
 from headprune.checkpoint.gates import TrainedGates, read_gates, read_metadata
 from headprune.checkpoint.manifest import Manifest, read_manifest
 from headprune.checkpoint.runs import read_run
+from headprune.checkpoint.scores import METADATA as SCORES
+from headprune.checkpoint.scores import ScoresMetadata, read_scores
+from headprune.checkpoint.sweeps import SWEEP, Sweep
 from headprune.errors import CheckpointError, HeadpruneError
+from headprune.parsing import read_as, read_json, read_yaml, validated
 from headprune.plan import Plan, read_plan
 from headprune.report.heads import spread
+from headprune.report.lineage import Made, made
 from headprune.runtime import MANIFEST
 from headprune.training.work import unfinished
 
 _CHECK = {"verdict", "limits", "judge_s"}  # what a report of check has, and no other
-SCORES, SWEEP = "scores.json", "sweep.json"
+MOST_HEADS = 65_536  # the largest models have a quarter of it
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
 
@@ -38,9 +40,11 @@ class GatesFolder:
     trained: TrainedGates
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Trained:
         """The settings of the training, as its config.yaml has them."""
-        return read_yaml(self.path / "config.yaml")
+        path = self.path / "config.yaml"
+        section = settings_in(path).get("train_gates")
+        return validated(Trained, {} if section is None else section, path)
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ class ResultFolder:
     manifest: Manifest
     plan: Plan
 
+    chain: tuple[Made, ...]
+
     @property
     def key(self) -> tuple[object, ...]:
         """What its record is known by in the lineage of what is made of it."""
-        return record_key(self.manifest.model_dump(mode="json"))
+        return self.chain[-1].key
 
 
 @dataclass(frozen=True)
@@ -62,24 +68,40 @@ class ScoresFolder:
     """Scores of units, by criterion."""
 
     path: Path
-    metadata: dict[str, Any]
+    metadata: ScoresMetadata
     scores: dict[str, Tensor]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a file; none where it is missing, or holds something else."""
+class Trained(BaseModel):
+    """What a training of gates was asked for, as far as it is told in words.
+
+    Attributes:
+        target_heads: A share or a count of heads.
+        l0_penalty: The penalty of every open head instead.
+        attention: Kinds of attention.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")  # all of them are shown, as they are
+
+    schema_version: Literal[1] = 1
+    target_heads: int | float | None = None
+    l0_penalty: float | None = None
+    attention: list[str] = []
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """The settings in a file; none where it is missing.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = read_yaml(path)
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
-
-
-def record_key(record: Mapping[str, Any]) -> tuple[object, ...]:
-    """Tells records apart; times alone do not, as small models take less than a second."""
-    source, proof = record.get("source") or {}, record.get("proof") or {}
-    parts = (record.get("created"), source.get("fingerprint"), str(record.get("parameters")))
-    return (*parts, proof.get("gated_vs_reloaded"), proof.get("gated_vs_cut"))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"'{path}' is damaged: it holds no settings.")
+    return {str(name): value for name, value in content.items()}
 
 
 @dataclass
@@ -91,13 +113,13 @@ class Found:
     gates: list[GatesFolder] = field(default_factory=list)
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    sweeps: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    sweeps: dict[Path, Sweep] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def tips(self) -> list[ResultFolder]:
         """The results that no other result here was made of."""
-        made_from = {record_key(step) for r in self.results for step in r.manifest.lineage}
+        made_from = {step.key for result in self.results for step in result.chain[:-1]}
         return [result for result in self.results if result.key not in made_from]
 
 
@@ -147,12 +169,11 @@ def _look_into(folder: Path, found: Found) -> None:
     if (folder / MANIFEST).is_file():
         found.results.append(_result(folder))
     elif (folder / gates_folder.METADATA).is_file():
-        metadata = read_metadata(folder)
-        found.gates.append(GatesFolder(folder, read_gates(folder, metadata.model)))
+        found.gates.append(_gates(folder))
     elif (folder / SCORES).is_file():
         found.scores.append(_scores(folder))
     elif (folder / SWEEP).is_file():
-        found.sweeps[folder] = _sweep(folder / SWEEP)
+        found.sweeps[folder] = read_as(Sweep, folder / SWEEP)
     elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
         raise CheckpointError(
             f"The sweep in '{folder}' is not finished; the same command again goes on with it."
@@ -183,43 +204,48 @@ def _refuse_half_done(place: Path) -> None:
 
 
 def _result(folder: Path) -> ResultFolder:
-    manifest = read_manifest(folder)
-    return ResultFolder(folder, manifest, read_plan(folder / "plan.json", {}))
+    path, manifest = folder / MANIFEST, read_manifest(folder)
+    own = manifest.model_dump(mode="json", exclude={"lineage", "files", "probe"})
+    chain = tuple(made(record, path) for record in (*manifest.lineage, own))
+    for step in chain:
+        _refuse_absurd(path, [left.query_heads for left in step.layout.values()])
+    plan = read_plan(folder / "plan.json", {})
+    parts = plan.attentions.values()
+    _refuse_absurd(folder / "plan.json", [(*p.keep, p.query_heads, p.kv_heads) for p in parts])
+    return ResultFolder(folder, manifest, plan, chain)
 
 
-def _sweep(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for point in (content["base"], *content["points"]):
-            for name in ("criterion", "keep", "refit", "query_heads", "parameters", "quality"):
-                point[name]
-        content["metric"], content["higher_is_better"], content["points"][0]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"The sweep '{path}' cannot be read: {error}.") from None
-    return content
+def _gates(folder: Path) -> GatesFolder:
+    metadata = read_metadata(folder)
+    sizes = ((metadata.query_heads,), *((sum(sizes),) for sizes in metadata.group_sizes))
+    _refuse_absurd(folder / gates_folder.METADATA, [*metadata.heads, *sizes])
+    return GatesFolder(folder, read_gates(folder, metadata.model))
 
 
 def _scores(folder: Path) -> ScoresFolder:
-    path = folder / SCORES
-    try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-        tensors = load_file(path.with_suffix(".safetensors"))
-        for name in ("model", "unit", "modules"):
-            metadata[name]
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"The scores in '{folder}' cannot be read: {error}.") from None
-    return ScoresFolder(folder, metadata, tensors)
+    read = read_scores(folder)
+    _refuse_absurd(folder / SCORES, [(read.metadata.query_heads,)])
+    return ScoresFolder(folder, read.metadata, read.scores)
+
+
+def _refuse_absurd(path: Path, modules: Sequence[Sequence[int]]) -> None:
+    """Refuses to draw heads that no model has, by the largest id or count of every module."""
+    heads = sum(max(numbers, default=0) for numbers in modules)
+    if max(heads, len(modules)) > MOST_HEADS:
+        raise CheckpointError(
+            f"'{path}' is damaged: it tells of {max(heads, len(modules)):,} heads, more than any "
+            "model has."
+        )
 
 
 def _evaluation(file: Path, required: bool) -> dict[str, Any] | None:
     """The content of a report of ``evaluate`` or ``check``; None where it is something else."""
     try:
         small = file.stat().st_size < _LARGEST_JSON
-        content = json.loads(file.read_text(encoding="utf-8")) if small else None
-    except (OSError, ValueError) as error:
+        content = read_json(file) if small else None
+    except (OSError, CheckpointError):
         if required or file.name.startswith("report"):
-            why = str(error).splitlines()[0]
-            raise CheckpointError(f"The report '{file}' cannot be read: {why}.") from None
+            raise
         return None
     if isinstance(content, dict) and {"provenance", "model", "differences"} <= set(content):
         return content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.report.discovery import GatesFolder, ResultFolder, ScoresFolder
@@ -20,15 +19,15 @@ def map_of_result(
     scores: ScoresFolder | None,
 ) -> HeadMap:
     """The heads of a result: those of the first step, and which the last one left."""
-    plan, lineage = first.plan, first.manifest.lineage
-    before: dict[str, Any] = lineage[-1].get("layout", {}) if lineage else {}
+    plan, earlier = first.plan, first.chain[:-1]
+    before = earlier[-1].layout if earlier else {}
     rows = []
     for path, part in plan.attentions.items():
-        ids = tuple(before.get(path, {}).get("query_heads", range(part.query_heads)))
+        ids = before[path].query_heads if path in before else tuple(range(part.query_heads))
         group = part.query_heads // max(1, part.kv_heads)
         even = (group,) * part.kv_heads if group * part.kv_heads == part.query_heads else ()
         rows.append(Row(path, ids, even, {}))
-    left = tip.manifest.layout
+    left = tip.chain[-1].layout
     kept = {
         path: set(left[path].query_heads if path in left else part.keep)
         for path, part in tip.plan.attentions.items()
@@ -38,7 +37,7 @@ def map_of_result(
     if gates is not None:
         evidence = _gate_evidence(gates, spread(gates.trained.metadata, plan), scores)
     elif scores is not None:
-        sizes = known_sizes(scores.metadata["modules"], plan)
+        sizes = known_sizes(scores.metadata.modules, plan)
         evidence = _score_evidence(scores, sizes) if sizes else None
     return head_map(rows, kept, groups, evidence)
 
@@ -53,8 +52,8 @@ def _gate_evidence(
         "gate factor": trained.value.tolist(),
     }
     same_units = scores is not None and (
-        scores.metadata["unit"] == trained.metadata.unit.value
-        and tuple(scores.metadata["modules"]) == trained.metadata.modules
+        scores.metadata.unit is trained.metadata.unit
+        and scores.metadata.modules == trained.metadata.modules
     )
     if scores is not None and same_units:
         others |= {f"score {name}": values.tolist() for name, values in scores.scores.items()}
@@ -63,7 +62,7 @@ def _gate_evidence(
 
 
 def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> Evidence:
-    modules, unit = scores.metadata["modules"], Unit(scores.metadata["unit"])
+    modules, unit = scores.metadata.modules, scores.metadata.unit
     ids = [range(sum(of_module)) for of_module in sizes]
     names: dict[str, list[float]] = {n: v.tolist() for n, v in scores.scores.items()}
     if not names or any(len(v) != _units(sizes, unit) for v in names.values()):
@@ -96,11 +95,10 @@ def map_of_gates(gates: GatesFolder) -> HeadMap | None:
 
 def map_of_scores(scores: ScoresFolder) -> HeadMap | None:
     """All heads with their scores; None where the file does not say which head is in which unit."""
-    metadata = scores.metadata
-    counts, unit = metadata.get("units"), Unit(metadata["unit"])
-    if not counts or not sum(counts) or unit is Unit.QUERY_SLOT:
+    counts, unit = scores.metadata.units, scores.metadata.unit
+    if not sum(counts) or unit is Unit.QUERY_SLOT:
         return None
-    size, rest = divmod(metadata.get("query_heads", 0), sum(counts))
+    size, rest = divmod(scores.metadata.query_heads, sum(counts))
     if rest or (unit is Unit.HEAD and size != 1):
         return None
     evidence = _score_evidence(scores, [(size,) * count for count in counts])

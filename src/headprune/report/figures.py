@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from headprune.errors import HeadpruneError
+from headprune.markup import shortened, xml_safe
 from headprune.writing import write_whole
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 EVIDENCE = "Blues"  # one hue, ever darker: read by lightness alone
 SUFFIXES = (".svg", ".png")
+DPI, MOST_PIXELS = 160, 16_000  # of a side
+MOST_LETTERS = 80  # of a name
+MOST_DRAWN = 1e100  # beyond it the arithmetic of axes overflows
 
 _STYLE: dict[str, Any] = {
     "text.parse_math": False,
@@ -105,6 +109,21 @@ def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return styled
 
 
+def _text(text: str) -> str:
+    """A name as a drawing can hold it: without controls, and not longer than the drawing."""
+    return shortened(xml_safe(" ".join(text.split())), MOST_LETTERS)
+
+
+def _number(value: float | None) -> float:
+    """A number that an axis can hold; NaN, which is not drawn, for others."""
+    known = value is not None and abs(value) <= MOST_DRAWN
+    return float(value) if value is not None and known else math.nan
+
+
+def _numbers(values: Sequence[float]) -> list[float]:
+    return [_number(value) for value in values]
+
+
 def _axes(
     width: float, height: float, title: str, x_label: str, y_label: str
 ) -> tuple[Figure, Axes]:
@@ -112,7 +131,7 @@ def _axes(
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
     axes = figure.subplots()
-    axes.set(title=title, xlabel=x_label, ylabel=y_label, facecolor="none")
+    axes.set(title=_text(title), xlabel=_text(x_label), ylabel=_text(y_label), facecolor="none")
     return figure, axes
 
 
@@ -138,8 +157,8 @@ def heat_map(
     from matplotlib.patches import Rectangle
 
     width = max((len(row) for row in rows), default=0)
-    nan = float("nan")
-    grid = [[nan if v is None else v for v in row] + [nan] * (width - len(row)) for row in rows]
+    grid = [[*map(_number, row), *[math.nan] * (width - len(row))] for row in rows]
+    row_labels = [_text(label) for label in row_labels]
     labels = max((len(label) for label in row_labels), default=0)
     figure, axes = _axes(
         max(3.4, 0.24 * width + 1.4 + 0.07 * labels),
@@ -162,7 +181,7 @@ def heat_map(
         span = (low, high) if high > low else (low - 1.0, high + 1.0)
         image = axes.imshow(grid, cmap=EVIDENCE, vmin=span[0], vmax=span[1], zorder=1)
         if finite:
-            bar = figure.colorbar(image, ax=axes, label=value_label, shrink=0.8, pad=0.02)
+            bar = figure.colorbar(image, ax=axes, label=_text(value_label), shrink=0.8, pad=0.02)
             bar.outline.set_visible(False)
     for y, heads in enumerate(kept or ()):
         for x in heads:
@@ -201,12 +220,14 @@ def curve(
     """
     figure, axes = _axes(4.4, 3.1, title, x_label, y_label)
     if baseline is not None:
-        dashes = (0, (4, 3))
-        axes.axhline(baseline, color=MUTED, linestyle=dashes, linewidth=1.2, label=baseline_label)
+        dashes, label = (0, (4, 3)), _text(baseline_label)
+        axes.axhline(_number(baseline), color=MUTED, linestyle=dashes, linewidth=1.2, label=label)
     for index, line in enumerate(sorted(series, key=lambda line: line.reference)):
         _line(axes, line, index, markers=True)
     if higher_is_better is not None:
-        points = [(x, y) for line in series for x, y in zip(line.x, line.y, strict=True)]
+        drawn = ((line, _numbers(line.x), _numbers(line.y)) for line in series)
+        points = [point for _, x, y in drawn for point in zip(x, y, strict=True)]
+        points = [point for point in points if not any(map(math.isnan, point))]
         best = [points[i] for i in pareto(points, higher_is_better)]
         if best:
             xs, ys = zip(*best, strict=True)
@@ -253,9 +274,9 @@ def trajectories(
 
     figure, axes = _axes(4.4, 2.9, title, x_label, y_label)
     for at, name in phases:
-        axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
+        axes.axvline(_number(at), color=MUTED, linestyle=":", linewidth=1.0)
         axes.annotate(
-            name,
+            _text(name),
             (at, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, -2),
@@ -297,19 +318,19 @@ def bars(
         places = [g + (index - (len(values) - 1) / 2) * width for g in range(len(groups))]
         drawn = axes.bar(
             places,
-            heights,
+            _numbers(heights),
             width * 0.92,
-            label=name,
+            label=_text(name),
             color=MUTED if name == reference else SERIES[index % len(SERIES)],
             hatch="" if name == reference else ("", "//", "..", "xx")[index % 4],
             edgecolor=PAPER,
             linewidth=0,
         )
-        numbers = [f"{h:,.0f}" if abs(h) >= 1_000 else f"{h:.3g}" for h in heights]
+        numbers = [f"{h:,.0f}" if 1_000 <= abs(h) < 1e9 else f"{h:.3g}" for h in heights]
         axes.bar_label(drawn, numbers, fontsize=8, color=MUTED)
     if baseline is not None:
         axes.axhline(baseline, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="original")
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [_text(group) for group in groups])
     axes.margins(y=0.14)
     _legend(axes)
     return figure
@@ -319,13 +340,13 @@ def _line(axes: Axes, line: Series, index: int, markers: bool) -> None:
     colour = MUTED if line.reference else SERIES[index % len(SERIES)]
     style, sign = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
     marker = ("*" if line.reference else sign) if markers else None
-    axes.plot(line.x, line.y, color=colour, linestyle=style, marker=marker, label=line.label)
+    xs, ys = _numbers(line.x), _numbers(line.y)
+    axes.plot(xs, ys, color=colour, linestyle=style, marker=marker, label=_text(line.label))
     if line.low is not None and line.high is not None:
-        below = [y - low for y, low in zip(line.y, line.low, strict=True)]
-        above = [high - y for y, high in zip(line.y, line.high, strict=True)]
-        axes.errorbar(
-            line.x, line.y, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3
-        )
+        # an interval need not hold its estimate; a bar starts from there
+        below = [max(0.0, y - low) for y, low in zip(ys, _numbers(line.low), strict=True)]
+        above = [max(0.0, high - y) for y, high in zip(ys, _numbers(line.high), strict=True)]
+        axes.errorbar(xs, ys, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
 
 
 def _legend(axes: Axes) -> None:
@@ -352,6 +373,7 @@ def save(figure: Figure, path: Path) -> Path:
         ".png": {"Software": "headprune"},
     }
     with style():
-        figure.savefig(buffer, format=suffix[1:], dpi=160, metadata=metadata[suffix])
+        dpi = min(DPI, MOST_PIXELS / max(figure.get_size_inches()))
+        figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=metadata[suffix])
     write_whole(path, buffer.getvalue())
     return path

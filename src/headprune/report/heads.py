@@ -171,5 +171,7 @@ def short_labels(paths: Sequence[str]) -> list[str]:
     if len({len(names) for names in parts}) == 1:
         differing = [i for i, names in enumerate(zip(*parts, strict=True)) if len(set(names)) > 1]
         return [".".join(names[i] for i in differing) for names in parts]
-    same = next(i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1)
+    shortest = min(map(len, parts))
+    columns = enumerate(zip(*parts, strict=False))
+    same = next((i for i, names in columns if len(set(names)) > 1), shortest - 1)
     return [".".join(names[same:]) for names in parts]

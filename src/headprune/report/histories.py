@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from headprune.errors import CheckpointError
+from headprune.parsing import first_problem, read_json_lines
 from headprune.report.view import History
 
 POINTS = 250  # of a drawn history; a line has no room for more
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+class _Record(BaseModel):
+    """One step of a training."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a report does not show all of it
+
+    step: Annotated[int, Field(ge=0, le=2**53)]  # which a browser's numbers reach to
+    loss: float
+    expected_heads: float | None = None
+    target_heads: float | None = None
+    settled: bool = False
+    open_percent: tuple[Annotated[int, Field(ge=0, le=100)], ...] | None = None
+
+
+_RECORDS = TypeAdapter(tuple[_Record, ...])
+
+
+def _records(path: Path) -> tuple[_Record, ...]:
     if not path.is_file():
-        return []
+        return ()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.strip()]
-        for record in records:
-            float(record["loss"]), int(record["step"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"The history '{path}' is damaged: {error}.") from None
-    return records
+        return _RECORDS.validate_python(read_json_lines(path))
+    except ValidationError as problem:
+        raise CheckpointError(
+            f"The history '{path}' is damaged: {first_problem(problem)}."
+        ) from None
 
 
 def frames(path: Path, units: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """The snapshots of all gates in a history."""
-    snapshots = [(r["step"], r.get("open_percent")) for r in _records(path)]
-    return tuple((step, tuple(p)) for step, p in snapshots if p and len(p) == units)
+    snapshots = ((record.step, record.open_percent) for record in _records(path))
+    return tuple((step, open_) for step, open_ in snapshots if open_ and len(open_) == units)
 
 
 def history(path: Path, kind: Literal["gates", "heal"]) -> History | None:
@@ -46,16 +62,17 @@ def history(path: Path, kind: Literal["gates", "heal"]) -> History | None:
     buckets = [records[at : at + width] for at in range(0, len(records), width)]
     last = [bucket[-1] for bucket in buckets]
     phases = [
-        (float(now["step"]), "heads chosen" if now.get("settled") else "next round")
+        (float(now.step), "heads chosen" if now.settled else "next round")
         for before, now in pairwise(records)
-        if bool(before.get("settled")) is not bool(now.get("settled"))
+        if before.settled is not now.settled
     ]
-    targets = [r["target_heads"] for r in last if r.get("target_heads") is not None]
+    expected = [r.expected_heads for r in last if r.expected_heads is not None]
+    targets = [r.target_heads for r in last if r.target_heads is not None]
     return History(
         kind=kind,
-        steps=tuple(int(r["step"]) for r in last),
-        loss=tuple(fmean(float(r["loss"]) for r in bucket) for bucket in buckets),
-        expected=tuple(float(r["expected_heads"]) for r in last if "expected_heads" in r),
+        steps=tuple(r.step for r in last),
+        loss=tuple(fmean(r.loss for r in bucket) for bucket in buckets),
+        expected=tuple(expected) if len(expected) == len(last) else (),
         target=tuple(targets) if len(targets) == len(last) else (),
         phases=tuple(phases),
         records=len(records),

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from headprune._version import __version__
 from headprune.checkpoint import card
+from headprune.markup import xml_safe
 from headprune.report import charts, words
 from headprune.report.charts import Chart
 from headprune.report.inline import inline_svg
@@ -49,7 +50,7 @@ def contents(runs: Sequence[Run]) -> Contents:
 def html(drawn: Contents) -> str:
     """The page: one file, nothing from elsewhere."""
     number = iter(range(1_000_000))
-    return (
+    return xml_safe(
         _environment(autoescape=True)
         .get_template("page.html.jinja")
         .render(
@@ -71,7 +72,7 @@ def html(drawn: Contents) -> str:
 
 def markdown(drawn: Contents) -> str:
     """The same in short, for a pull request."""
-    return (
+    return xml_safe(
         _environment(autoescape=False)
         .get_template("summary.md.jinja")
         .render(
@@ -175,11 +176,11 @@ def map_data(drawn: HeadMap) -> dict[str, Any]:
 def head_lines(drawn: HeadMap) -> str:
     """The map as text: one line per layer."""
     signs = {"kept": card.KEPT, "removed": card.GONE, "earlier": " ", "scored": card.KEPT}
-    width = max((len(layer.label) for layer in drawn.layers), default=0)
+    width = max((len(card.line_text(layer.label)) for layer in drawn.layers), default=0)
     lines = []
     for layer in drawn.layers:
         drawn_heads = "".join(signs[cell.state] for cell in layer.cells)
         group = layer.group if layer.group > 1 else len(drawn_heads) or 1
         parts = [drawn_heads[at : at + group] for at in range(0, len(drawn_heads), group)]
-        lines.append(f"{layer.label:<{width}}  {' '.join(parts)}".rstrip())
+        lines.append(f"{card.line_text(layer.label):<{width}}  {' '.join(parts)}".rstrip())
     return "\n".join(lines)

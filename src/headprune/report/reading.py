@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from headprune.checkpoint import sweeps
 from headprune.errors import CheckpointError
 from headprune.report.charts import short_name
 from headprune.report.discovery import (
@@ -16,11 +16,11 @@ from headprune.report.discovery import (
     ResultFolder,
     ScoresFolder,
     gates_of,
-    read_yaml,
-    record_key,
+    settings_in,
 )
 from headprune.report.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.report.histories import history
+from headprune.report.lineage import Made
 from headprune.report.view import Evaluation, Facts, Point, Run, Sweep
 from headprune.tensors.units import Unit
 
@@ -60,10 +60,10 @@ def assemble(found: Sequence[Found], evaluations: Mapping[Path, Evaluation]) -> 
         for gates in place.gates:
             if gates.path not in used:
                 runs.append((gates.path, _gates_run(gates)))
-        for folder, content in place.sweeps.items():
+        for folder, swept in place.sweeps.items():
             inside = next((s for s in place.scores if s.path.parent == folder), None)
             used |= {inside.path} if inside is not None else set()
-            runs.append((folder, _sweep_run(folder, content, inside)))
+            runs.append((folder, _sweep_run(folder, swept, inside)))
         for scores in place.scores:
             if scores.path not in used:
                 runs.append((scores.path, _scores_run(scores)))
@@ -129,7 +129,7 @@ def _check_size(file: Path, evaluation: Evaluation, tip: ResultFolder) -> None:
 def _steps(place: Found, tip: ResultFolder) -> list[ResultFolder]:
     """The results of the same place that it was made of, oldest first."""
     by_key = {result.key: result for result in place.results}
-    before = [by_key.get(record_key(step)) for step in tip.manifest.lineage]
+    before = [by_key.get(step.key) for step in tip.chain[:-1]]
     return [result for result in before if result is not None]
 
 
@@ -138,8 +138,9 @@ def _scores(place: Found, found: Iterable[Found]) -> list[ScoresFolder]:
 
 
 def _same_model(scores: ScoresFolder, chain: Sequence[ResultFolder]) -> bool:
-    fingerprint = scores.metadata["model"].get("fingerprint")
-    return fingerprint in {result.manifest.source.fingerprint for result in chain}
+    return scores.metadata.model.fingerprint in {
+        result.manifest.source.fingerprint for result in chain
+    }
 
 
 def _result_run(
@@ -149,20 +150,16 @@ def _result_run(
     scores: ScoresFolder | None,
     evaluations: Sequence[Evaluation],
 ) -> Run:
-    tip = chain[-1]
-    manifest, first = tip.manifest, chain[0]
-    steps = manifest.lineage
-    records = [*steps, manifest.model_dump(mode="json", exclude={"files", "probe", "lineage"})]
+    tip, first = chain[-1], chain[0]
     histories = [*([history(gates.path / "history.jsonl", "gates")] if gates else [])]
     histories += [history(r.path / "heal.jsonl", "heal") for r in chain]
-    source = records[0]["source"]["name"]
     return Run(
         name=place.place.name,
         folder=tip.path,
-        source=source,
-        asked=" ".join(_asked(record, gates) for record in records),
-        manifest=manifest,
-        steps=tuple(steps),
+        source=tip.chain[0].source.name,
+        asked=" ".join(_asked(step, gates) for step in tip.chain),
+        manifest=tip.manifest,
+        chain=tip.chain,
         settings=_settings(gates),
         head_map=map_of_result(first, tip, gates, scores),
         histories=tuple(h for h in histories if h is not None),
@@ -171,20 +168,20 @@ def _result_run(
     )
 
 
-def _asked(record: Mapping[str, Any], gates: GatesFolder | None) -> str:
+def _asked(made: Made, gates: GatesFolder | None) -> str:
     """What one command was asked for, by the record it left."""
-    if record.get("healing"):
-        steps, teacher = record["healing"]["steps"], record["healing"]["teacher"]
-        return f"Train for {steps} steps to match {short_name(teacher)}."
-    if record.get("sharing"):
-        sharing, (before, after) = record["sharing"], record["kv_heads"]
-        tokens = sharing.get("calibration_tokens")
+    if made.healing is not None:
+        teacher = short_name(made.healing.teacher)
+        return f"Train for {made.healing.steps} steps to match {teacher}."
+    if made.sharing is not None:
+        sharing, (before, after) = made.sharing, made.kv_heads
+        tokens = sharing.calibration_tokens
         text = f", calibrated on {tokens:,} tokens" if tokens else ""
-        share = "neighbours share" if sharing["grouping"] == "adjacent" else "similar ones share"
-        return f"Merge {before} KV heads into {after} ({sharing['merge']}; {share}){text}."
-    before, after = record["query_heads"]
+        share = "neighbours share" if sharing.grouping == "adjacent" else "similar ones share"
+        return f"Merge {before} KV heads into {after} ({sharing.merge}; {share}){text}."
+    before, after = made.query_heads
     trained = None if gates is None else gates.trained.metadata
-    fingerprint = record["source"]["fingerprint"]
+    fingerprint = made.source.fingerprint
     if gates is not None and trained is not None and trained.model.fingerprint == fingerprint:
         wanted = before - trained.query_heads + trained.kept_heads
         again = "" if wanted == after else f" Cut to {after} of {before} instead."
@@ -194,10 +191,9 @@ def _asked(record: Mapping[str, Any], gates: GatesFolder | None) -> str:
 
 def asked_of_gates(gates: GatesFolder) -> str:
     """What train-gates was asked for."""
-    metadata, settings = gates.trained.metadata, gates.settings.get("train_gates") or {}
-    target, penalty = settings.get("target_heads"), settings.get("l0_penalty")
+    metadata, settings = gates.trained.metadata, gates.settings
+    target, penalty, kinds = settings.target_heads, settings.l0_penalty, settings.attention
     total, data = metadata.query_heads, short_name(metadata.data)
-    kinds = settings.get("attention") or ()
     if penalty is not None:
         goal = f"Remove of {total} query heads as many as a penalty of {penalty} per open head pays"
     elif isinstance(target, float):
@@ -212,7 +208,9 @@ def asked_of_gates(gates: GatesFolder) -> str:
 
 
 def _settings(gates: GatesFolder | None) -> Facts:
-    settings = (gates.settings.get("train_gates") or {}) if gates else {}
+    if gates is None:
+        return ()
+    settings = gates.settings.model_dump(exclude={"schema_version"}, exclude_unset=True)
     return tuple((name.replace("_", " "), str(v)) for name, v in settings.items() if v is not None)
 
 
@@ -236,7 +234,7 @@ def _gates_run(gates: GatesFolder) -> Run:
         source=metadata.model.name,
         asked=asked_of_gates(gates),
         manifest=None,
-        steps=(),
+        chain=(),
         settings=_settings(gates),
         head_map=map_of_gates(gates),
         histories=(trained,) if trained is not None else (),
@@ -254,28 +252,27 @@ def _scores_run(scores: ScoresFolder) -> Run:
     return Run(
         name=scores.path.name,
         folder=scores.path,
-        source=metadata["model"]["name"],
-        asked=f"Score the heads of {metadata['model']['name']} by {names}.",
+        source=metadata.model.name,
+        asked=f"Score the heads of {metadata.model.name} by {names}.",
         manifest=None,
-        steps=(),
+        chain=(),
         settings=(),
         head_map=map_of_scores(scores),
         histories=(),
         evaluations=(),
-        provenance=tuple((f"{n} version", v) for n, v in metadata.get("versions", {}).items()),
+        provenance=tuple((f"{n} version", v) for n, v in metadata.versions.items()),
     )
 
 
-def _sweep_run(folder: Path, content: Mapping[str, Any], scores: ScoresFolder | None) -> Run:
-    def point(p: Mapping[str, Any]) -> Point:
-        series = f"{p['criterion']}{' with refit' if p['refit'] else ''}"
-        return Point(series, p["keep"], p["query_heads"], p["parameters"], p["quality"])
+def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -> Run:
+    def point(p: sweeps.Point) -> Point:
+        series = f"{p.criterion}{' with refit' if p.refit else ''}"
+        return Point(series, p.keep, p.query_heads, p.parameters, p.quality)
 
-    points = tuple(point(p) for p in content["points"])
+    points = tuple(point(p) for p in swept.points)
     shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
-    source = scores.metadata["model"]["name"] if scores is not None else folder.resolve().name
-    settings = read_yaml(folder / "config.yaml")
-    metric, higher = content["metric"], content["higher_is_better"]
+    source = scores.metadata.model.name if scores is not None else folder.resolve().name
+    settings = settings_in(folder / "config.yaml")
     return Run(
         name=folder.name,
         folder=folder,
@@ -283,13 +280,13 @@ def _sweep_run(folder: Path, content: Mapping[str, Any], scores: ScoresFolder | 
         asked=f"Measure {len(points)} cuts of {source}: {shares} of its heads, by "
         f"{', '.join(dict.fromkeys(p.series for p in points))}.",
         manifest=None,
-        steps=(),
+        chain=(),
         settings=tuple((name, str(v)) for name, v in settings.items() if v is not None),
         head_map=None if scores is None else map_of_scores(scores),
         histories=(),
         evaluations=(),
         provenance=(),
-        sweep=Sweep(metric, higher, point(content["base"]), points),
+        sweep=Sweep(swept.metric, swept.higher_is_better, point(swept.base), points),
     )
 
 
@@ -301,7 +298,7 @@ def _evaluation_run(evaluation: Evaluation) -> Run:
         source=evaluation.base or evaluation.model,
         asked=f"Measure {evaluation.model}{against} on {short_name(evaluation.data)}.",
         manifest=None,
-        steps=(),
+        chain=(),
         settings=(),
         head_map=None,
         histories=(),

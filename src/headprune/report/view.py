@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from headprune.checkpoint.manifest import Manifest
+from headprune.report.lineage import Made
 
 State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]
@@ -218,7 +219,8 @@ class Run:
         source: The model it began with.
         asked: What was asked for.
         manifest: The record of the result, if there is one.
-        steps: The records of the results before it, oldest first, as far as they are known.
+        chain: What commands made of the source, oldest first, as far as it is known; the result
+            comes last.
         settings: How gates were trained.
         head_map: The heads, if it is known which.
         histories: Trainings.
@@ -233,7 +235,7 @@ class Run:
     source: str
     asked: str
     manifest: Manifest | None
-    steps: tuple[dict[str, Any], ...]
+    chain: tuple[Made, ...]
     settings: Facts
     head_map: HeadMap | None
     histories: tuple[History, ...]

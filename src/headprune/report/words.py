@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headprune.checkpoint import card
 from headprune.plan import Shape
 from headprune.report.charts import mebibytes, short_name, speeds
+from headprune.report.lineage import Made
 from headprune.report.view import Evaluation, Facts, Quality, Run, Sweep
 
 
@@ -101,10 +101,10 @@ def size_rows(run: Run) -> list[tuple[str, int, int]]:
             cache = before.kv_cache_bytes_per_token, after.kv_cache_bytes_per_token
             rows.append(("KV bytes per token", *cache))
     elif manifest is not None:
-        first = run.steps[0] if run.steps else None
+        first = run.chain[0] if run.chain else None
         for name, before_last, after_last in card.sizes(manifest):
             # bytes are in the manifest only, and not in those of results made by older versions
-            counted = first.get(name.replace(" ", "_").lower()) if first else None
+            counted = getattr(first, name.replace(" ", "_").lower(), None)
             rows.append((name, counted[0] if counted else before_last, after_last))
     elif run.head_map is not None and not run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
@@ -252,19 +252,18 @@ def route_rows(run: Run) -> Facts:
 
 def chain_rows(run: Run) -> list[tuple[str, str, str]]:
     """How the result came about, one row per command: time, what, proof."""
-    records = [*run.steps]
-    if run.manifest is not None:
-        records.append(run.manifest.model_dump(mode="json"))
-    return [(r["created"], _made(r), f"{r['proof']['gated_vs_reloaded']:.1e}") for r in records]
+    return [
+        (made.created, _made(made), f"{made.proof.gated_vs_reloaded:.1e}") for made in run.chain
+    ]
 
 
-def _made(record: dict[str, Any]) -> str:
-    get = record.get
-    healing, sharing = get("healing"), get("sharing")
-    if isinstance(healing, dict):
-        before, after = healing.get("before"), healing.get("after")
-        moved = f" (divergence {before:.4g} to {after:.4g})" if before is not None else ""
-        return f"healed for {healing['steps']} steps{moved}"
-    name = "KV heads" if isinstance(sharing, dict) else "query heads"
-    before, after = record[name.replace(" ", "_").lower()]
+def _made(made: Made) -> str:
+    healing = made.healing
+    if healing is not None:
+        known = healing.before is not None and healing.after is not None
+        moved = f" (divergence {healing.before:.4g} to {healing.after:.4g})" if known else ""
+        return f"healed for {healing.steps} steps{moved}"
+    name, (before, after) = "query heads", made.query_heads
+    if made.sharing is not None:
+        name, (before, after) = "KV heads", made.kv_heads
     return f"{name} {before} to {after}"

@@ -1,0 +1,412 @@
+"""What stands in files is never a command: to a terminal, to a CI runner, to a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.markup import escape
+
+from headprune.cli import app as cli
+from headprune.cli import terminal
+from headprune.config import CheckConfig, DataConfig, EvaluateConfig, TrainGatesConfig
+from headprune.errors import HeadpruneError
+from headprune.markup import inert, json_safe, printable, sentence, xml_safe
+from headprune.pipelines.check import CheckReport, check, update_baseline
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.prune import prune
+from headprune.pipelines.report import report
+from headprune.pipelines.score import score
+from headprune.pipelines.train_gates import train_gates
+from tests import tiny
+from tests.test_cli import headprune
+
+# a title, a cleared screen, colours by a C1 control, a line of its own, commands to GitHub Actions
+EVIL = "\n::error::x\r\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n \t::add-mask::x ##[error][/red]`<b>|"
+START = "::stop-commands::x" + EVIL  # where nothing stands before it
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
+MEANT = "::error title=headprune check::"
+
+
+def assert_inert(text: str, *meant: str) -> None:
+    assert not CONTROLS.search(text), ascii(text)
+    for line in text.split("\n"):
+        if line not in meant:
+            assert not line.lstrip().startswith("::") and "##[" not in line, ascii(text)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """As the executable does, with lines as they are."""
+    before = sys.argv
+    sys.argv = ["headprune", *map(str, arguments)]
+    capsys.readouterr()
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    finally:
+        sys.argv = before
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, gates, a cut with its evaluation and its check, scores, a baseline."""
+    home = tmp_path_factory.mktemp("place")
+    text = home / "text.txt"
+    text.write_text(tiny.text(600))
+    data = DataConfig(source=str(text))
+    base = str(tiny.save(tiny.model("llama-gqa"), home / "base"))
+    run = home / "run"
+    gates = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16)
+    train_gates(base, data, run / "gates", gates)
+    prune(base, run / "small", gates=run / "gates")
+    measure = EvaluateConfig(seq_len=16, max_windows=8, speed=False)
+    evaluate(str(run / "small"), data, measure, against=base).write(run / "report.json")
+    score(base, home / "scores", ["random"], None)
+    settings = CheckConfig(
+        model=base,
+        data=str(text),
+        limits=("perplexity <= 1", "query_heads == 24"),
+        baseline=str(home / "b.json"),
+        seq_len=16,
+        max_windows=12,
+        resamples=1000,
+    )
+    update_baseline(settings)
+    (run / "check.json").write_text(check(settings).model_dump_json())
+    return home
+
+
+def poisoned(content: Any, how: str, keys: Sequence[str] = ()) -> Iterator[Any]:
+    """The content, each time with other texts in it replaced: all below one key, or all keys."""
+    for key in keys or content:
+        yield {**content, key: _all(content[key], how)}
+    yield _keys(content, how)
+
+
+def _all(content: Any, how: str) -> Any:
+    if isinstance(content, dict):
+        return {key: _all(value, how) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_all(value, how) for value in content]
+    return f"{how}{content}" if isinstance(content, str) else content
+
+
+def _keys(content: Any, how: str) -> Any:
+    if isinstance(content, dict):
+        return {f"{how}{key}": _keys(value, how) for key, value in content.items()}
+    return content
+
+
+Command = Callable[[Path], tuple[object, ...]]
+FILES: dict[str, tuple[str, Command]] = {
+    "report": ("run/report.json", lambda h: ("report", h / "run", "--output", h / "o.md")),
+    "check": ("run/check.json", lambda h: ("report", h / "run", "--output", h / "o.md")),
+    "manifest": (
+        "run/small/headprune.json",
+        lambda h: ("report", h / "run", "--output", h / "o.md"),
+    ),
+    "verified": ("run/small/headprune.json", lambda h: ("verify", h / "run/small")),
+    "config": ("base/config.json", lambda h: ("inspect", h / "base")),
+    "plan": (
+        "run/small/plan.json",
+        lambda h: ("prune", h / "base", "--plan", h / "run/small/plan.json", "--dry-run"),
+    ),
+    "gates": (
+        "run/gates/gates.json",
+        lambda h: ("prune", h / "base", "--gates", h / "run/gates", "--dry-run"),
+    ),
+    "scores": (
+        "scores/scores.json",
+        lambda h: ("prune", h / "base", "--scores", h / "scores", "--keep", "0.5", "--dry-run"),
+    ),
+    "baseline": (
+        "b.json",
+        lambda h: (
+            *("check", "--model", h / "base", "--data", h / "text.txt", "--baseline", h / "b.json"),
+            *("--limit", "perplexity <= +2 %", "--seq-len", 16, "--max-windows", 12),
+            *("--resamples", 1000),
+        ),
+    ),
+}
+# of what takes long to run
+SOME = {"verified": ("source", "proof", "files"), "baseline": ("subject", "data", "samples")}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_no_text_of_a_file_is_a_command(
+    kind: str,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    home = shutil.copytree(place, tmp_path / "home")
+    file, arguments = FILES[kind]
+    good = json.loads((home / file).read_text())
+    said = 0
+    for bad in poisoned(good, START, SOME.get(kind, ())):
+        (home / file).write_text(json.dumps(bad))
+        code, out, err = run(capsys, *arguments(home))
+        assert code in (0, 1, 2)
+        assert_inert(out + err)
+        said += "stop-commands" in out + err
+        page = home / "o.md"
+        if page.exists():
+            said += "stop-commands" in page.read_text()
+            assert_inert(page.read_text())
+            page.unlink()
+    assert said or kind == "check"  # whose texts are not shown where they make no sense
+
+
+@pytest.mark.parametrize("how", ["recipe", "check", "train_gates"])
+def test_no_text_of_a_yaml_file_is_a_command(
+    how: str,
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "c.yaml"
+    contents: dict[str, dict[str, Any]] = {
+        "recipe": {
+            "model": str(place / "base"),
+            "output": "out",
+            "data": {"train": {"source": str(place / "text.txt"), "text_column": "text"}},
+            "steps": {"score": {"criterion": "random"}, "prune": {"keep": 0.5, "scores": "score"}},
+        },
+        "check": {"model": "m", "data": "d", "limits": ["perplexity <= 3"], "dtype": "auto"},
+        "train_gates": {"train": "gates", "objective": "lm", "dtype": "auto", "target_heads": 0.5},
+    }
+    arguments: tuple[object, ...] = ("run", path, "--dry-run")
+    if how != "recipe":
+        model = (place / "base", "--data", "none.txt", "--output", "o")
+        arguments = (how.replace("_", "-"), *(model if how == "train_gates" else ()))
+        arguments += ("--config", path)
+    for bad in poisoned(contents[how], START):
+        for content in (bad, {"steps": {"score": bad}}):
+            path.write_text(yaml.safe_dump(content if how == "recipe" else {how: bad}))
+            code, out, err = run(capsys, *arguments)
+            assert code in (0, 2)
+            assert_inert(out + err)
+
+
+def test_no_name_of_a_folder_or_column_is_a_command(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = EVIL.replace("/", "")
+    home = tmp_path / name
+    shutil.copytree(place / "run", home / "run")
+    shutil.copy(place / "text.txt", home)
+    rows = [{f"{START}a": f"w1 w2 {EVIL}", f"{START}b": START} for _ in range(4)]
+    (home / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for arguments in (
+        ("inspect", home / "none"),
+        ("verify", home),
+        ("report", home / "run", "--output", home / "o.md"),
+        ("report", home / "run", "--output", home / "o.html", "--json"),
+        ("evaluate", place / "base", "--data", home / "rows.jsonl"),
+        ("evaluate", place / "base", "--data", home / "rows.jsonl", "--text-column", START),
+        ("run", home),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert code in (0, 2)
+        assert_inert(out + err)
+        if "--json" in arguments:
+            assert json.loads(out)["output"] == str(home / "o.html")
+    for page in home.glob("o.*"):
+        assert_inert(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+
+
+def test_the_executable_says_the_same(place: Path, tmp_path: Path) -> None:
+    home = shutil.copytree(place, tmp_path / "home")
+    path = home / "b.json"
+    content = json.loads(path.read_text())
+    content["subject"]["model_type"] = START
+    path.write_text(json.dumps(content))
+    done = subprocess.run(
+        headprune(*FILES["baseline"][1](home)),
+        capture_output=True,
+        text=True,
+        env={"GITHUB_ACTIONS": "true", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 2
+    lines = done.stderr.split("\n")
+    meant = [line for line in lines if line.startswith(MEANT)]
+    assert len(meant) == 1 and "model_type was" in meant[0]
+    assert any(line.startswith("error: The baseline") for line in lines)
+    assert_inert(done.stdout + done.stderr.replace(meant[0], ""))
+
+
+# --- what libraries say
+
+
+def test_what_libraries_print_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            for part in ("\n:", ":error::x", "\n#", "#[error]x", EVIL, "\n  :", ":x"):
+                stream.write(part)
+            stream.writelines([START])
+            stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(START, stacklevel=1)
+
+    streams = sys.stdout, sys.stderr
+    terminal.run(command)
+    assert (sys.stdout, sys.stderr) == streams
+    captured = capsys.readouterr()
+    assert_inert(captured.out)
+    assert_inert(captured.err)
+    assert "owned" in captured.out
+    assert "warning: ::stop-commands::x ::error::x" in captured.err
+
+
+def test_a_bug_is_shown_and_is_no_command(
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError(START)
+
+    monkeypatch.setattr("headprune.pipelines.check.check", broken)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    code, out, err = run(capsys, *FILES["baseline"][1](place))
+    assert (code, out) == (2, "")  # 1 is for broken limits
+    meant = [line for line in err.split("\n") if line.startswith(MEANT)]
+    assert len(meant) == 1 and "RuntimeError" in meant[0]
+    assert "Traceback" in err and "in broken" in err
+    assert_inert(err, *meant)
+    monkeypatch.setattr("headprune.regression.actions.annotation", broken)
+    code, _, err = run(capsys, *FILES["baseline"][1](place))  # nothing is left to catch that
+    assert code == 1 and "RuntimeError" in err
+    assert_inert(err)
+
+
+def test_on_a_terminal_only_styles_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = terminal._Console(file=shown, force_terminal=True, width=30)
+    console.print(f"[bold]{escape(START)}[/] {escape(EVIL)}")
+    console.print("[bold]:[/]:error::x", "#[red]#[/][error]")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
+    assert "\x1b" in shown.getvalue()
+    assert_inert(text)
+    monkeypatch.setattr(terminal, "err", terminal._Console(file=shown, force_terminal=True))
+    with terminal.bar() as bar:
+        bar.stage(START)
+        bar.step(1, 2, "loss")
+    with terminal.stages() as stage:
+        stage(START)
+    for payload in ("\x1b]0", "\x1b[2J", "\x9b", "\u202e"):
+        assert payload not in shown.getvalue()
+
+
+# --- what is written for others
+
+
+def test_summaries_and_annotations_hold_no_controls(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from headprune.cli.check import _tell
+
+    found = CheckReport.model_validate_json((place / "run/check.json").read_text())
+    limits = tuple(one.model_copy(update={"limit": START}) for one in found.limits)
+    bad = found.model_copy(update={"model": START, "baseline": START, "limits": limits})
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    for json_ in (False, True):
+        _tell(bad, tmp_path / "junit.xml", json_)
+        captured = capsys.readouterr()
+        meant = [line for line in captured.err.split("\n") if line.startswith(MEANT)]
+        assert len(meant) == 1  # perplexity is above its limit, the heads are as they should be
+        assert_inert(captured.err, *meant)
+        assert_inert(captured.out)
+        assert not CONTROLS.search(meant[0]) and "##[" not in meant[0]
+    assert json.loads(captured.out)["model"] == START
+    for written in ("summary.md", "junit.xml"):
+        assert not CONTROLS.search((tmp_path / written).read_text().replace("\t", " "))
+
+
+def test_a_page_holds_no_controls_and_a_card_stays_in_its_blocks(
+    place: Path, tmp_path: Path
+) -> None:
+    home = shutil.copytree(place / "run", tmp_path / "run")
+    path = home / "small/plan.json"
+    plan = json.loads(path.read_text())
+    fence = f"\n```\n<script>{EVIL}\ud800"[:-1]
+    plan["attentions"] = {f"```{fence}{n}": part for n, part in plan["attentions"].items()}
+    path.write_text(json.dumps(plan))
+    for suffix in ("md", "html"):
+        page = report([home], tmp_path / f"page.{suffix}", tmp_path / suffix).output.read_text()
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
+        if suffix == "md":
+            block = re.search(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+            assert block is not None and len(block[1].splitlines()) == len(plan["attentions"])
+
+
+def test_names_that_are_no_text_can_be_written(place: Path, tmp_path: Path) -> None:
+    home = tmp_path / "run\udcff\x1b"  # bytes that are no UTF-8
+    home.mkdir()
+    shutil.copy(place / "run/report.json", home / "\udcff.json")
+    for suffix in ("md", "html"):
+        done = report([home], tmp_path / f"page.{suffix}", tmp_path / f"figures-{suffix}")
+        assert "\ufffd.json" in done.output.read_text()
+        assert done.figures
+
+
+# --- the pieces
+
+
+def test_json_says_the_same_and_is_safe() -> None:
+    text = json.dumps({"a": [START, "ä■\U0001f600", "\u2028\ue000"]}, indent=2, ensure_ascii=False)
+    assert json.loads(json_safe(text)) == json.loads(text)
+    assert_inert(json_safe(text))
+    assert "ä■\U0001f600" in json_safe(text)
+
+
+@pytest.mark.parametrize("text", [EVIL, START, "", "a" * 1_000, "::::", "##[##[", " \n ::x"])
+def test_pieces_of_text(text: str) -> None:
+    assert_inert(inert(text))
+    assert inert(inert(text)) == inert(text)
+    assert "\n" not in printable(text)
+    assert len(sentence(text)) <= 400 and "\n" not in sentence(text)
+    assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", xml_safe(text))
+
+
+def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise HeadpruneError("asked\n" + "x" * 5_000 + "\ndo this")
+
+    with pytest.raises(SystemExit):
+        terminal.run(refuse)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and len(err) <= 408 and "asked x" in err and "do this" in err
+    path = tmp_path / "r.yaml"
+    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"steps: {a: {b: " + b"x" * 9_000):
+        path.write_bytes(content)
+        for arguments in (("run", path), ("check", "--config", path)):
+            code, _, err = run(capsys, *arguments)
+            assert code == 2 and err.count("\n") == 1 and len(err) < 420, err
