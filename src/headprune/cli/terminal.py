@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
@@ -23,7 +24,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from headprune.errors import HeadpruneError
+from headprune.errors import HeadpruneError, HeadpruneWarning
 from headprune.markup import inert, sentence
 from headprune.training import processes
 
@@ -143,6 +144,19 @@ def warn(sentences: Iterable[str]) -> None:
         err.print(f"[yellow]warning:[/] {_escaped(sentence(each, 800))}", soft_wrap=True)
 
 
+def show_warnings() -> None:
+    """Has what headprune warns of in Python shown as a warning of the command line."""
+    usual = warnings.showwarning
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, HeadpruneWarning):
+            warn([str(message)] if processes.is_main() else [])
+        else:
+            usual(message, category, *where, **more)
+
+    warnings.showwarning = shown
+
+
 def note(text: str) -> None:
     """Says how something was understood."""
     err.print(f"[yellow]note:[/] {_escaped(sentence(text))}", soft_wrap=True)
@@ -152,6 +166,7 @@ def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     if not processes.is_main():  # of several that train together, one reports
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
+    show_warnings()
     try:
         command()
     except HeadpruneError as error:
