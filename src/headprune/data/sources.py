@@ -5,6 +5,7 @@ A plain text file is one document; a row of JSONL, CSV, TSV or parquet is one do
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import tempfile
 import warnings
@@ -129,8 +130,10 @@ def read_examples(data: DataConfig) -> Examples:
 class _Rows(Sequence[T]):
     """What is made of the rows of a table, some at a time."""
 
-    def __init__(self, table: Dataset, made: Callable[[dict[str, list[Any]]], list[T]]) -> None:
-        self.table, self.made = table, made
+    def __init__(
+        self, table: Dataset, made: Callable[[dict[str, list[Any]]], list[T]], source: str
+    ) -> None:
+        self.table, self.made, self.source = table, made, source
 
     def __len__(self) -> int:
         return len(self.table)
@@ -141,13 +144,18 @@ class _Rows(Sequence[T]):
     def __getitem__(self, index: slice) -> _Rows[T]: ...
     def __getitem__(self, index: int | slice) -> T | _Rows[T]:
         if isinstance(index, slice):
-            return _Rows(self.table.select(range(len(self))[index]), self.made)
-        at = range(len(self))[index]
-        return self.made(self.table[at : at + 1])[0]
+            return _Rows(self.table.select(range(len(self))[index]), self.made, self.source)
+        return next(iter(self[index : index + 1 or None]))
 
     def __iter__(self) -> Iterator[T]:
-        for some in self.table.iter(_AT_ONCE):
-            yield from self.made(some)
+        try:
+            for some in self.table.iter(_AT_ONCE):
+                yield from self.made(some)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"'{self.source}' is not readable as UTF-8 text ({error.reason} in a row). Write "
+                "it anew as UTF-8."
+            ) from None
 
 
 def _examples(table: Dataset, columns: list[str], data: DataConfig) -> Examples:
@@ -157,7 +165,8 @@ def _examples(table: Dataset, columns: list[str], data: DataConfig) -> Examples:
     labels = None
     if data.label_column is not None:
         labels = _labels(table.select_columns([data.label_column]), data)
-    return Examples(_Rows(table.select_columns(columns), texts), labels, rows_are_documents=True)
+    rows = _Rows(table.select_columns(columns), texts, data.source)
+    return Examples(rows, labels, rows_are_documents=True)
 
 
 def refuse_missing_file(source: str) -> None:
@@ -209,8 +218,18 @@ def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
         raise
     except Exception as error:  # builders raise whatever their parser raises
         found = "is no file or folder, and" if builder is None else "was found, but"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"'{data.source}' {found} datasets could not read it: {reason}") from None
+        raise DataError(
+            f"'{data.source}' {found} datasets could not read it: {_reason(error)}"
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong at the bottom of it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, StopIteration):
+        return "there are no rows in it"
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _of_files(files: list[Path], builder: str) -> Dataset:
@@ -221,7 +240,8 @@ def _of_files(files: list[Path], builder: str) -> Dataset:
     """
     options = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
-        names = [str(unpacked(file, Path(folder), i)) for i, file in enumerate(files)]
+        plain = (unpacked(file, Path(folder), i) for i, file in enumerate(files))
+        names = [glob.escape(str(file)) for file in plain]  # datasets takes them for patterns
         cache = str(Path(folder) / "cache")
         return datasets.load_dataset(
             builder, data_files=names, split="train", cache_dir=cache, **options
@@ -258,7 +278,8 @@ def _text_columns(table: Dataset, data: DataConfig) -> list[str]:
             )
     for column in columns:
         if column not in _strings(table):
-            kind = getattr(table.features[column], "dtype", None) or "values"
+            feature = table.features[column]
+            kind = getattr(feature, "dtype", None) or type(feature).__name__
             raise DataError(
                 f"The column '{column}' of '{data.source}' holds {kind}, no text. Columns of text: "
                 f"{', '.join(_strings(table)) or 'none'}; see --text-column."
@@ -331,7 +352,7 @@ def _labels(table: Dataset, data: DataConfig) -> Sequence[str]:
                 f"{', '.join(feature.names)}. Give data with labels, such as another --split."
             ) from None
 
-    return _Rows(table, texts)
+    return _Rows(table, texts, data.source)
 
 
 def _checked(examples: Examples, data: DataConfig) -> Examples:

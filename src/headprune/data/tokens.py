@@ -11,18 +11,17 @@ beginning, because one does not start there. Two chunks overlap, the fast tokeni
 the text each token stands, and the chunks are joined inside the longest stretch of the overlap in
 which both have the same tokens at the same places. The result is that of the whole text:
 
-* Words. Pre-tokenizers find words from left to right, so where both chunks have the border of a
-  word, the words after it are those of the right chunk, which was not cut near it; the words before
-  it are those of the left one. A model (BPE, WordPiece, Unigram, WordLevel) encodes a word by
-  itself. A joint stands at such a border wherever the stretch has one.
-* No words. Where the pre-tokenizer leaves a text whole (Llama 2, Gemma; a script without spaces):
-  BPE. A border that no merge has crossed parts the text into two that are merged each for itself.
-  So tokens are those of the whole text if all neighbours are those of some encoding in which they
-  stand side by side; and they are, each pair in one of the chunks, as the joint's token is in both.
-  Unigram. Both chunks' paths are best through all borders of the stretch, and so is that of the
-  whole text, by the principle of optimality, if it meets a single one of them.
+* Between words. Pre-tokenizers find words from left to right, so where both chunks have the border
+  of a word, the words after it are those of the right chunk, which was not cut near it, and the
+  words before it those of the left one. A model encodes every word by itself. A joint stands at
+  such a border wherever the stretch has one.
+* Inside a word, as there is only one where the pre-tokenizer leaves a text whole (Llama 2, Gemma).
+  For BPE alone: a border that no merge has crossed parts a word into two that are merged each for
+  itself, so that tokens are those of the whole if any two neighbours are neighbours in an encoding
+  of some part. They are: each pair stands in one of the chunks, as the joint's tokens are in both.
+  (Unigram weighs whole words against each other, and ties between them are broken by rounding.)
 
-If there is no such stretch, as in a run of spaces longer than the overlap, overlap and chunk grow
+If there is no such place, as in a run of spaces longer than the overlap, overlap and chunk grow
 until there is one: to the whole text at most. Tokenizers that do not tell places (those written in
 Python) or that draw tokens at random (dropout) get the whole text.
 """
@@ -163,6 +162,11 @@ class _Chunk:
         """Whether a word begins with a token."""
         return token > 0 and bool(self.words[token] != self.words[token - 1])
 
+    def is_one_word(self, token: int, count: int) -> bool:
+        """Whether so many tokens from one on belong to the same word."""
+        words = self.words[token : token + count]
+        return bool((words == words[0]).all())
+
     def begins_as(self, other: _Chunk, count: int) -> bool:
         """Whether the first tokens of two chunks are the same."""
         return np.array_equal(self.ids[:count], other.ids[:count])
@@ -207,15 +211,12 @@ class _Joiner:
         for k in inner:
             if left.starts_word(i + k) and right.starts_word(j + k):
                 return i + k, j + k
-        if not inner or not self._joins_in_words:
+        one_word = inner and left.is_one_word(i, length) and right.is_one_word(j, length)
+        if not one_word or type(self.tokenizer.backend_tokenizer.model).__name__ != "BPE":
             return None
         # a word this long is no token by itself, which some models look up before they merge
         spans = int(left.places[i + length - 1, 1] - left.places[i, 0])
         return (i + inner[0], j + inner[0]) if spans > self._longest_token else None
-
-    @property
-    def _joins_in_words(self) -> bool:
-        return type(self.tokenizer.backend_tokenizer.model).__name__ in ("BPE", "Unigram")
 
     @cached_property
     def _longest_token(self) -> int:
