@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import datasets
 import numpy as np
@@ -29,6 +29,11 @@ from headprune.errors import DataError, HeadpruneWarning
 from headprune.registry import did_you_mean
 
 T = TypeVar("T")
+if TYPE_CHECKING:
+    Texts = Sequence[tuple[str, ...]]
+    Labels = Sequence[str]
+else:  # whoever checks types at run time looks at an item, which would read a file
+    Texts = Labels = Sequence
 
 _AT_ONCE = 100  # rows of a table that are read; they may be long
 
@@ -55,8 +60,8 @@ class Examples:
         rows_are_documents: False for plain text files.
     """
 
-    texts: Sequence[tuple[str, ...]]
-    labels: Sequence[str] | None
+    texts: Texts
+    labels: Labels | None
     rows_are_documents: bool
 
     @property
@@ -243,9 +248,14 @@ def _of_files(files: list[Path], builder: str) -> Dataset:
         plain = (unpacked(file, Path(folder), i) for i, file in enumerate(files))
         names = [glob.escape(str(file)) for file in plain]  # datasets takes them for patterns
         cache = str(Path(folder) / "cache")
-        return datasets.load_dataset(
-            builder, data_files=names, split="train", cache_dir=cache, **options
-        )
+        told = datasets.logging.get_verbosity()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all
+        try:
+            return datasets.load_dataset(
+                builder, data_files=names, split="train", cache_dir=cache, **options
+            )
+        finally:
+            datasets.logging.set_verbosity(told)
 
 
 def _of_the_hub(data: DataConfig) -> Dataset:
@@ -337,7 +347,7 @@ def _check_column(column: str, table: Dataset, option: str, source: str) -> None
         )
 
 
-def _labels(table: Dataset, data: DataConfig) -> Sequence[str]:
+def _labels(table: Dataset, data: DataConfig) -> Labels:
     (column,) = table.column_names
     feature = table.features[column]
 

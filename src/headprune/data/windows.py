@@ -178,7 +178,7 @@ def translation_rows(
 
     def parts() -> Iterator[dict[str, Any]]:
         nonlocal done
-        for some in _batched(examples.texts):
+        for some in _batched(iter(examples.texts)):
             sources, targets = (list(column) for column in zip(*some, strict=True))
             rows = dict(tokenizer(sources, text_target=targets, **options))
             for name, of_column in seen.items():
