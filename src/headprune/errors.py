@@ -43,3 +43,10 @@ class ProofError(HeadpruneError):
     """The cut model does not compute what the gated original computes; nothing was written."""
 
     exit_code = 1
+
+
+class HeadpruneWarning(UserWarning):
+    """Something of the input is left out or likely not meant, and the command goes on.
+
+    The command line shows it as a ``warning:``; in Python it is one like any other.
+    """

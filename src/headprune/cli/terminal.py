@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from headprune.errors import HeadpruneError
+from headprune.errors import HeadpruneError, HeadpruneWarning
 from headprune.markup import inert, json_safe, sentence
 from headprune.training import processes
 
@@ -231,15 +231,13 @@ def run(command: Callable[[], None]) -> None:
 def _made_safe() -> Iterator[None]:
     """Lets what libraries print, which may quote files, go the way of our own text."""
 
-    def warned(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        warn([str(message)])
+    usual = warnings.showwarning
+
+    def warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, HeadpruneWarning):
+            warn([str(message)] if processes.is_main() else [])
+        else:
+            usual(message, category, *where, **more)
 
     streams = sys.stdout, sys.stderr
     with warnings.catch_warnings():

@@ -5,18 +5,37 @@ A plain text file is one document; a row of JSONL, CSV, TSV or parquet is one do
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Sequence
+import glob
+import hashlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
+from numpy.typing import NDArray
 
 from headprune import hub
 from headprune.config import DataConfig
-from headprune.errors import DataError
+from headprune.data.files import TextFiles, byte_pieces, text_pieces, unpacked
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.registry import did_you_mean
+
+T = TypeVar("T")
+if TYPE_CHECKING:
+    Texts = Sequence[tuple[str, ...]]
+    Labels = Sequence[str]
+else:  # whoever checks types at run time looks at an item, which would read a file
+    Texts = Labels = Sequence
+
+_AT_ONCE = 100  # rows of a table that are read; they may be long
 
 _BUILDERS = {
     ".jsonl": "json",
@@ -33,7 +52,7 @@ _BUILDERS = {
 
 @dataclass(frozen=True)
 class Examples:
-    """Documents with what belongs to them.
+    """Documents with what belongs to them, read from where they lie whenever they are asked for.
 
     Attributes:
         texts: One tuple per example: the text, or the two texts of a pair.
@@ -41,13 +60,55 @@ class Examples:
         rows_are_documents: False for plain text files.
     """
 
-    texts: Sequence[tuple[str, ...]]
-    labels: Sequence[str] | None
+    texts: Texts
+    labels: Labels | None
     rows_are_documents: bool
+
+    @property
+    def width(self) -> int:
+        """Texts of an example: 2 for pairs."""
+        return 1 if isinstance(self.texts, TextFiles) else len(self.texts[0])
+
+    def first(self, count: int | None) -> Examples:
+        """The first examples, if they are limited."""
+        labels = None if self.labels is None else self.labels[:count]
+        return Examples(self.texts[:count], labels, self.rows_are_documents)
+
+    def documents(self) -> Iterator[Iterator[str]]:
+        """The (first) text of every example, a piece at a time."""
+        if isinstance(self.texts, TextFiles):
+            yield from map(text_pieces, self.texts.files)
+        else:
+            yield from (iter((text,)) for text, *_ in self.texts)
+
+    def strings(self) -> Iterator[str]:
+        """All text there is, a piece at a time."""
+        if isinstance(self.texts, TextFiles):
+            yield from chain.from_iterable(self.documents())
+        else:
+            yield from chain.from_iterable(self.texts)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the texts and labels, in order."""
+        digest = hashlib.sha256()
+        if isinstance(self.texts, TextFiles):
+            for file in self.texts.files:
+                for piece in byte_pieces(file):
+                    digest.update(piece)
+                digest.update(b"\0")
+        else:
+            for part in chain.from_iterable(self.texts):
+                digest.update(part.encode() + b"\0")
+        for label in self.labels or ():
+            digest.update(label.encode() + b"\0")
+        return digest.hexdigest()
 
 
 def read_examples(data: DataConfig) -> Examples:
     """Reads the examples that a data config names.
+
+    Files are looked through once, so that what is wrong with them is found before any work.
 
     Raises:
         DataError: If nothing is there, a column is missing, or there is no text in it.
@@ -61,16 +122,56 @@ def read_examples(data: DataConfig) -> Examples:
             "Put one kind in a folder."
         )
     if kinds == {"text"}:
-        texts = [(_read_text(file),) for file in files]
+        texts = TextFiles(tuple(files))
         return _checked(Examples(texts, None, rows_are_documents=False), data)
     table = _table(files, kinds.pop() if kinds else None, data)
     columns = _text_columns(table, data)
-    texts = list(zip(*(map(str, table[column]) for column in columns), strict=True))
-    labels = None
     if data.label_column is not None:
         _check_column(data.label_column, table, "--label-column", data.source)
-        labels = _labels(table, data.label_column)
-    return _checked(Examples(texts, labels, rows_are_documents=True), data)
+    table = _without_nulls(table, columns, data)
+    return _checked(_examples(table, columns, data), data)
+
+
+class _Rows(Sequence[T]):
+    """What is made of the rows of a table, some at a time."""
+
+    def __init__(
+        self, table: Dataset, made: Callable[[dict[str, list[Any]]], list[T]], source: str
+    ) -> None:
+        self.table, self.made, self.source = table, made, source
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Rows[T]: ...
+    def __getitem__(self, index: int | slice) -> T | _Rows[T]:
+        if isinstance(index, slice):
+            return _Rows(self.table.select(range(len(self))[index]), self.made, self.source)
+        return next(iter(self[index : index + 1 or None]))
+
+    def __iter__(self) -> Iterator[T]:
+        try:
+            for some in self.table.iter(_AT_ONCE):
+                yield from self.made(some)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"'{self.source}' is not readable as UTF-8 text ({error.reason} in a row). Write "
+                "it anew as UTF-8."
+            ) from None
+
+
+def _examples(table: Dataset, columns: list[str], data: DataConfig) -> Examples:
+    def texts(rows: dict[str, list[Any]]) -> list[tuple[str, ...]]:
+        return list(zip(*(rows[column] for column in columns), strict=True))
+
+    labels = None
+    if data.label_column is not None:
+        labels = _labels(table.select_columns([data.label_column]), data)
+    rows = _Rows(table.select_columns(columns), texts, data.source)
+    return Examples(rows, labels, rows_are_documents=True)
 
 
 def refuse_missing_file(source: str) -> None:
@@ -113,27 +214,48 @@ def _kind(file: Path) -> str:
     return _BUILDERS[_suffix(file)]
 
 
-def _read_text(file: Path) -> str:
-    try:
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        return raw.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"'{file}' is not readable as UTF-8 text ({error}).") from None
-
-
 def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
     try:
         if builder is None:
             return _of_the_hub(data)
-        options = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
-        names = [str(file) for file in files]
-        return datasets.load_dataset(builder, data_files=names, split="train", **options)
+        return _of_files(files, builder)
     except DataError:
         raise
     except Exception as error:  # builders raise whatever their parser raises
         found = "is no file or folder, and" if builder is None else "was found, but"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"'{data.source}' {found} datasets could not read it: {reason}") from None
+        raise DataError(
+            f"'{data.source}' {found} datasets could not read it: {_reason(error)}"
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong at the bottom of it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, StopIteration):
+        return "there are no rows in it"
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _of_files(files: list[Path], builder: str) -> Dataset:
+    """Rows of files, in a temporary file that is mapped into memory and has no name any more.
+
+    The cache of datasets is none of ours: it goes by the name and time of a file, which may both
+    stay when the text changes, and it needs a home to write to.
+    """
+    options = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        plain = (unpacked(file, Path(folder), i) for i, file in enumerate(files))
+        names = [glob.escape(str(file)) for file in plain]  # datasets takes them for patterns
+        cache = str(Path(folder) / "cache")
+        told = datasets.logging.get_verbosity()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all
+        try:
+            return datasets.load_dataset(
+                builder, data_files=names, split="train", cache_dir=cache, **options
+            )
+        finally:
+            datasets.logging.set_verbosity(told)
 
 
 def _of_the_hub(data: DataConfig) -> Dataset:
@@ -155,21 +277,66 @@ def _text_columns(table: Dataset, data: DataConfig) -> list[str]:
         columns = [column.strip() for column in data.text_column.split(",")]
         for column in columns:
             _check_column(column, table, "--text-column", data.source)
-        return columns
-    if "text" in table.column_names:
-        return ["text"]
-    strings = [
-        name
-        for name, feature in table.features.items()
-        if getattr(feature, "dtype", None) in ("string", "large_string")
-        and name != data.label_column
-    ]
-    if len(strings) != 1:
-        raise DataError(
-            f"'{data.source}' has the columns {', '.join(table.column_names)}; say which one holds "
-            "the text with --text-column."
+    elif "text" in table.column_names:
+        columns = ["text"]
+    else:
+        columns = [name for name in _strings(table) if name != data.label_column]
+        if len(columns) != 1:
+            raise DataError(
+                f"'{data.source}' has the columns {', '.join(table.column_names)}; say which one "
+                "holds the text with --text-column."
+            )
+    for column in columns:
+        if column not in _strings(table):
+            feature = table.features[column]
+            kind = getattr(feature, "dtype", None) or type(feature).__name__
+            raise DataError(
+                f"The column '{column}' of '{data.source}' holds {kind}, no text. Columns of text: "
+                f"{', '.join(_strings(table)) or 'none'}; see --text-column."
+            )
+    return columns
+
+
+def _strings(table: Dataset) -> list[str]:
+    kinds = {name: getattr(feature, "dtype", None) for name, feature in table.features.items()}
+    return [name for name, kind in kinds.items() if kind in ("string", "large_string")]
+
+
+def _without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Dataset:
+    """The rows that have a text; they must have a label then.
+
+    Raises:
+        DataError: If a label is missing.
+    """
+    empty = _nulls(table, columns)
+    if empty.any():
+        left = len(table) - int(empty.sum())
+        table = table.select(np.flatnonzero(~empty))
+        warnings.warn(
+            f"'{data.source}': {int(empty.sum()):,} of {len(empty):,} rows have no text in "
+            f"{' or '.join(columns)} (null, or an empty cell) and are left out; {left:,} are used.",
+            HeadpruneWarning,
+            stacklevel=3,
         )
-    return strings
+    if data.label_column is not None:
+        empty = _nulls(table, [data.label_column])
+        if empty.any():
+            raise DataError(
+                f"--label-column {data.label_column}: {int(empty.sum()):,} rows of "
+                f"'{data.source}' have a text and no label, row {int(empty.argmax())} (counted "
+                "from 0, rows without a text left out) the first. Label them, or leave them out."
+            )
+    return table
+
+
+def _nulls(table: Dataset, columns: list[str]) -> NDArray[np.bool_]:
+    """Which rows have nothing in one of some columns."""
+    batches = table.select_columns(columns).with_format("arrow").iter(10 * _AT_ONCE)
+    found = [
+        np.any([pc.is_null(batch[name]).to_numpy() for name in columns], axis=0)
+        for batch in batches
+    ]
+    return np.concatenate([np.zeros(0, np.bool_), *found])
 
 
 def _check_column(column: str, table: Dataset, option: str, source: str) -> None:
@@ -180,14 +347,30 @@ def _check_column(column: str, table: Dataset, option: str, source: str) -> None
         )
 
 
-def _labels(table: Dataset, column: str) -> list[str]:
+def _labels(table: Dataset, data: DataConfig) -> Labels:
+    (column,) = table.column_names
     feature = table.features[column]
-    if isinstance(feature, datasets.ClassLabel):
-        return [feature.int2str(value) for value in table[column]]
-    return [str(value) for value in table[column]]
+
+    def texts(rows: dict[str, list[Any]]) -> list[str]:
+        if not isinstance(feature, datasets.ClassLabel):
+            return list(map(str, rows[column]))
+        try:
+            return [str(feature.int2str(value)) for value in rows[column]]
+        except ValueError:  # test sets without labels have -1 there
+            raise DataError(
+                f"--label-column {column}: '{data.source}' has a row whose label is none of "
+                f"{', '.join(feature.names)}. Give data with labels, such as another --split."
+            ) from None
+
+    return _Rows(table, texts, data.source)
 
 
 def _checked(examples: Examples, data: DataConfig) -> Examples:
-    if not any(part.strip() for text in examples.texts for part in text):
+    blank = True
+    for text in examples.strings():
+        blank = blank and not text.strip()
+        if examples.rows_are_documents and not blank:
+            break  # files are read to their end, to see that they can be
+    if blank:
         raise DataError(f"'{data.source}' holds no text. Give a file with text in it.")
     return examples

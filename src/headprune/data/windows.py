@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
 
+from headprune.data.rows import stored
 from headprune.data.sources import Examples
+from headprune.data.tokens import CHUNKING, Ids, head, token_ids
+from headprune.data.unreadable import Seen
 from headprune.errors import DataError
+
+ROWS_AT_ONCE = 1000  # that are tokenized
+_AT_ONCE = 1 << 18  # tokens that are held before windows are written
 
 
 def packed_windows(
@@ -22,11 +28,13 @@ def packed_windows(
     need: int = 1,
     specials: bool = False,
     vocabulary: int | None = None,
+    most: int | None = None,
+    also: Iterable[int | None] = (),
 ) -> Dataset:
     """Packs all documents into windows of exactly ``seq_len`` tokens; the rest is dropped.
 
     Documents of row formats are separated by the end-of-sequence token; a text file is one
-    document and gets none.
+    document and gets none. Text is read only as far as windows are wanted, and never held whole.
 
     Args:
         examples: The documents.
@@ -36,6 +44,8 @@ def packed_windows(
         specials: Whether each window is wrapped as the tokenizer wraps a text ([CLS] ... [SEP]),
             as encoders expect; language models that continue a text get it bare.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
+        most: How many windows, the first ones, are wanted; None for all.
+        also: Tokens that the model will be given besides, such as that which hides others.
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``.
@@ -46,25 +56,63 @@ def packed_windows(
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     end = end if examples.rows_are_documents else []
     around = tokenizer("")["input_ids"] if specials else []
-    stream: list[int] = []
-    found: Counter[int] = Counter()
-    for text, *_ in examples.texts:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        found.update(ids)
-        stream += ids + end
-    _refuse_unreadable(
-        found, {*end, *around}, (t for t, *_ in examples.texts), tokenizer, vocabulary
-    )
-    before, after = around[:1], around[1:]
     inner = seq_len - len(around)
-    count = len(stream) // inner
-    if count < need:
+    if inner < 1:
         raise DataError(
-            f"The data has {len(stream):,} tokens, which makes {count} windows of {seq_len}; "
+            f"--seq-len {seq_len}: the tokenizer puts {len(around)} special tokens around every "
+            "window, which leaves no room for text."
+        )
+    seen, packer = Seen(tokenizer, vocabulary), _Packer(around[:1], around[1:], inner)
+
+    def stream() -> Iterator[Ids]:
+        for document in examples.documents():
+            for ids in token_ids(document, tokenizer):
+                seen.add(ids)
+                yield ids
+            yield np.array(end, dtype=np.int32)
+
+    rows = stored(packer.windows(stream(), most))
+    seen.refuse(examples.strings(), also={*end, *around, *also})
+    if len(rows) < need:
+        raise DataError(
+            f"The data has {packer.tokens:,} tokens, which makes {len(rows)} windows of {seq_len}; "
             f"{need} are needed. Give more text or a smaller --seq-len."
         )
-    windows = [before + stream[i * inner : (i + 1) * inner] + after for i in range(count)]
-    return Dataset.from_dict({"input_ids": windows, "attention_mask": [[1] * seq_len] * count})
+    return rows
+
+
+class _Packer:
+    """Cuts a stream of tokens into windows, with the same tokens before and after each."""
+
+    def __init__(self, before: list[int], after: list[int], inner: int) -> None:
+        self.before, self.after = np.array(before, np.int32), np.array(after, np.int32)
+        self.inner = inner
+        self.tokens = 0
+
+    def windows(self, stream: Iterable[Ids], most: int | None) -> Iterator[dict[str, Any]]:
+        """Some windows at a time, at most so many in all; as arrays of shape (windows, length)."""
+        waiting: list[Ids] = []
+        held = made = 0
+        for ids in stream:
+            self.tokens += len(ids)
+            waiting.append(ids)
+            held += len(ids)
+            count = held // self.inner if most is None else min(held // self.inner, most - made)
+            if count and (held >= _AT_ONCE or made + count == most):
+                joined = np.concatenate(waiting)
+                yield self._wrapped(joined[: count * self.inner])
+                waiting = [joined[count * self.inner :]]
+                held, made = len(waiting[0]), made + count
+            if made == most:
+                return
+        if held >= self.inner:
+            yield self._wrapped(np.concatenate(waiting)[: held // self.inner * self.inner])
+
+    def _wrapped(self, ids: Ids) -> dict[str, Any]:
+        rows = ids.reshape(-1, self.inner)
+        before, after = (np.tile(side, (len(rows), 1)) for side in (self.before, self.after))
+        windows = np.concatenate([before, rows, after], axis=1)
+        return {"input_ids": windows, "attention_mask": np.ones(windows.shape, np.int8)}
 
 
 def tokenized_rows(
@@ -73,6 +121,7 @@ def tokenized_rows(
     seq_len: int,
     label_ids: dict[str, int] | None = None,
     vocabulary: int | None = None,
+    apart: bool = False,
 ) -> Dataset:
     """Tokenizes every example on its own, cut off at ``seq_len``; padding is left to the batch.
 
@@ -82,16 +131,29 @@ def tokenized_rows(
         seq_len: Longest row.
         label_ids: The model's ``label2id``; adds an integer ``labels`` column.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
+        apart: Whether the two texts of a pair are rows of their own, one after the other.
 
     Raises:
         DataError: If a label is none of the model's, or the text is not readable.
     """
-    parts = [list(column) for column in zip(*examples.texts, strict=True)]
-    rows = dict(tokenizer(*parts, truncation=True, max_length=seq_len, verbose=False))
-    _refuse_unreadable_rows(rows["input_ids"], (t for p in parts for t in p), tokenizer, vocabulary)
-    if label_ids is not None and examples.labels is not None:
-        rows["labels"] = [_label_id(label, label_ids) for label in examples.labels]
-    return Dataset.from_dict(rows)
+    seen, done = Seen(tokenizer, vocabulary), 0
+    labels = None if label_ids is None or examples.labels is None else iter(examples.labels)
+
+    def parts() -> Iterator[dict[str, Any]]:
+        nonlocal done
+        for some in _batched(_beginnings(examples, tokenizer, seq_len, apart)):
+            columns = [list(column) for column in zip(*some, strict=True)]
+            rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
+            _refuse_empty(rows["input_ids"], done)
+            seen.add_rows(rows["input_ids"])
+            if labels is not None and label_ids is not None:
+                rows["labels"] = [_label_id(next(labels), label_ids) for _ in some]
+            done += len(some)
+            yield rows
+
+    rows = stored(parts())
+    seen.refuse(examples.strings())
+    return rows
 
 
 def translation_rows(
@@ -105,93 +167,71 @@ def translation_rows(
     Raises:
         DataError: If an example is not a pair, or the text is not readable.
     """
-    if len(examples.texts[0]) != 2:
+    if examples.width != 2:
         raise DataError(
             "An encoder-decoder learns from pairs: name both columns, as in "
             "--text-column SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
-    sources, targets = (list(column) for column in zip(*examples.texts, strict=True))
+    seen = {"input_ids": Seen(tokenizer, vocabulary), "labels": Seen(tokenizer, vocabulary)}
     options = {"truncation": True, "max_length": seq_len, "verbose": False}
-    rows = dict(tokenizer(sources, text_target=targets, **options))
-    for name, texts in (("input_ids", sources), ("labels", targets)):
-        _refuse_unreadable_rows(rows[name], texts, tokenizer, vocabulary)
-    return Dataset.from_dict(rows)
+    done = 0
+
+    def parts() -> Iterator[dict[str, Any]]:
+        nonlocal done
+        for some in _batched(iter(examples.texts)):
+            sources, targets = (list(column) for column in zip(*some, strict=True))
+            rows = dict(tokenizer(sources, text_target=targets, **options))
+            for name, of_column in seen.items():
+                _refuse_empty(rows[name], done)
+                of_column.add_rows(rows[name])
+            done += len(some)
+            yield rows
+
+    rows = stored(parts())
+    for of_column in seen.values():
+        of_column.refuse(examples.strings())
+    return rows
 
 
-def _refuse_unreadable_rows(
-    rows: list[list[int]], texts: Iterable[str], tokenizer: Any, vocabulary: int | None
-) -> None:
-    padded = len(set(map(len, rows))) > 1 and tokenizer.pad_token_id is not None
-    also = {tokenizer.pad_token_id} if padded else set()
-    found = Counter(token for row in rows for token in row)
-    _refuse_unreadable(found, also, texts, tokenizer, vocabulary)
+def _beginnings(
+    examples: Examples, tokenizer: Any, seq_len: int, apart: bool
+) -> Iterator[tuple[str, ...]]:
+    """The texts; of a long one the beginning, as far as its first tokens need it."""
+    if examples.width > 1 or tokenizer.truncation_side != "right":
+        for text in examples.texts:
+            yield from ((part,) for part in text) if apart else (text,)
+        return
+    for document in examples.documents():
+        yield (head(document, tokenizer, seq_len),)
 
 
-def _refuse_unreadable(
-    found: Counter[int],
-    also: set[int],
-    texts: Iterable[str],
-    tokenizer: Any,
-    vocabulary: int | None,
-) -> None:
-    """Refuses text of which nothing reaches the model.
+def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """Some texts at a time, fewer where they are long."""
+    some: list[tuple[str, ...]] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += sum(map(len, text))
+        if len(some) == ROWS_AT_ONCE or size >= CHUNKING.chunk:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
-    Args:
-        found: Token ids of the text, with how often each is there.
-        also: Ids that stand between and around them.
-        texts: The text.
-        tokenizer: The tokenizer.
-        vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
 
-    Raises:
-        DataError: If the text is mostly unknown tokens, or nothing but special ones, or has an id
-            that the model has no embedding for.
-    """
-    special = set(tokenizer.all_special_ids)
-    known = sum(count for token, count in found.items() if token not in special)
-    unknown = tokenizer.unk_token_id
-    if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        unknown = None  # vocabularies of bytes know everything, and name one token for all
-    share = found[unknown] / max(known + found[unknown], 1)
-    if share > 0.5:
-        words = ", ".join(map(repr, _unknown_words(texts, tokenizer)))
+def _refuse_empty(rows: list[list[int]], before: int) -> None:
+    lengths = list(map(len, rows))
+    if 0 in lengths:
         raise DataError(
-            f"{share:.0%} of the text's tokens are unknown to the tokenizer, those of {words} "
-            "among them, so the model would read next to nothing of it. Give text in a language "
-            "of the model, or the tokenizer that it was trained with."
+            f"Row {before + lengths.index(0)} (counted from 0; a sentence pair may be two rows) "
+            "has no tokens. Leave empty texts out."
         )
-    if found and not known:
-        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(found)[:3])))
-        raise DataError(
-            f"The tokenizer makes nothing but special tokens of the text ({names}), so the model "
-            "would read none of it. Give other text, or the tokenizer that it was trained with."
-        )
-    beyond = max({*found, *also}, default=0)
-    if vocabulary is not None and beyond >= vocabulary:
-        raise DataError(
-            f"The tokenizer gives the token {tokenizer.convert_ids_to_tokens(beyond)!r} the id "
-            f"{beyond}, and the model has embeddings for {vocabulary} tokens, 0 to "
-            f"{vocabulary - 1}. Give it the tokenizer that it was trained with, without tokens "
-            "that were added later."
-        )
-
-
-def _unknown_words(texts: Iterable[str], tokenizer: Any, most: int = 3) -> list[str]:
-    """The first words with an unknown token, cut off where a script has no spaces."""
-    found: dict[str, None] = {}
-    for word in (word for text in texts for word in text.split()):
-        ids = tokenizer(word, add_special_tokens=False, verbose=False)["input_ids"]
-        if tokenizer.unk_token_id in ids:
-            found[word[:20]] = None
-        if len(found) == most:
-            break
-    return list(found)
 
 
 def _label_id(label: str, label_ids: dict[str, int]) -> int:
     if label in label_ids:
         return label_ids[label]
-    if label.isdigit() and int(label) in label_ids.values():
+    if label.isdecimal() and len(label) < 10 and int(label) in label_ids.values():
         return int(label)
     raise DataError(
         f"The label '{label}' is none of the model's labels ({', '.join(label_ids)}); "

@@ -41,6 +41,11 @@ class Interval:
     confidence: float
     n: int
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether estimate and ends are numbers."""
+        return all(map(math.isfinite, (self.estimate, self.low, self.high)))
+
 
 def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     """Spearman's correlation: Pearson's of the ranks, where ties get their mean rank.
@@ -73,7 +78,11 @@ def bootstrap(
         for start in range(0, resamples, rows)
     ]
     tail = _expanded_tail((1 - confidence) / 2, n)
-    low, high = np.nanquantile(np.concatenate(draws), [tail, 1 - tail])
+    drawn = np.concatenate(draws)
+    drawn = drawn[~np.isnan(drawn)]
+    # of two infinite neighbours the one between is none
+    with np.errstate(invalid="ignore"):
+        low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
     return Interval(float(statistic(np.arange(n))), float(low), float(high), confidence, n)
 
 

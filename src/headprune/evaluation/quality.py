@@ -60,12 +60,11 @@ def causal_losses(
     Raises:
         DataError: If a loss is not finite; the window is named.
     """
-    losses = []
+    found = _Scored(tokenizer)
     for ids in _batches(windows, batch_size, progress):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
-        losses.append(_summed(logits, ids[:, 1:].to(model.device)))
-    scored = [row[1:] for row in windows["input_ids"]]
-    return _token_losses(losses, scored, tokenizer)
+        found.add(logits, ids[:, 1:])
+    return found.losses()
 
 
 @torch.no_grad()
@@ -82,13 +81,11 @@ def masked_losses(
     Raises:
         DataError: If a loss is not finite; the window is named.
     """
-    losses, scored = [], []
+    found = _Scored(tokenizer)
     for ids in _batches(windows, batch_size, progress):
         hidden, labels = masked(ids, tokenizer, seed)
-        logits = model(input_ids=hidden.to(model.device)).logits
-        losses.append(_summed(logits, labels.to(model.device)))
-        scored += [row[row != -100].tolist() for row in labels]
-    return _token_losses(losses, scored, tokenizer)
+        found.add(model(input_ids=hidden.to(model.device)).logits, labels)
+    return found.losses()
 
 
 @torch.no_grad()
@@ -104,14 +101,14 @@ def translation_losses(
     Raises:
         DataError: If a loss is not finite; the row is named.
     """
-    collate, losses = DataCollatorForSeq2Seq(tokenizer, model=model), []
+    collate, found = DataCollatorForSeq2Seq(tokenizer, model=model), _Scored(tokenizer)
     for start in range(0, len(rows), batch_size):
         part = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
         batch = {name: value.to(model.device) for name, value in collate(part).items()}
         labels = batch.pop("labels")
-        losses.append(_summed(model(**batch, use_cache=False).logits, labels))
+        found.add(model(**batch, use_cache=False).logits, labels)
         progress(start + len(part), len(rows))
-    return _token_losses(losses, list(rows["labels"]), tokenizer)
+    return found.losses()
 
 
 @torch.no_grad()
@@ -206,12 +203,37 @@ def _summed(logits: Tensor, labels: Tensor) -> Tensor:
     ).cpu()
 
 
-def _token_losses(losses: list[Tensor], scored: list[list[int]], tokenizer: Any) -> TokenLosses:
-    return TokenLosses(
-        _finite(torch.cat(losses), "loss of window").numpy(),
-        np.array([len(row) for row in scored], dtype=np.float64),
-        np.array([len(tokenizer.decode(row).encode()) for row in scored], dtype=np.float64),
-    )
+class _Scored:
+    """Sums of the windows so far; of their tokens nothing is kept."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.nll: list[Tensor] = []
+        self.counts: list[tuple[int, int]] = []  # tokens and bytes of every window
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds windows; a label of -100 is not scored."""
+        self.nll.append(_summed(logits, labels.to(logits.device)))
+        for row in labels.cpu():
+            scored = row[row != -100].tolist()
+            self.counts.append((len(scored), len(self.tokenizer.decode(scored).encode())))
+
+    def losses(self) -> TokenLosses:
+        """All windows.
+
+        Raises:
+            DataError: If a loss is not finite, or there is nothing that could be scored.
+        """
+        tokens, utf8_bytes = np.array(self.counts, dtype=np.float64).T
+        if not tokens.any():
+            raise DataError(
+                f"There is no token to score in {len(tokens)} windows: those that are no special "
+                "tokens can be masked, and one with others before it can be predicted. Give other "
+                "text, or a larger --seq-len."
+            )
+        return TokenLosses(
+            _finite(torch.cat(self.nll), "loss of window").numpy(), tokens, utf8_bytes
+        )
 
 
 def _finite(values: Tensor, what: str) -> Tensor:

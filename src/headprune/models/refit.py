@@ -191,6 +191,11 @@ def _fitted(
             f"What enters the output projection of '{attention.path}' is not finite. Try --dtype "
             "float32."
         ) from None
+    if not bool(weight.isfinite().all()):
+        raise DataError(
+            f"The least squares of '{attention.path}' have no finite solution: its weights, or "
+            "what they make of the text, are too large to multiply. Cut without a refit."
+        )
     new = start.clone()
     new[:, kept] = weight
     if bias is not None:

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, Objective
+from headprune.data.rows import lengths
 from headprune.errors import DataError
 from headprune.models.evidence import Batch
 from headprune.models.loading import Task, load_tokenizer, task_of
@@ -97,19 +98,15 @@ def calibration(
     room = min(positions or config.seq_len, tokenizer.model_max_length, config.tokens)
     fitting = config.model_copy(update={"seq_len": min(config.seq_len, room)})
     rows, collate = batches(objective, net, tokenizer, data, fitting)
-    lengths = list(map(len, rows["input_ids"]))
-    if 0 in lengths:
-        raise DataError(
-            f"Example {lengths.index(0)} (counted from 0) has no tokens. Leave empty texts out."
-        )
-    mean = sum(lengths) / len(lengths)
-    count = min(len(rows), max(1, int(config.tokens / mean)))
-    chosen = rows.select([i * len(rows) // count for i in range(count)])
+    tokens = lengths(rows)
+    count = min(len(rows), max(1, int(config.tokens / (int(tokens.sum()) / len(rows)))))
+    numbers = [i * len(rows) // count for i in range(count)]
+    chosen = rows.select(numbers)
     return Calibration(
         task,
         chosen,
         collate,
         config.batch_size,
-        sum(map(len, chosen["input_ids"])),
+        int(tokens[numbers].sum()),
         tuple(tokenizer.all_special_ids),
     )

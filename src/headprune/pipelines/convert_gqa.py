@@ -154,6 +154,7 @@ def convert_gqa(
             own_keys.append(attention.path)
         shared = [group for group in chosen if len(group) > 1]
         merged = merge(heads, chosen, replace(setting, seed=config.seed)) if shared else heads
+        _refuse_not_finite(merged, attention.path, name)
         on_module(len(groups), len(attentions))
         return merged
 
@@ -179,6 +180,15 @@ def convert_gqa(
     before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
     kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}
     return Converted(pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens)
+
+
+def _refuse_not_finite(merged: Heads, path: str, merge: str) -> None:
+    weights = (merged.q, merged.k, merged.v, merged.o)
+    if not all(bool(weight.isfinite().all()) for weight in weights):
+        raise DataError(
+            f"--merge {merge} makes no finite weights of '{path}': those it has, or what they make "
+            "of the text, are too large to multiply. Use --merge mean, or repair the checkpoint."
+        )
 
 
 def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import warnings
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sources import Examples, read_examples
 from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
-from headprune.errors import DataError, HeadpruneError
+from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation import metrics, quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.quality import Floats, Progress, TokenLosses
@@ -102,7 +103,7 @@ class Loaded:
     @property
     def pairs(self) -> bool:
         """Whether the examples are scored pairs."""
-        return self.examples.labels is not None and len(self.examples.texts[0]) == 2
+        return self.examples.labels is not None and self.examples.width == 2
 
     def metrics(self) -> tuple[str, ...]:
         """The metrics of which every window or example has its part."""
@@ -116,11 +117,7 @@ class Loaded:
 
     def data_sha256(self) -> str:
         """Digest of the texts and labels, in order."""
-        digest = hashlib.sha256()
-        parts = (part for text in self.examples.texts for part in text)
-        for part in (*parts, *(self.examples.labels or ())):
-            digest.update(part.encode() + b"\0")
-        return digest.hexdigest()
+        return self.examples.sha256
 
     def inputs_sha256(self) -> str:
         """Digest of the token ids that the models read, which tokenizer and settings decide."""
@@ -243,7 +240,7 @@ def _check(
         raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
     if task == "classification" and examples.labels is None:
         raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
-    pairs = examples.labels is not None and len(examples.texts[0]) == 2
+    pairs = examples.labels is not None and examples.width == 2
     if task == "features" and not pairs and len(nets) == 1:
         raise DataError(
             "A model without a head is measured against its base (--against BASE), or on sentence "
@@ -277,23 +274,23 @@ def _rows(
     """Windows for language models, one row per text for the others; pairs give two rows each."""
     task, known = task_of(net), vocabulary_of(net)
     if task in ("causal-lm", "masked-lm"):
-        specials = task == "masked-lm"
-        windows = packed_windows(
-            examples, tokenizer, config.seq_len, specials=specials, vocabulary=known
+        return packed_windows(
+            examples,
+            tokenizer,
+            config.seq_len,
+            specials=task == "masked-lm",
+            vocabulary=known,
+            most=config.max_windows,
+            also=[tokenizer.mask_token_id] if task == "masked-lm" else [],
         )
-        return windows.select(range(min(len(windows), config.max_windows or len(windows))))
-    count = min(len(examples.texts), config.max_windows or len(examples.texts))
+    some = examples.first(config.max_windows)
     positions = getattr(net.config, "max_position_embeddings", config.seq_len)
     seq_len = min(config.seq_len, positions)
-    texts, labels = examples.texts[:count], examples.labels and examples.labels[:count]
     if task == "seq2seq-lm":
-        return translation_rows(Examples(texts, None, True), tokenizer, seq_len, known)
+        return translation_rows(some, tokenizer, seq_len, known)
     if task == "classification":
-        part = Examples(texts, labels, rows_are_documents=True)
-        return tokenized_rows(part, tokenizer, seq_len, net.config.label2id, known)
-    flat = [(text,) for texts_of_one in texts for text in texts_of_one]
-    each = Examples(flat, None, rows_are_documents=True)
-    return tokenized_rows(each, tokenizer, seq_len, vocabulary=known)
+        return tokenized_rows(some, tokenizer, seq_len, net.config.label2id, known)
+    return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
 
 
 def _measure(
@@ -383,6 +380,14 @@ def _differences(model: Samples, base: Samples, config: EvaluateConfig) -> list[
         interval = bootstrap(
             gap, model.count(name), config.resamples, config.confidence, config.seed
         )
+        if not interval.is_finite:
+            warnings.warn(
+                f"The {name.replace('_', ' ')} against the base has no finite interval on "
+                f"{interval.n} windows or examples, and is left out of the report. Give more.",
+                HeadpruneWarning,
+                stacklevel=2,
+            )
+            continue
         found.append(
             Difference(name=name, kind=kind, interval=interval, higher_is_better=METRICS[name][1])
         )

@@ -41,6 +41,8 @@ def batches(
     positions = getattr(net.config, "max_position_embeddings", config.seq_len)
     if config.seq_len > positions:
         raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
+    if config.seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
+        raise DataError("--seq-len 1: there is nothing to predict in windows of one token.")
     decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
@@ -51,6 +53,7 @@ def batches(
             need=need,
             specials=task_of(net) != "causal-lm",
             vocabulary=vocabulary,
+            also=[tokenizer.mask_token_id] if objective is Objective.MLM else [],
         )
 
         def collate(features: list[dict[str, Any]]) -> Batch:
@@ -60,6 +63,11 @@ def batches(
                 batch["input_ids"], batch["labels"] = masked(
                     batch["input_ids"], tokenizer, config.seed
                 )
+                if not bool((batch["labels"] != -100).any()):
+                    raise DataError(
+                        "There is no token to mask in a whole batch, only special ones. Give other "
+                        "text, or a larger --seq-len or --batch-size."
+                    )
             return {**batch, **decoder}
 
         return rows, collate

@@ -34,9 +34,10 @@ class TokenNll(evaluate.Metric):  # type: ignore[misc]
         self, nll_nats: list[float], tokens: list[int], utf8_bytes: list[int]
     ) -> dict[str, float]:
         total = math.fsum(nll_nats)
-        mean = total / sum(tokens)
+        mean = total / sum(tokens) if sum(tokens) else math.nan
+        bits, utf8 = total / math.log(2), sum(utf8_bytes)
         return {
             "nll_nats_per_token": mean,
             "perplexity": math.exp(mean) if mean < 709 else math.inf,  # the most that a float holds
-            "bits_per_byte": total / (math.log(2) * sum(utf8_bytes)),
+            "bits_per_byte": bits / utf8 if utf8 else math.nan,
         }

@@ -1,0 +1,107 @@
+"""Files of text as streams: gzip is unpacked as it is read, up to a bound, and all is UTF-8."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+from headprune.errors import DataError
+
+PIECE = 1 << 18  # bytes that are read at once
+MOST_RATIO = 100  # gzip makes text 3 to 20 times smaller, and zeros a thousand times
+ANY_RATIO = 1 << 26  # bytes that a file may unpack to whatever its ratio: they harm nobody
+
+
+@dataclass(frozen=True)
+class TextFiles(Sequence[tuple[str, ...]]):
+    """Files as texts that are read only when they are asked for.
+
+    Attributes:
+        files: One a text.
+    """
+
+    files: tuple[Path, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> TextFiles: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, ...] | TextFiles:
+        if isinstance(index, slice):
+            return TextFiles(self.files[index])
+        return ("".join(text_pieces(self.files[index])),)
+
+
+def text_pieces(file: Path) -> Iterator[str]:
+    """The text of a file, a piece at a time.
+
+    Raises:
+        DataError: If it cannot be read, is damaged, unpacks to far more than text does, or is no
+            UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    at = 0
+    try:
+        for piece in byte_pieces(file):
+            if text := decoder.decode(piece):
+                yield text
+            at += len(piece)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{file}' is not readable as UTF-8 text ({error.reason} near byte {at:,}). Save it as "
+            "UTF-8."
+        ) from None
+
+
+def byte_pieces(file: Path) -> Iterator[bytes]:
+    """The bytes of a file, a piece at a time; those of a .gz as they were before it was packed.
+
+    Raises:
+        DataError: If it cannot be read, is damaged, or unpacks to far more than text does.
+    """
+    packed = file.suffix == ".gz"
+    try:
+        most = max(ANY_RATIO, MOST_RATIO * file.stat().st_size) if packed else None
+        total = 0
+        with gzip.open(file) if packed else file.open("rb") as stream:
+            while piece := stream.read(PIECE):
+                total += len(piece)
+                if most is not None and total > most:
+                    raise DataError(
+                        f"'{file}' unpacks to more than {MOST_RATIO} times its size (over "
+                        f"{most:,} bytes). Text packs 3 to 20 times smaller, so this file may be "
+                        "made to fill a machine. If it is what you want, unpack it and give the "
+                        "file in it."
+                    )
+                yield piece
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"'{file}' is not readable ({error}).") from None
+
+
+def unpacked(file: Path, folder: Path, number: int) -> Path:
+    """A file as libraries may read it: itself, or what a .gz holds, written to a folder.
+
+    Args:
+        file: The file.
+        folder: Where to write.
+        number: What tells it from others of its name.
+
+    Raises:
+        DataError: If it is damaged or unpacks to far more than text does.
+    """
+    if file.suffix != ".gz":
+        return file
+    whole = folder / f"{number}-{file.stem}"
+    with whole.open("wb") as target:
+        for piece in byte_pieces(file):
+            target.write(piece)
+    return whole

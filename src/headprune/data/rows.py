@@ -1,0 +1,75 @@
+"""Rows of token ids on disk, of which only what is looked at is in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from headprune.errors import DataError
+
+AT_ONCE = 1000  # rows
+
+
+def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
+    """Writes rows to a temporary file as they come, and reads them from there.
+
+    The file is mapped into memory and has no name any more when this returns, so that nothing is
+    left of it however the process ends.
+
+    Args:
+        parts: Some rows each, as columns: integers, lists of integers, or an array of shape
+            (rows, length).
+
+    Raises:
+        DataError: If the disk is full.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+            path = Path(folder) / "rows.arrow"
+            if not _written(parts, path):
+                return Dataset.from_dict({"input_ids": [], "attention_mask": []})
+            return Dataset.from_file(str(path))
+    except OSError as error:
+        raise DataError(
+            f"The tokens could not be kept in '{tempfile.gettempdir()}' ({error}). Make room "
+            "there, or name another folder in the variable TMPDIR."
+        ) from None
+
+
+def lengths(rows: Dataset) -> NDArray[np.int64]:
+    """Tokens of every row."""
+    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(AT_ONCE)
+    counted = [pc.list_value_length(batch.column(0)).to_numpy() for batch in batches]
+    return np.concatenate([np.empty(0), *counted]).astype(np.int64)
+
+
+def _written(parts: Iterable[Mapping[str, Any]], path: Path) -> int:
+    """Writes the rows; returns how many parts there were."""
+    count, writer = 0, None
+    with pa.OSFile(str(path), "wb") as file:
+        try:
+            for part in parts:
+                batch = pa.RecordBatch.from_pydict({n: _column(v) for n, v in part.items()})
+                writer = writer or pa.ipc.new_stream(file, batch.schema)
+                writer.write_batch(batch)
+                count += 1
+        finally:
+            if writer is not None:
+                writer.close()
+    return count
+
+
+def _column(values: Sequence[Any] | NDArray[Any]) -> pa.Array:
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+        return pa.ListArray.from_arrays(starts, pa.array(values.ravel()))
+    nested = len(values) and isinstance(values[0], Sequence)
+    return pa.array(values, pa.list_(pa.int32()) if nested else pa.int32())

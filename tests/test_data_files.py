@@ -1,0 +1,253 @@
+"""Files that are damaged, changed or hold no text, homes that cannot be written, odd numbers."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from headprune.config import (
+    ConvertConfig,
+    DataConfig,
+    EvaluateConfig,
+    Objective,
+    TrainGatesConfig,
+)
+from headprune.data.files import ANY_RATIO
+from headprune.data.sources import Examples, read_examples
+from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
+from headprune.errors import DataError, HeadpruneWarning
+from headprune.evaluation import quality
+from headprune.evaluation.comparison import bootstrap
+from headprune.merging.spec import Groups, Heads, Setting
+from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.evaluate import evaluate
+from headprune.training.batches import batches
+from tests import tiny
+from tests.test_cli import run
+
+PACKED = gzip.compress(b"w1 w2 w3 " * 999)
+
+
+def parquet(*texts: bytes) -> bytes:
+    """A file whose strings may be no UTF-8."""
+    array = pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts).buffers())
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": array}), sink)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def flipped(content: bytes) -> bytes:
+    half = len(content) // 2
+    return content[:half] + bytes([content[half] ^ 0x55]) + content[half + 1 :]
+
+
+DAMAGED = {
+    "latin.txt": (b"caf\xe9 au lait", "is not readable as UTF-8 text .*Save it as UTF-8"),
+    "cut.txt": ("fine é".encode()[:-1], "is not readable as UTF-8 text .unexpected end of data"),
+    "late.txt": (b"w1 " * 200_000 + b"\xff", "near byte 524,288"),
+    "blank.txt": (b" \n\n ", "holds no text"),
+    "cut.txt.gz": (PACKED[:-10], "is not readable .Compressed file ended"),
+    "flipped.txt.gz": (flipped(PACKED), "is not readable .(Error -3|CRC check)"),
+    "flipped.jsonl.gz": (flipped(PACKED), "is not readable .(Error -3|CRC check)"),
+    "none.txt.gz": (b"hello", "is not readable .Not a gzipped file"),
+    "surrogate.jsonl": (b'{"text": "a\\ud800b"}\n', "could not read it: .*surrogate"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": \n', "could not read it: JSON parse error"),
+    "bytes.jsonl": (b'{"text": "a\xff\xfe"}\n', "is not readable as UTF-8 text"),
+    "empty.jsonl": (b"", "there are no rows in it"),
+    "quote.csv": (b'text\n"a\nb\n', "could not read it: .*EOF inside string"),
+    "wide.csv": (b"text,b\na,1\nb,2,3,4\n", "could not read it: .*Expected 2 fields"),
+    "latin.csv": (b"text\ncaf\xe9\n", "could not read it: .*[Uu][Tt][Ff]"),
+    "cut.parquet": (b"PAR1garbage", "could not read it: Parquet magic bytes not found"),
+    "bytes.parquet": (parquet(b"w1", b"a\xff\xed\xa0\x80"), "is not readable as UTF-8 text"),
+    "numbers.jsonl": (b'{"text": 1}\n', "column 'text' of .* holds int64, no text"),
+    "lists.jsonl": (b'{"text": ["a"], "b": "c"}\n', "holds List, no text. Columns of text: b;"),
+    "nulls.jsonl": (b'{"text": null}\n', "column 'text' of .* holds null, no text"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named_in_a_sentence(name: str, tmp_path: Path) -> None:
+    content, message = DAMAGED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        list(read_examples(DataConfig(source=str(tmp_path / name))).texts)
+    assert name in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz"])
+def test_what_unpacks_to_far_more_than_text_does_is_refused(name: str, tmp_path: Path) -> None:
+    line = b'{"text": "w1 w2 w3"}\n' if "jsonl" in name else b"w1 w2 w3 w4 w5 w6 w7\n"
+    (tmp_path / name).write_bytes(gzip.compress(line * (ANY_RATIO // len(line) + 1), 6))
+    with pytest.raises(DataError, match="more than 100 times its size .*unpack it and give"):
+        read_examples(DataConfig(source=str(tmp_path / name)))
+    few = gzip.compress(
+        line * (ANY_RATIO // len(line) // 10), 6
+    )  # any ratio, as long as it is small
+    (tmp_path / name).write_bytes(few)
+    if "txt" in name:
+        assert read_examples(DataConfig(source=str(tmp_path / name)))
+
+
+def rows_file(folder: Path, *rows: dict[str, object], name: str = "rows.jsonl") -> DataConfig:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(source=str(path))
+
+
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
+    data = rows_file(tmp_path, {"text": "w1 w2"}, {"text": None}, {"text": "w3"}, {"text": None})
+    with pytest.warns(HeadpruneWarning, match="2 of 4 rows have no text in text .*; 2 are used"):
+        examples = read_examples(data)
+    assert list(examples.texts) == [("w1 w2",), ("w3",)]
+    pairs = rows_file(tmp_path, {"a": "x", "b": None, "l": 1}, {"a": "x", "b": "y", "l": 2})
+    pairs = pairs.model_copy(update={"text_column": "a,b", "label_column": "l"})
+    with pytest.warns(HeadpruneWarning, match="1 of 2 rows have no text in a or b"):
+        examples = read_examples(pairs)
+    assert (list(examples.texts), list(examples.labels or ())) == ([("x", "y")], ["2"])
+
+
+def test_rows_without_a_label_are_refused(tmp_path: Path) -> None:
+    data = rows_file(tmp_path, {"text": "a", "l": "x"}, {"text": "b", "l": None})
+    with pytest.raises(DataError, match="--label-column l: 1 rows of .* row 1 .counted from 0"):
+        read_examples(data.model_copy(update={"label_column": "l"}))
+
+
+def test_the_command_line_warns_and_goes_on(tmp_path: Path) -> None:
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    data = rows_file(tmp_path, {"text": tiny.text(99)}, {"text": None})
+    words = f"-m headprune evaluate {model} --data {data.source} --no-speed --seq-len 16 --json"
+    nowhere = {**os.environ, "HOME": "/dev/null/home", "HF_HUB_OFFLINE": "1"}
+    for name in ("HF_HOME", "XDG_CACHE_HOME", "HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
+        nowhere.pop(name, None)
+    child = subprocess.run(
+        [sys.executable, *words.split()], env=nowhere, capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr  # and it needs no home to write to
+    assert f"warning: '{data.source}': 1 of 2 rows have no text in text" in child.stderr
+    assert json.loads(child.stdout)["model"]["metrics"]
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    """Under the name and the time that it had, as cp -p and rsync -t leave it."""
+    data = rows_file(tmp_path, {"text": "w1 w2"})
+    before, then = read_examples(data), Path(data.source).stat()
+    rows_file(tmp_path, {"text": "w3 w4"})
+    os.utime(data.source, ns=(then.st_atime_ns, then.st_mtime_ns))
+    after = read_examples(data)
+    assert list(after.texts) == [("w3 w4",)]
+    assert after.sha256 != before.sha256
+
+
+def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+    rows_file(tmp_path, {"text": "other"}, name="a1.jsonl")
+    assert list(read_examples(rows_file(tmp_path, {"text": "w1"}, name="a[1].jsonl")).texts)
+
+
+def test_digests_are_what_they_were(tmp_path: Path) -> None:
+    """Baselines name them."""
+    (tmp_path / "text.txt").write_text("w1 w2\n", encoding="utf-8")
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"w1 w2\n"))
+    wanted = hashlib.sha256(b"w1 w2\n\0").hexdigest()
+    for name in ("text.txt", "packed.txt.gz"):
+        assert read_examples(DataConfig(source=str(tmp_path / name))).sha256 == wanted
+    data = rows_file(tmp_path, {"text": "a", "l": 1}, {"text": "b", "l": 2})
+    labelled = read_examples(data.model_copy(update={"label_column": "l"}))
+    assert labelled.sha256 == hashlib.sha256(b"a\0b\0" + b"1\0" + b"2\0").hexdigest()
+
+
+@pytest.mark.parametrize("label", ["²", "9" * 5000, "١x", ""])
+def test_a_label_that_is_no_number_after_all(label: str) -> None:
+    examples = Examples([("w1 w2",)], [label], rows_are_documents=True)
+    with pytest.raises(DataError, match="is none of the model's labels"):
+        tokenized_rows(examples, tiny.tokenizer(), 8, {"LABEL_0": 0, "LABEL_1": 1})
+
+
+def test_texts_without_tokens_and_windows_without_room() -> None:
+    of = tiny.tokenizer()
+    for texts in ([("w1", "w2"), ("", "w1")], [("w1", "w2"), ("w1", "")]):
+        with pytest.raises(DataError, match="Row 1 .counted from 0.* has no tokens"):
+            translation_rows(Examples(texts, None, rows_are_documents=True), of, 8)
+    with pytest.raises(DataError, match="Row 0 .counted from 0.* has no tokens"):
+        tokenized_rows(Examples([("",), ("w1",)], None, rows_are_documents=True), of, 8)
+
+
+def test_targets_and_masks_beyond_the_vocabulary() -> None:
+    of, pairs = tiny.tokenizer(), Examples([("w1 w2", "w5 w6")], None, rows_are_documents=True)
+    with pytest.raises(DataError, match="the token 'w6' the id 11, .* 11 tokens, 0 to 10"):
+        translation_rows(pairs, of, 8, 11)
+    of.add_special_tokens({"mask_token": "<later>"})
+    with pytest.raises(DataError, match="the token '<later>' the id 65"):
+        packed_windows(pairs, of, 2, vocabulary=tiny.VOCAB, also=[of.mask_token_id])
+
+
+def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:
+    of = tiny.tokenizer()
+    special = Dataset.from_dict({"input_ids": [[0, 1, 2, 0]] * 2})
+    with pytest.raises(DataError, match="no token to score in 2 windows"):
+        quality.masked_losses(tiny.model("bert-mlm"), special, of, 2, seed=0)
+    one = Dataset.from_dict({"input_ids": [[9]] * 3})
+    with pytest.raises(DataError, match="no token to score in 3 windows"):
+        quality.causal_losses(tiny.model("llama-gqa"), one, of, 2)
+    config = TrainGatesConfig(target_heads=0.5, seq_len=8, batch_size=2, steps=1)
+    data = DataConfig(source=str(text_file))
+    _, collate = batches(Objective.MLM, tiny.model("bert-mlm"), of, data, config)
+    with pytest.raises(DataError, match="no token to mask in a whole batch"):
+        collate([dict(row, attention_mask=[1] * 4) for row in special])
+    short = config.model_copy(update={"seq_len": 1})
+    with pytest.raises(DataError, match="--seq-len 1: there is nothing to predict"):
+        batches(Objective.LM, tiny.model("llama-gqa"), of, data, short)
+
+
+def test_a_difference_without_a_finite_interval_is_said(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        undefined = bootstrap(lambda i: np.full(i.shape[:-1], np.nan), 3, 50, 0.95, seed=0)
+    assert not undefined.is_finite and not told
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    monkeypatch.setattr("headprune.pipelines.evaluate.bootstrap", lambda *args: undefined)
+    config = EvaluateConfig(seq_len=16, speed=False, max_windows=3)
+    with pytest.warns(HeadpruneWarning, match="against the base has no finite interval on 3"):
+        report = evaluate(model, DataConfig(source=str(text_file)), config, against=model)
+    assert report.differences == ()
+
+
+def test_a_merge_without_finite_weights_is_said_at_once(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflowing(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+        return replace(heads, v=heads.v * 1e38 * 1e38)
+
+    monkeypatch.setattr("headprune.pipelines.convert_gqa.MERGES", {"mean": overflowing})
+    with pytest.raises(DataError, match="--merge mean makes no finite weights of .model.layers.0"):
+        convert_gqa(llama_folder, tmp_path / "out", ConvertConfig(kv_heads=1, merge="mean"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_window_is_enough_to_measure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(20))
+    line = ("evaluate", model, "--data", tmp_path / "text.txt", "--seq-len", 16, "--no-speed")
+    code, _, err = run(capsys, *line)
+    assert code == 0, err
+    (tmp_path / "text.txt").write_text("w1")
+    code, _, err = run(capsys, *line)
+    assert (code, "The data has 1 tokens, which makes 0 windows of 16" in err) == (2, True), err
