@@ -1,0 +1,340 @@
+"""Damaged files: pure functions of what a file holds and of draws."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import io
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import yaml
+
+Mutator = Callable[[bytes, random.Random], bytes]
+
+
+class Raw(str):
+    """Text that stands in a file as it is."""
+
+
+DEEP = 100_000
+CONTROL = "\x1b]0;pwned\x07\x1b[2J"
+# what may stand where something else is meant
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 7, 0.5, -0.5, 2**31 - 1, 2**31, 2**63, -(2**63), 1e300),
+    *("", "x", "0", "-1", "cpu", "../../../etc/passwd", "/etc/passwd", "__class__", "a" * 5000),
+    *(CONTROL, "\n::error ::pwned", "##[error]pwned", "<script>pwned</script>", "\ud800", "\x00"),
+    *([], {}, [[]], [1.5], [-1], [0, 0], [None], ["x"], {"a": 1}, {"": None}, [[1.5]], [True]),
+    *(Raw("1e999"), Raw("-1e999"), Raw("NaN"), Raw("Infinity"), Raw("9" * 5000), Raw("-0")),
+    *(Raw("[" * DEEP + "]" * DEEP), Raw('{"a":' * DEEP + "1" + "}" * DEEP), Raw("[" * DEEP)),
+)
+
+
+def dump(node: Any) -> str:
+    """JSON, in which raw text stands as it is."""
+    if isinstance(node, Raw):
+        return str(node)
+    if isinstance(node, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))}: {dump(v)}" for k, v in node.items()) + "}"
+    if isinstance(node, list):
+        return "[" + ", ".join(map(dump, node)) + "]"
+    return json.dumps(node)
+
+
+# ---- bytes
+
+
+def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
+    """Bits flipped, a piece cut off, doubled, taken out, zeroed, moved or made up; or nothing."""
+    data, size = bytearray(content), max(len(content), 1)
+    start = draw.randrange(size)
+    end = min(size, start + draw.choice((1, 4, 16, 64, 512)))
+    piece = bytes(data[start:end])
+    kind = draw.choice(
+        ("flip", "flip", "cut", "cut", "double", "out", "zero", "move", "made", "no")
+    )
+    if kind == "flip":
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            at = draw.randrange(size)
+            if at < len(data):
+                data[at] ^= 1 << draw.randrange(8)
+    elif kind == "cut":
+        del data[start:]
+    elif kind == "double":
+        data[start:start] = piece
+    elif kind == "out":
+        del data[start:end]
+    elif kind == "zero":
+        data[start:end] = bytes(len(piece))
+    elif kind == "move":
+        del data[start:end]
+        at = draw.randrange(len(data) + 1)
+        data[at:at] = piece
+    elif kind == "made":
+        data[start:end] = draw.randbytes(len(piece))
+    else:
+        data = bytearray(
+            draw.choice((b"", b"\n", b"\x00", b"\xff\xfe", b"null", b"{", b"\xef\xbb\xbf"))
+        )
+    return bytes(data)
+
+
+# ---- JSON and YAML
+
+
+def places(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything inside."""
+    inside: Any = ()
+    if isinstance(node, dict):
+        inside = list(node.items())
+    elif isinstance(node, list):
+        inside = list(enumerate(node[:40]))
+    for key, child in inside:
+        yield (*above, key)
+        yield from places(child, (*above, key))
+
+
+def damaged_tree(tree: Any, draw: random.Random) -> Any:
+    """The same content with one to three things wrong."""
+    tree = copy.deepcopy(tree)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        everywhere = list(places(tree))
+        if not everywhere:
+            return draw.choice(HOSTILE)
+        *above, key = draw.choice(everywhere)
+        parent = tree
+        for step in above:
+            parent = parent[step]
+        _damage(parent, key, draw)
+    return tree
+
+
+def _damage(parent: Any, key: Any, draw: random.Random) -> None:
+    value = parent[key]
+    kind = draw.choice(
+        ("other", "other", "other", "drop", "rename", "near", "list", "twice", "add")
+    )
+    if kind == "drop":
+        del parent[key]
+    elif kind == "rename" and isinstance(parent, dict):
+        del parent[key]
+        parent[draw.choice((f"{key}x", str(key).upper(), "", CONTROL, "__proto__"))] = value
+    elif kind == "near" and isinstance(value, (int, float)):
+        parent[key] = draw.choice(
+            (value + 1, value - 1, -value, value * 1000, value / 2, str(value))
+        )
+    elif kind == "near" and isinstance(value, str):
+        parent[key] = draw.choice((value[:-1], value * 2, value + "\u202e", "../" + value, [value]))
+    elif kind == "list" and isinstance(value, list) and value:
+        at, to = draw.randrange(len(value)), draw.randrange(len(value))
+        value[at], value[to] = value[to], value[at]
+        draw.choice((value.reverse, value.pop, lambda: value.append(value[at]), lambda: None))()
+    elif kind == "twice" and isinstance(parent, dict):
+        again = {key: draw.choice(HOSTILE)}
+        parent[key] = Raw(f"{dump(value)}, {dump(again)[1:-1]}")
+    elif kind == "add" and isinstance(parent, dict):
+        parent[draw.choice(("extra", "auto_map", "schema_version", "x\n::error ::"))] = draw.choice(
+            HOSTILE
+        )
+    else:
+        parent[key] = draw.choice(HOSTILE)
+
+
+def damaged_json(content: bytes, draw: random.Random) -> bytes:
+    """A JSON file with something wrong: in its content, or in its bytes."""
+    if draw.random() < 0.2:
+        return damaged_bytes(content, draw)
+    return dump(damaged_tree(json.loads(content), draw)).encode("utf-8", "surrogatepass")
+
+
+_YAML = (
+    b"!!python/object/apply:os.system ['touch pwned']\n",
+    b"&a [*a]\n",
+    b"a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b]\n",
+    b"\tkey: value\n",
+    b"key: 'open\n",
+    b"? [a, b]\n: c\n",
+    b"<<: 1\n",
+    b"--- 1\n--- 2\n",
+    b"key: 2001-13-45\n",
+    b"key: 1:1:1:1:1\n",
+    b"key: .nan\n",
+    b"[" * DEEP,
+    b"- " * 20_000,
+)
+
+
+def damaged_yaml(content: bytes, draw: random.Random) -> bytes:
+    """A YAML file with something wrong."""
+    kind = draw.random()
+    if kind < 0.15:
+        return damaged_bytes(content, draw)
+    if kind < 0.25:
+        piece, lines = draw.choice(_YAML), content.splitlines(keepends=True)
+        at = draw.randrange(len(lines) + 1)
+        return draw.choice((piece, b"".join([*lines[:at], piece, *lines[at:]])))
+    tree = damaged_tree(yaml.safe_load(content), draw)
+    text = dump(tree)  # JSON is YAML; names of strange numbers differ
+    return text.replace("NaN", ".nan").replace("Infinity", ".inf").encode("utf-8", "surrogatepass")
+
+
+# ---- rows
+
+
+def damaged_jsonl(content: bytes, draw: random.Random) -> bytes:
+    """Lines with something wrong in one of them, or between them."""
+    if draw.random() < 0.3:
+        return damaged_bytes(content, draw)
+    lines = content.splitlines()
+    at = draw.randrange(len(lines))
+    lines[at] = damaged_json(lines[at], draw)
+    return b"\n".join(lines) + draw.choice((b"\n", b"", b"\n\n\n", b"\r\n", b"{"))
+
+
+def damaged_rows(content: bytes, draw: random.Random) -> bytes:
+    """CSV or TSV with something wrong in its header, a row or a cell."""
+    if draw.random() < 0.3:
+        return damaged_bytes(content, draw)
+    lines = content.split(b"\n")
+    at = draw.choice((0, 0, draw.randrange(len(lines))))
+    line = lines[at]
+    lines[at] = draw.choice(
+        (
+            *(b"", b'"' + line, line + b',"', line * 2, b",,,,,", line.replace(b"text", b"words")),
+            *(b"text,text", b"text\tlabel,x", line.replace(b" ", b"\x00", 1), b"x" * 300_000),
+            *(b"\xff\xfe" + line, CONTROL.encode() + line, b"NaN,1e999", b"nan", line + b"\r"),
+        )
+    )
+    return b"\n".join(lines)
+
+
+def damaged_parquet(content: bytes, draw: random.Random) -> bytes:
+    """Damaged bytes, or a sound table of other columns and types."""
+    if draw.random() < 0.6:
+        return damaged_bytes(content, draw)
+    texts = [f"w{i} w{i + 1} w{i + 2}" for i in range(20)]
+    columns: tuple[dict[str, Any], ...] = (
+        {},
+        {"text": []},
+        {"text": [None] * 20, "label": [1] * 20},
+        {"text": [*texts[:-1], None], "label": [0, 1] * 10},
+        {"text": list(range(20)), "label": [1.5] * 20},
+        {"text": [[text] for text in texts]},
+        {"text": [{"a": text} for text in texts]},
+        {"text": [text.encode() for text in texts]},
+        {"text": [float("nan")] * 20},
+        {"label": [1] * 20},
+        {"text": texts, "label": [None] * 20},
+        {"text": texts, CONTROL: texts},
+        {"text": [""] * 20},
+        {"text": [True] * 20},
+    )
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(draw.choice(columns)), out)
+    return out.getvalue()
+
+
+def damaged_gz(inside: Mutator) -> Mutator:
+    """Damaged as compressed bytes, or in what is compressed."""
+
+    def damaged(content: bytes, draw: random.Random) -> bytes:
+        kind = draw.random()
+        if kind < 0.5:
+            return damaged_bytes(content, draw)
+        plain = gzip.decompress(content)
+        if kind < 0.54:  # some tens of MB from some tens of kB
+            return gzip.compress(plain * (48_000_000 // len(plain)), compresslevel=1, mtime=0)
+        if kind < 0.6:
+            return content + draw.choice((content, b"x", bytes(100), content[:-9]))
+        return gzip.compress(inside(plain, draw), mtime=0)
+
+    return damaged
+
+
+# ---- tensors
+
+
+def damaged_safetensors(content: bytes, draw: random.Random) -> bytes:
+    """Damaged bytes, a damaged header, a wrong length of it, or numbers that are none."""
+    length = struct.unpack("<Q", content[:8])[0]
+    header, body = content[8 : 8 + length], content[8 + length :]
+    kind = draw.choice(("bytes", "header", "header", "header", "length", "numbers"))
+    if kind == "bytes":
+        return damaged_bytes(content, draw)
+    if kind == "length":
+        wrong = draw.choice((0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1))
+        return struct.pack("<Q", wrong) + header + body
+    if kind == "numbers":
+        strange = draw.choice(
+            (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", bytes(4))
+        )
+        start = 4 * draw.randrange(max(1, len(body) // 4))
+        count = draw.choice((1, 16, len(body) // 4))
+        return (
+            content[: 8 + length]
+            + body[:start]
+            + (strange * count)[: len(body) - start]
+            + (body[start + 4 * count :])
+        )
+    tree = json.loads(header)
+    if draw.random() < 0.5:
+        tree = damaged_tree(tree, draw)
+    else:
+        _damage_tensor(tree, draw)
+    made = dump(tree).encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(made)) + made + body
+
+
+def _damage_tensor(header: dict[str, Any], draw: random.Random) -> None:
+    names = [name for name in header if name != "__metadata__"]
+    name, other = draw.choice(names), draw.choice(names)
+    facts = header[name]
+    kind = draw.choice(("dtype", "shape", "offsets", "swap", "drop", "rename", "metadata"))
+    if kind == "dtype":
+        facts["dtype"] = draw.choice(("F16", "I32", "BOOL", "U8", "F64", "F8_E4M3", "X", "I64"))
+    elif kind == "shape":
+        shape = facts["shape"]
+        facts["shape"] = draw.choice(
+            (shape[::-1], [*shape, 1], shape[:-1], [1, *shape], [2**40, 2**40], [-1], [0], [2.5])
+        )
+    elif kind == "offsets":
+        start, end = facts["data_offsets"]
+        facts["data_offsets"] = draw.choice(
+            ([end, start], [start, end + 4], [start + 1, end], [0, 0], [start, 2**62], [-4, end])
+        )
+    elif kind == "swap":
+        header[name], header[other] = header[other], header[name]
+    elif kind == "drop":
+        del header[name]
+    elif kind == "rename":
+        header[draw.choice((f"{name}x", f"../{name}", CONTROL, ""))] = header.pop(name)
+    else:
+        header["__metadata__"] = draw.choice(({"format": "tf"}, {"format": CONTROL}, {}, {"a": 1}))
+
+
+MUTATORS: dict[str, Mutator] = {
+    "json": damaged_json,
+    "yaml": damaged_yaml,
+    "jsonl": damaged_jsonl,
+    "csv": damaged_rows,
+    "tsv": damaged_rows,
+    "parquet": damaged_parquet,
+    "txt": damaged_bytes,
+    "txt.gz": damaged_gz(damaged_bytes),
+    "jsonl.gz": damaged_gz(damaged_jsonl),
+    "safetensors": damaged_safetensors,
+    "bin": damaged_bytes,
+}
+
+
+def mutator_of(name: str) -> Mutator:
+    """The mutator for a file, by its ending; bytes where nothing better is known."""
+    lowered = name.lower()
+    if lowered.endswith(".gz"):
+        return MUTATORS["txt.gz" if lowered.endswith("txt.gz") else "jsonl.gz"]
+    return MUTATORS.get(lowered.rpartition(".")[2], damaged_bytes)
