@@ -8,7 +8,13 @@ import pkgutil
 # what is imported on first use, deep inside a command
 _LATE = (
     *("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "matplotlib.pyplot"),
-    *("pandas", "pyarrow.parquet", "datasets.packaged_modules.json.json", "evaluate", "scipy.optimize"),
+    *(
+        "pandas",
+        "pyarrow.parquet",
+        "datasets.packaged_modules.json.json",
+        "evaluate",
+        "scipy.optimize",
+    ),
     *("transformers.trainer", "transformers.integrations", "accelerate", "peft", "jinja2", "git"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "gpt2", "t5")),
     "transformers.models.auto.modeling_auto",
