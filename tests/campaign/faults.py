@@ -63,9 +63,9 @@ def _judged(
     found = facts(out) if out.exists() else None
     if not broken and done.code == 0 and found != unbroken.new_facts:
         broken = "it ends with 0, and its output is not complete"
-    if not broken and done.code and found is not None and found != unbroken.old_facts:
-        if not job.gathers:
-            broken = "it failed and left something at its output"
+    other = found is not None and found != unbroken.old_facts and not job.gathers
+    if not broken and done.code and other:
+        broken = "it failed and left something at its output"
     left = [f for f in litter(place, job.out) if not (job.resumes and f.endswith("-checkpoints"))]
     if not broken and left:
         broken = f"it left {left} beside its output"

@@ -227,7 +227,7 @@ def cases(seed: int, short: bool) -> list[Case]:
 def act(case: Case, place: Path, originals: Path) -> Result:
     """Damages a file and has it read."""
     reader, draw = READERS[case.group], case.random()
-    _lay_out(reader, place, originals)
+    lay_out(reader, place, originals)
     found = sorted(f for f in place.glob(reader.target) if f.is_file() and not f.is_symlink())
     target = draw.choice(found)
     target.write_bytes(mutator_of(target.name)(target.read_bytes(), draw))
@@ -250,7 +250,8 @@ def act(case: Case, place: Path, originals: Path) -> Result:
     return Result(case, ending, broken, told)
 
 
-def _lay_out(reader: Reader, place: Path, originals: Path) -> None:
+def lay_out(reader: Reader, place: Path, originals: Path) -> None:
+    """Copies what is damaged, and links to what is not."""
     damaged = reader.target.partition("/")[0]
     for name in (damaged, *(name for name in reader.beside if name != damaged)):
         source = originals / name
