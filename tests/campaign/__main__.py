@@ -30,7 +30,9 @@ def main() -> int:
     asked = _arguments()
     warm.up()
     # every parent of the work folder may be read by other users: some faults need one
-    work = Path(tempfile.mkdtemp(prefix="work-", dir=HOME.name))
+    work = Path(tempfile.mkdtemp(prefix="work-", dir=None if asked.keep else HOME.name))
+    if asked.keep:
+        print(f"The folders of the cases stay in {work}.")
     for folder in (Path(HOME.name), work):
         folder.chmod(0o755)
     made = originals.make((asked.originals or work / "originals").resolve())

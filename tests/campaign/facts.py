@@ -9,8 +9,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-# of records: when something was, how long it took, and hashes of files that hold such
-_TIMES = {"created", "started", "seconds", "evaluate_s", "judge_s", "files"}
+# of records: when something was, how long it took, and hashes of files and steps that hold such
+_TIMES = {"created", "started", "seconds", "evaluate_s", "judge_s", "files", "inputs", "key"}
 _JUNIT_TIME = re.compile(rb'time="[\d.]+"')
 _TELLS_TIME = (".md", ".html", ".svg", ".png", ".lock")  # of these it counts that they are whole
 

@@ -247,8 +247,8 @@ def damaged_gz(inside: Mutator) -> Mutator:
         if kind < 0.5:
             return damaged_bytes(content, draw)
         plain = gzip.decompress(content)
-        if kind < 0.54:  # some tens of MB from some tens of kB
-            return gzip.compress(plain * (48_000_000 // len(plain)), compresslevel=1, mtime=0)
+        if kind < 0.53:  # many MB from some tens of kB
+            return gzip.compress(plain * (20_000_000 // len(plain)), compresslevel=1, mtime=0)
         if kind < 0.6:
             return content + draw.choice((content, b"x", bytes(100), content[:-9]))
         return gzip.compress(inside(plain, draw), mtime=0)

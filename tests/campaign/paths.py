@@ -16,7 +16,7 @@ from tests.campaign.watched import command, flaw
 _MODELS = ("llama", "mha", "gqa", "legacy", "pickled", "result")
 _INPUTS = (*_MODELS, "scores", "gates", "plan.json", "text.txt", "job.yaml")
 WRITERS = [name for name, job in JOBS.items() if name != "report"]
-_NAMES = (
+NAMES = (
     *(
         "with space",
         "new\nline",

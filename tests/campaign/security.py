@@ -36,16 +36,18 @@ def cases(seed: int, short: bool) -> list[Case]:
 
 def act(case: Case, place: Path, originals: Path) -> Result:
     """Tries one attack."""
-    (place / "outside").mkdir()
-    (place / "outside" / "secret.txt").write_text(SECRET)
+    outside = shutil.copytree(originals / "result", place / "outside")
+    shutil.copytree(originals / "sharded", outside / "model")
+    shutil.copyfile(originals / "pickled" / "pytorch_model.bin", outside / "pytorch_model.bin")
+    (outside / "secret.txt").write_text(SECRET)
     here = place / "here"
     here.mkdir()
-    before = _files(place / "outside")
+    before = _files(outside)
     told, done = _ATTACKS[case.group](case, here, originals)
     broken = ""
     if list(place.rglob(CANARY)):
         broken = "code ran"
-    elif _files(place / "outside") != before:
+    elif _files(outside) != before:
         broken = "something outside was changed"
     elif SECRET in done.out + done.err or _holds_secret(here):
         broken = "something outside was read"
@@ -78,7 +80,6 @@ def _index(name: str) -> Callable[[Path], str]:
 
     def attack(here: Path) -> str:
         shutil.copytree(here / "sharded", here / "evil")
-        shutil.copytree(here / "sharded", here.parent / "outside" / "model")
         index = here / "evil" / "model.safetensors.index.json"
         content = json.loads(index.read_text())
         where = name.replace("OUTSIDE", str(here.parent / "outside"))
@@ -160,10 +161,9 @@ def _link(original: str, target: str, line: str) -> Callable[[Path], str]:
     def attack(here: Path) -> str:
         source, file = original.split("/")
         shutil.copytree(here / source, here / "evil")
-        outside = here.parent / "outside"
-        shutil.copyfile(here / "evil" / file, outside / Path(file).name)
         (here / "evil" / file).unlink()
-        (here / "evil" / file).symlink_to(target.replace("OUTSIDE", str(outside)))
+        where = target.replace("OUTSIDE", str(here.parent / "outside"))
+        (here / "evil" / file).symlink_to(where)
         return line
 
     return attack

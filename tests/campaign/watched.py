@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-LIMIT_S = 30.0
+LIMIT_S = 30.0  # of a processor's time; asleep, a process hangs after four times as long
 MOST_BYTES = 4 << 30
 MOST_CHARACTERS = 400  # of an error's sentence
 _PAGE = resource.getpagesize()
@@ -106,8 +106,9 @@ def watched(
                 signal.pidfd_send_signal(told, strike.signal)
                 strike = None
             peak = max(peak, _resident(pid) - base)
-            if passed > limit_s or peak > MOST_BYTES:
-                stopped = "hang" if passed > limit_s else "memory"
+            hangs = passed > 4 * limit_s or (passed > limit_s and _worked(pid) > limit_s)
+            if hangs or peak > MOST_BYTES:
+                stopped = "hang" if hangs else "memory"
                 signal.pidfd_send_signal(told, signal.SIGKILL)
                 break
         _, status, used = os.wait4(pid, 0)
@@ -156,6 +157,15 @@ def _resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
+
+
+def _worked(pid: int) -> float:
+    """Seconds of processors that a process has used; others may have used them meanwhile."""
+    try:
+        used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _content(end: int) -> str:
