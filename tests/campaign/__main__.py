@@ -46,7 +46,7 @@ def main() -> int:
         for result in go_through(cases, _Acting(name, made), work, asked.workers, asked.keep):
             results.append(result)
             broken += bool(result.broken)
-            _tell(result, asked.number is not None)
+            _tell(result, asked.tell or asked.number is not None)
         took = time.monotonic() - began
         print(f"{name}: {len(cases)} cases, {broken} broken, {took:.0f} s", flush=True)
     seconds = time.monotonic() - start
@@ -78,7 +78,7 @@ def _tell(result: Result, everything: bool) -> None:
     if result.broken:
         print(f"BROKEN {result.case.again()}\n       {result.broken}", flush=True)
     if everything:
-        print(f"{result.ending}\n{result.told}", flush=True)
+        print(f"{result.case.again()}: {result.ending}{result.skipped}\n{result.told}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -88,6 +88,7 @@ def _arguments() -> argparse.Namespace:
     names = ("--group", "--reader", "--command")
     parser.add_argument(*names, dest="group", help="cases of this reader, command ... only")
     parser.add_argument("--number", type=int, help="this case only, with all that it says")
+    parser.add_argument("--tell", action="store_true", help="all that every case says")
     parser.add_argument("--short", action="store_true", help="a small share of the cases, for CI")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path, help="write the report there, as Markdown")

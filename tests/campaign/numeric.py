@@ -69,15 +69,19 @@ CHANGES: dict[str, Change] = {
     "float64": _times("", 1.0, torch.float64),
 }
 # sizes that are rarely met
-SIZES: dict[str, dict[str, Any]] = {
-    "one layer": {"num_hidden_layers": 1},
-    "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
-    "odd head_dim": {"head_dim": 7},
-    "head_dim 1": {"head_dim": 1},
-    "head_dim 2": {"head_dim": 2},
-    "many heads": {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 2},
-    "hidden 1": {"hidden_size": 1},
-    "no layers": {"num_hidden_layers": 0},
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one layer": ("llama-gqa", {"num_hidden_layers": 1}),
+    "no layers": ("llama-gqa", {"num_hidden_layers": 0}),
+    "one head": ("llama-gqa", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    "head_dim 2": ("llama-gqa", {"head_dim": 2}),
+    "one hidden unit per head": ("llama-gqa", {"hidden_size": 6, "head_dim": 2}),
+    "many heads": (
+        "llama-gqa",
+        {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 2},
+    ),
+    "odd head_dim": ("bert-mlm", {"hidden_size": 42}),
+    "head_dim 1": ("bert-mlm", {"hidden_size": 6}),
+    "odd head_dim in one projection": ("gpt2", {"n_embd": 42}),
 }
 TEXTS: dict[str, str] = {
     "sound": tiny.text(600),
@@ -179,8 +183,9 @@ def act(case: Case, place: Path, originals: Path) -> Result:
         family = draw.choice(("llama", "llama", "llama", "gpt2", "bert"))
         text = draw.choice(list(TEXTS)) if kind == "text" else "sound"
         if kind == "sizes":
-            family, changed = "llama", draw.choice(list(SIZES))
-            _other_sizes(place, SIZES[changed])
+            changed = draw.choice(list(SIZES))
+            family, sizes = SIZES[changed]
+            _other_sizes(place, family, sizes)
         else:
             changed = draw.choice(list(CHANGES)) if kind == "weights" else "nothing"
             _changed(originals / family, place, CHANGES.get(changed))
@@ -206,17 +211,14 @@ def _changed(model: Path, place: Path, change: Change | None) -> None:
         save_file(tensors, place / "m" / "model.safetensors", {"format": "pt"})
 
 
-def _other_sizes(place: Path, sizes: dict[str, Any]) -> None:
-    """A Llama of such sizes, made in a process of its own, as it may well fail."""
+def _other_sizes(place: Path, case: str, sizes: dict[str, Any]) -> None:
+    """A model of such sizes, made in a process of its own."""
 
     def make() -> None:
-        from transformers import AutoModelForCausalLM
-
-        config = small("llama-gqa").config
+        usual = small(case)
         for name, value in sizes.items():
-            setattr(config, name, value)
-        AutoModelForCausalLM.from_config(config).save_pretrained(place / "m")
-        tiny.tokenizer().save_pretrained(place / "m")
+            setattr(usual.config, name, value)
+        tiny.save(type(usual)(usual.config), place / "m")
 
     done = watched(make, place)
     if done.code:
