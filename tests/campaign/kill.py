@@ -207,6 +207,8 @@ def _left(died: Outcome, hit: signal.Signals, state: str, over: bool, job: Job, 
         return "its output is neither the old one nor the new one"
     if over and state == "absent":
         return "the old output is gone, and there is no new one"
+    if hit is signal.SIGINT and "KeyboardInterrupt" in died.err and "/headprune/" not in died.err:
+        return ""  # it came before the command began
     if died.stopped or died.code not in (0, -hit, 130):
         return f"it did not end by the signal: {flaw(died) or died.code}"
     if hit is signal.SIGINT and died.code == 130:

@@ -35,6 +35,10 @@ HOSTILE: tuple[Any, ...] = (
 )
 
 
+def _hostile(draw: random.Random) -> Any:
+    return copy.deepcopy(draw.choice(HOSTILE))  # what is put into a file may be damaged again
+
+
 def dump(node: Any) -> str:
     """JSON, in which raw text stands as it is."""
     if isinstance(node, Raw):
@@ -105,7 +109,7 @@ def damaged_tree(tree: Any, draw: random.Random) -> Any:
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         everywhere = list(places(tree))
         if not everywhere:
-            return draw.choice(HOSTILE)
+            return _hostile(draw)
         *above, key = draw.choice(everywhere)
         parent = tree
         for step in above:
@@ -135,14 +139,14 @@ def _damage(parent: Any, key: Any, draw: random.Random) -> None:
         value[at], value[to] = value[to], value[at]
         draw.choice((value.reverse, value.pop, lambda: value.append(value[at]), lambda: None))()
     elif kind == "twice" and isinstance(parent, dict):
-        again = {key: draw.choice(HOSTILE)}
+        again = {key: _hostile(draw)}
         parent[key] = Raw(f"{dump(value)}, {dump(again)[1:-1]}")
     elif kind == "add" and isinstance(parent, dict):
-        parent[draw.choice(("extra", "auto_map", "schema_version", "x\n::error ::"))] = draw.choice(
-            HOSTILE
+        parent[draw.choice(("extra", "auto_map", "schema_version", "x\n::error ::"))] = _hostile(
+            draw
         )
     else:
-        parent[key] = draw.choice(HOSTILE)
+        parent[key] = _hostile(draw)
 
 
 def damaged_json(content: bytes, draw: random.Random) -> bytes:
