@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_processes_are_stopped_where_they_should_be(
     assert facts(tmp_path).keys() == {"a", "b"}
 
     def sleep() -> None:
-        signal.sigwait([signal.SIGUSR1])
+        time.sleep(60)
 
     assert watched(sleep, tmp_path, strike=Strike(signal.SIGINT, 0.05)).code == 1
     assert watched(sleep, tmp_path, limit_s=0.05).stopped == "hang"
