@@ -19,6 +19,7 @@ os.environ |= {
 for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "FORCE_COLOR", "WORLD_SIZE", "RANK"):
     os.environ.pop(name, None)
 
+from headprune.markup import printable
 from tests.campaign import faults, fuzz, kill, numeric, originals, security, summary, warm
 from tests.campaign.cases import Case, Result, go_through
 
@@ -76,9 +77,10 @@ def _wanted(case: Case, asked: argparse.Namespace) -> bool:
 
 def _tell(result: Result, everything: bool) -> None:
     if result.broken:
-        print(f"BROKEN {result.case.again()}\n       {result.broken}", flush=True)
+        print(f"BROKEN {result.case.again()}\n       {printable(result.broken)}", flush=True)
     if everything:
-        print(f"{result.case.again()}: {result.ending}{result.skipped}\n{result.told}", flush=True)
+        told = "\n".join(map(printable, result.told.split("\n")))
+        print(f"{result.case.again()}: {result.ending}{result.skipped}\n{told}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:

@@ -269,7 +269,8 @@ _MODELS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer
 def _strange(tree: Any, above: str = "") -> Iterator[str]:
     if isinstance(tree, dict):
         for key, value in tree.items():
-            if not (value is None and key in _MAY_BE_NULL):
+            # of a refit, no ridge where W_O stays as it is
+            if key != "ridges" and not (value is None and key in _MAY_BE_NULL):
                 yield from _strange(value, f"{above}.{key}")
     elif isinstance(tree, list):
         for value in tree:
