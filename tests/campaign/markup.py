@@ -15,8 +15,8 @@ import yaml
 from tests.campaign.cases import Case
 from tests.campaign.facts import link_originals
 from tests.campaign.fuzz import READERS, lay_out
-from tests.campaign.mutants import places
 from tests.campaign.originals import MEASURING
+from tests.campaign.trees import places
 from tests.campaign.watched import Outcome, command
 
 STRING = (

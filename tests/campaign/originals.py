@@ -16,6 +16,7 @@ import pyarrow.parquet
 import torch
 import yaml
 from filelock import FileLock
+from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.campaign.watched import command, watched
@@ -72,7 +73,7 @@ def make(place: Path) -> Path:
     return place
 
 
-def small(case: str) -> torch.nn.Module:
+def small(case: str) -> PreTrainedModel:
     """A tiny model of two layers."""
     with mock.patch.dict(tiny.SIZES, dict.fromkeys(_LAYERS, 2)):
         return tiny.model(case)

@@ -80,10 +80,11 @@ def test_processes_are_stopped_where_they_should_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write() -> None:
+        Trap(tmp_path, 3).set()
         for name in "abc":
             (tmp_path / name).write_text(name)
 
-    died = watched(lambda: (Trap(tmp_path, 3).set(), write())[1], tmp_path)
+    died = watched(write, tmp_path)
     assert died.code == -signal.SIGKILL
     assert facts(tmp_path).keys() == {"a", "b"}
 
