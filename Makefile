@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: demo test self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign demo test self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,11 @@ test-lowest:
 	echo 'transformers==$(LOWEST)' >> .venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
 	HF_HUB_OFFLINE=1 .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning -W ignore::FutureWarning
+
+## campaign: tries to break headprune, and writes what came of it
+SEEDS ?= 1 2 3
+campaign: $(STAMP)
+	$(BIN)/python -m tests.campaign all --seeds $(SEEDS) --workers $(WORKERS) --output docs/benchmarks/reliability.md
 
 ## load-matrix: writes the README's table of load routes from a run of their tests
 load-matrix: $(STAMP)

@@ -1,0 +1,103 @@
+"""Runs the campaign, a part of it, or one case; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# before anything is imported: one thread, since the process is forked; nothing of the user's home
+HOME = tempfile.TemporaryDirectory(prefix="campaign-")
+os.environ |= {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    **{"TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"},
+    **{"HF_HUB_OFFLINE": "1", "HF_HOME": HOME.name, "MPLCONFIGDIR": HOME.name, "NO_COLOR": "1"},
+}
+for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "FORCE_COLOR", "WORLD_SIZE", "RANK"):
+    os.environ.pop(name, None)
+
+from headprune.markup import printable
+from tests.campaign import faults, fuzz, kill, numeric, originals, security, summary, warm
+from tests.campaign.cases import Case, Result, go_through
+
+PARTS = {part.PART: part for part in (kill, faults, fuzz, security, numeric)}
+
+
+def main() -> int:
+    """Runs what was asked for; 1 if something broke."""
+    asked = _arguments()
+    warm.up()
+    # every parent of the work folder may be read by other users: some faults need one
+    work = Path(tempfile.mkdtemp(prefix="work-", dir=None if asked.keep else HOME.name))
+    if asked.keep:
+        print(f"The folders of the cases stay in {work}.")
+    for folder in (Path(HOME.name), work):
+        folder.chmod(0o755)
+    made = originals.make((asked.originals or work / "originals").resolve())
+    start, results = time.monotonic(), []
+    chosen = list(PARTS) if asked.part == "all" else [asked.part]
+    for name in chosen:
+        part = PARTS[name]
+        cases = [case for seed in asked.seeds for case in part.cases(seed, asked.short)]
+        cases = [case for case in cases if _wanted(case, asked)]
+        began, broken = time.monotonic(), 0
+        for result in go_through(cases, _Acting(name, made), work, asked.workers, asked.keep):
+            results.append(result)
+            broken += bool(result.broken)
+            _tell(result, asked.tell or asked.number is not None)
+        took = time.monotonic() - began
+        print(f"{name}: {len(cases)} cases, {broken} broken, {took:.0f} s", flush=True)
+    seconds = time.monotonic() - start
+    print(summary.by_cause(results), flush=True)
+    if asked.output is not None:
+        asked.output.parent.mkdir(parents=True, exist_ok=True)
+        asked.output.write_text(summary.page(results, asked.seeds, seconds), encoding="utf-8")
+    if not results:
+        print("There is no such case.", file=sys.stderr)
+    return int(not results or any(result.broken for result in results))
+
+
+class _Acting:
+    """Tries a case of a part; goes to the worker processes by name."""
+
+    def __init__(self, part: str, made: Path) -> None:
+        self.part, self.made = part, made
+
+    def __call__(self, case: Case, place: Path) -> Result:
+        result: Result = PARTS[self.part].act(case, place, self.made)
+        return result
+
+
+def _wanted(case: Case, asked: argparse.Namespace) -> bool:
+    return (asked.group in (None, case.group)) and (asked.number in (None, case.number))
+
+
+def _tell(result: Result, everything: bool) -> None:
+    if result.broken:
+        print(f"BROKEN {result.case.again()}\n       {printable(result.broken)}", flush=True)
+    if everything:
+        told = "\n".join(map(printable, result.told.split("\n")))
+        print(f"{result.case.again()}: {result.ending}{result.skipped}\n{told}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.campaign", description=__doc__)
+    parser.add_argument("part", choices=("all", *PARTS))
+    parser.add_argument("--seed", "--seeds", dest="seeds", type=int, nargs="+", default=[1])
+    names = ("--group", "--reader", "--command")
+    parser.add_argument(*names, dest="group", help="cases of this reader, command ... only")
+    parser.add_argument("--number", type=int, help="this case only, with all that it says")
+    parser.add_argument("--tell", action="store_true", help="all that every case says")
+    parser.add_argument("--short", action="store_true", help="a small share of the cases, for CI")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="write the report there, as Markdown")
+    parser.add_argument("--originals", type=Path, help="keep what all cases start from there")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of the cases")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Damaged files, of every kind that headprune reads: refused in a sentence, or read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.campaign.cases import Case, Result, shared_out
+from tests.campaign.mutants import mutator_of
+from tests.campaign.originals import MEASURING, RESUME, SCORING, TRAINING
+from tests.campaign.watched import Outcome, command, flaw, watched
+
+PART = "fuzz"
+WHOLE, SHORT = 3_400, 100  # mutants of a seed
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads a kind of file.
+
+    Attributes:
+        target: The file that is damaged, or a pattern, of whose files one is.
+        lines: Commands that read it.
+        beside: Originals that the commands need as well, undamaged.
+        read: Reads it without a command, in most of the cases.
+        weight: How many of all mutants, compared with other readers.
+        folder: Where the commands run.
+    """
+
+    target: str
+    lines: Sequence[str]
+    beside: Sequence[str] = ()
+    read: Callable[[], object] | None = None
+    weight: float = 1.0
+    folder: str = "."
+
+
+def _config() -> object:
+    from headprune.models.loading import load_config
+
+    return load_config("llama")
+
+
+def _tokenizer() -> object:
+    from headprune.models.loading import load_tokenizer
+
+    return load_tokenizer("llama")
+
+
+def _plan() -> object:
+    from headprune.plan import read_plan
+
+    return read_plan(Path("plan.json"), {"model.layers.0.self_attn": (range(6), 3)})
+
+
+def _manifest() -> object:
+    from headprune.checkpoint.manifest import read_manifest
+
+    return read_manifest(Path("result"))
+
+
+def _scores() -> object:
+    from headprune.checkpoint.scores import read_scores
+
+    return read_scores(Path("scores"))
+
+
+def _recipe() -> object:
+    from headprune.recipe import read_recipe
+
+    return read_recipe(Path("job.yaml"))
+
+
+def _check() -> object:
+    from headprune.config import read_check
+
+    return read_check(Path("check.yaml"))
+
+
+def _train() -> object:
+    from headprune.config import read_train_gates
+
+    return read_train_gates(Path("train.yaml"))
+
+
+def _baseline() -> object:
+    from headprune.regression.baseline import read_baseline
+
+    return read_baseline(Path("baseline.json"))
+
+
+def _run() -> object:
+    from headprune.checkpoint.runs import read_run
+
+    return read_run(Path("run"))
+
+
+def _examples(name: str) -> Callable[[], object]:
+    def read() -> object:
+        from headprune.config import DataConfig
+        from headprune.data.sources import read_examples
+
+        return read_examples(DataConfig(source=name))
+
+    return read
+
+
+_EVALUATE = f"--no-speed {MEASURING}"
+_LLAMA = f"evaluate llama --data text.txt {_EVALUATE}"
+_DRY = "prune llama --plan plan.json --dry-run"
+_GATED = ("prune llama --gates gates --dry-run", "prune llama --gates gates --output out")
+_SCORED = (
+    "score --show scores",
+    "plan llama --scores scores --criterion fisher --keep 0.5 --output out.json",
+    "prune llama --scores scores --criterion fisher --keep 4 --dry-run",
+    "report scores --output out.md",
+)
+_CHECK = ("check --config check.yaml",)
+_BESIDE_CHECK = ("llama", "text.txt", "baseline.json", "check.yaml")
+_DATA = ("text.txt", "text.txt.gz", "rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.tsv")
+
+READERS: dict[str, Reader] = {
+    "config": Reader(
+        "llama/config.json",
+        ("inspect llama", _DRY, _LLAMA),
+        ("plan.json", "text.txt"),
+        _config,
+        weight=4,
+    ),
+    "config-bert": Reader("bert/config.json", ("inspect bert",)),
+    "config-gpt2": Reader("gpt2/config.json", ("inspect gpt2",)),
+    "config-t5": Reader("t5/config.json", ("inspect t5",)),
+    "generation-config": Reader("llama/generation_config.json", (_LLAMA,), ("text.txt",)),
+    "tokenizer": Reader("llama/tokenizer*", (_LLAMA,), ("text.txt",), _tokenizer, weight=3),
+    "weights": Reader("llama/model.safetensors", ("inspect llama", _DRY), ("plan.json",), weight=2),
+    "index": Reader("sharded/model.safetensors.index.json", ("inspect sharded",)),
+    "shards": Reader("sharded/*.safetensors", ("inspect sharded",), weight=0.5),
+    "manifest": Reader(
+        "result/headprune.json",
+        (
+            "verify result",
+            "inspect result",
+            "report result --output out.md",
+            "convert-gqa result --kv-heads 1 --output out",
+        ),
+        read=_manifest,
+        weight=4,
+    ),
+    "layout": Reader(
+        "result/config.json",
+        ("inspect result", "verify result", f"evaluate result --data text.txt {_EVALUATE}"),
+        ("text.txt",),
+        weight=2,
+    ),
+    "result": Reader(
+        "result/*",
+        ("verify result", "verify result --against llama", "report result --output out.md"),
+        ("llama",),
+    ),
+    "plan": Reader(
+        "plan.json", (_DRY, _DRY.replace("--dry-run", "--output out")), ("llama",), _plan, weight=6
+    ),
+    "plan-short": Reader("short.json", ("prune llama --plan short.json --dry-run",), ("llama",)),
+    "gates": Reader("gates/gates.json", _GATED, ("llama",), weight=2),
+    "gates-tensors": Reader("gates/*.safetensors", _GATED, ("llama",), weight=2),
+    "gates-folder": Reader("gates/*", ("report gates --output out.md",)),
+    "scores": Reader("scores/scores.json", _SCORED, ("llama",), _scores, weight=5),
+    "scores-tensors": Reader("scores/scores.safetensors", _SCORED, ("llama",), _scores, weight=2),
+    "run-record": Reader(
+        "run/run.json", ("run job.yaml --dry-run",), ("job.yaml", "llama", "text.txt"), _run, 4
+    ),
+    "run-folder": Reader("run/**/*.*", ("report run --output out.html",), weight=0.7),
+    "recipe": Reader("job.yaml", ("run job.yaml --dry-run",), ("llama", "text.txt"), _recipe, 6),
+    "check": Reader("check.yaml", _CHECK, _BESIDE_CHECK, _check, weight=5),
+    "baseline": Reader("baseline.json", _CHECK, _BESIDE_CHECK, _baseline, weight=6),
+    "train-gates": Reader(
+        "train.yaml",
+        (
+            "train-gates llama --data text.txt --output out --config train.yaml "
+            + TRAINING.replace("--steps 6", "--steps 1"),
+        ),
+        ("llama", "text.txt"),
+        _train,
+        weight=4,
+    ),
+    "report": Reader("report.json", ("report result report.json --output out.md",), ("result",)),
+    "checked": Reader("result/checked.json", ("report result --output out.md",)),
+    "sweep": Reader("sweep/*.*", ("report sweep --output out.md",)),
+    "history": Reader("gates/history.jsonl", ("report gates --output out.md",), weight=0.5),
+    "healing": Reader("healed/heal.jsonl", ("report healed --output out.md",), weight=0.5),
+    "work-gates": Reader("resume-gates/out*/**/*", (RESUME["gates"],), folder="resume-gates"),
+    "work-heal": Reader("resume-heal/out*/**/*", (RESUME["heal"],), folder="resume-heal"),
+    **{
+        f"data-{name}": Reader(
+            name,
+            (
+                f"evaluate llama --data {name} {_EVALUATE}",
+                f"score llama --data {name} --criterion fisher {SCORING} --output out",
+            ),
+            ("llama",),
+            _examples(name),
+            weight=1.5,
+        )
+        for name in (*_DATA, "rows.parquet")
+    },
+    "pruned-heads": Reader("legacy/config.json", ("inspect legacy", "migrate legacy out")),
+    "pickle": Reader("pickled/pytorch_model.bin", ("import-pickle pickled out",), weight=0.4),
+    "pickle-config": Reader("pickled/config.json", ("import-pickle pickled out",), weight=0.2),
+    "heads": Reader(
+        "heads.json",
+        ("convert-gqa llama --kv-heads heads.json --output out",),
+        ("llama",),
+        None,
+        0.5,
+    ),
+}
+
+
+def cases(seed: int, short: bool) -> list[Case]:
+    """The mutants of a seed."""
+    counts = shared_out(SHORT if short else WHOLE, {n: r.weight for n, r in READERS.items()})
+    return [Case(PART, seed, name, at) for name, count in counts.items() for at in range(count)]
+
+
+def act(case: Case, place: Path, originals: Path) -> Result:
+    """Damages a file and has it read."""
+    reader, draw = READERS[case.group], case.random()
+    lay_out(reader, place, originals)
+    found = sorted(f for f in place.glob(reader.target) if f.is_file() and not f.is_symlink())
+    target = draw.choice(found)
+    target.write_bytes(mutator_of(target.name)(target.read_bytes(), draw))
+    here = place / reader.folder
+    before = {file.name for file in here.iterdir()}
+    read, at = reader.read, case.number // 3
+    if read is None or case.number % 3 == 0:
+        line = reader.lines[(at if read else case.number) % len(reader.lines)]
+        outcome = command(line, here)
+    else:
+        line, outcome = "reading alone", _alone(read, here)
+    broken = flaw(outcome)
+    left = {file.name for file in here.iterdir()} - before
+    # what a training leaves is for --resume
+    left -= {name for name in left if name.endswith("-checkpoints") or "--resume" in line}
+    if not broken and outcome.code and left:
+        broken = f"it was refused and left {sorted(left)}"
+    ending = "broken" if broken else "refused" if outcome.code else "accepted"
+    told = f"{target.relative_to(place)}, {line}\n{outcome.out}{outcome.err}"
+    return Result(case, ending, broken, told)
+
+
+def lay_out(reader: Reader, place: Path, originals: Path) -> None:
+    """Copies what is damaged, and links to what is not."""
+    damaged = reader.target.partition("/")[0]
+    for name in (damaged, *(name for name in reader.beside if name != damaged)):
+        source = originals / name
+        if name != damaged:
+            (place / name).symlink_to(source)
+        elif source.is_dir():
+            shutil.copytree(source, place / name, symlinks=True)
+        else:
+            shutil.copyfile(source, place / name)
+    if reader.target.endswith("checked.json"):
+        shutil.copyfile(originals / "checked.json", place / "result" / "checked.json")
+
+
+def _alone(read: Callable[[], object], here: Path) -> Outcome:
+    """Reads without a command, and ends as a command does."""
+
+    def run() -> None:
+        from headprune.cli import terminal
+
+        terminal.run(lambda: (read(), None)[1])
+
+    return watched(run, here)

@@ -1,0 +1,166 @@
+"""Strange names of outputs and inputs, and outputs in places where something else is."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.campaign.cases import Case, Result
+from tests.campaign.facts import facts, link_originals, takes_overwrite
+from tests.campaign.kill import JOBS, reference
+from tests.campaign.watched import command, flaw
+
+_MODELS = ("llama", "mha", "gqa", "legacy", "pickled", "result")
+_INPUTS = (*_MODELS, "scores", "gates", "plan.json", "text.txt", "job.yaml")
+WRITERS = [name for name, job in JOBS.items() if name != "report"]
+NAMES = (
+    *(
+        "with space",
+        "new\nline",
+        "qu'ote",
+        'dou"ble',
+        "ünï-çødé-漢字-🙂",
+        "-dash",
+        "--resume",
+        "a" * 255,
+    ),
+    *(
+        "b" * 243,
+        "é" * 127,
+        "esc\x1b[2Jape",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "a;b&c|d",
+        "%s%n",
+        "~",
+    ),
+    *(" ", "...", "#x", "[bold]x[/]", "\udcff", "back\\slash", ":::error::x", "*?"),
+)
+
+
+def names(case: Case, place: Path, originals: Path) -> Result:
+    """A strange name for the output."""
+    name, draw = NAMES[case.number], case.random()
+    writer = draw.choice([w for w in WRITERS if w != "migrate" and w != "import-pickle"])
+    job = JOBS[writer]
+    link_originals(place, originals)
+    strange = name if len(os.fsencode(name)) > 240 else name + Path(job.out).suffix
+    words = [_renamed(word, job.out, strange) for word in shlex.split(job.line)]
+    done = command(words, place, limit_s=60)
+    broken = flaw(done)
+    # what typer or the system refuses is refused; a command must not do half of it
+    made = [f.name for f in place.iterdir() if not f.is_symlink()]
+    if not broken and done.code == 0:
+        found = facts(place / strange) if (place / strange).exists() else {}
+        wanted = reference(writer, originals).new_facts
+        if sorted(found.values()) != sorted(wanted.values()) or made != [strange]:
+            broken = f"it ends with 0, and there is {made}"
+    elif not broken and made:
+        broken = f"it failed and left {made}"
+    told = f"{words}: ended with {done.code}\n{done.out}{done.err}"
+    return Result(case, "broken" if broken else "failed" if done.code else "done", broken, told)
+
+
+def inputs_named(case: Case, place: Path, originals: Path) -> Result:
+    """A strange name for the model or the data."""
+    name = NAMES[case.number]
+    link_originals(place, originals)
+    try:
+        shutil.copytree(originals / "llama", place / name)
+    except OSError as error:
+        return Result(case, "skipped", skipped=f"there can be no such name: {error}")
+    done = command(["prune", "--output", "out", "--plan", "plan.json", "--", name], place)
+    broken = flaw(done)
+    if not broken and done.code:
+        broken = f"a model of that name is refused: {done.err[-200:]!r}"
+    return Result(case, "broken" if broken else "done", broken, f"{name!r}\n{done.out}{done.err}")
+
+
+def _renamed(word: str, out: str, strange: str) -> str:
+    return strange if word == out else word.replace(f"output={out}", f"output={strange}")
+
+
+def places(case: Case, place: Path, originals: Path) -> Result:
+    """An output that is a link, a file, the input, holds it, or lies in it."""
+    kind = list(PLACES)[case.number // len(WRITERS)]
+    writer = WRITERS[case.number % len(WRITERS)]
+    job = JOBS[writer]
+    link_originals(place, originals)
+    for name in _INPUTS:  # what may come to harm is a copy
+        (place / name).unlink()
+        copy = shutil.copytree if (originals / name).is_dir() else shutil.copyfile
+        copy(originals / name, place / name)
+    model = next((word for word in shlex.split(job.line) if word in _MODELS), "llama")
+    out = PLACES[kind](place, model, job.out)
+    before = _everything(place)
+    words = [_renamed(word, job.out, out) for word in shlex.split(job.line)]
+    words += ["--overwrite"] if takes_overwrite(job.line) else []
+    done = command(words, place)
+    broken = flaw(done)
+    after = _everything(place)
+    lost = sorted(name for name, digest in before.items() if after.get(name) != digest)
+    if not broken and lost:
+        broken = f"it ends with {done.code} and changed or removed {lost[:4]}"
+    new = sorted({name.split("/")[0] for name in after.keys() - before.keys()})
+    if not broken and done.code and [name for name in new if name not in (job.out, "real")]:
+        broken = f"it failed and left {new}"
+    told = f"{words}, the output is {kind}: ended with {done.code}\n{done.out}{done.err}"
+    return Result(case, "broken" if broken else "refused" if done.code else "done", broken, told)
+
+
+def _everything(place: Path) -> dict[str, str]:
+    """Every file that is somebody's, and every link."""
+    found = {}
+    for path in place.rglob("*"):
+        name = str(path.relative_to(place))
+        if path.is_symlink():
+            found[name] = f"link to {path.readlink()}"
+        elif path.is_file():
+            found.update({name: str(facts(path))})
+    return found
+
+
+def _a_file(place: Path, model: str, out: str) -> str:
+    (place / out).write_text("mine")
+    return out
+
+
+def _a_folder_of_mine(place: Path, model: str, out: str) -> str:
+    (place / out).mkdir()
+    (place / out / "thesis.txt").write_text("mine")
+    return out
+
+
+def _a_link_to_mine(place: Path, model: str, out: str) -> str:
+    _a_folder_of_mine(place, model, "real")
+    (place / out).symlink_to("real")
+    return out
+
+
+def _a_link_to_a_file(place: Path, model: str, out: str) -> str:
+    (place / "real").write_text("mine")
+    (place / out).symlink_to("real")
+    return out
+
+
+def _a_link_to_nothing(place: Path, model: str, out: str) -> str:
+    (place / out).symlink_to("nowhere")
+    return out
+
+
+PLACES: dict[str, Callable[[Path, str, str], str]] = {
+    "a file of somebody's": _a_file,
+    "a folder of somebody's": _a_folder_of_mine,
+    "a link to a folder of somebody's": _a_link_to_mine,
+    "a link to a file of somebody's": _a_link_to_a_file,
+    "a link to nothing": _a_link_to_nothing,
+    "the input": lambda place, model, out: model,
+    "the folder of the input": lambda place, model, out: str(place),
+    "the current folder": lambda place, model, out: ".",
+    "the input's config": lambda place, model, out: f"{model}/config.json",
+    "inside the input": lambda place, model, out: f"{model}/{out}",
+    "the data": lambda place, model, out: "text.txt",
+}

@@ -1,0 +1,207 @@
+"""Attacks by what a stranger may send: code, paths, links, and strings that are commands.
+
+A canary tells whether code ran: whatever is smuggled in makes the file ``pwned`` where it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.campaign.cases import Case, Result
+from tests.campaign.facts import link_originals
+from tests.campaign.markup import ACTIONS, PAGES, STRINGS, actions, breaks, pages, strings
+from tests.campaign.originals import MEASURING
+from tests.campaign.smuggled import CANARY, CARRIERS, code, resume
+from tests.campaign.watched import Outcome, command, flaw
+
+PART = "security"
+SECRET = "the secret of the machine"
+
+
+def cases(seed: int, short: bool) -> list[Case]:
+    """The attacks of a seed; each seed turns to other commands."""
+    counts = {
+        **{"code": 4 * len(CARRIERS), "resume": 8, "paths": len(_PATHS), "links": len(_LINKS)},
+        **{"strings": 2 * len(STRINGS), "pages": len(PAGES), "actions": len(ACTIONS)},
+    }
+    if short:
+        counts = {name: max(2, count // 8) for name, count in counts.items()}
+    return [Case(PART, seed, name, at) for name, count in counts.items() for at in range(count)]
+
+
+def act(case: Case, place: Path, originals: Path) -> Result:
+    """Tries one attack."""
+    outside = shutil.copytree(originals / "result", place / "outside")
+    shutil.copytree(originals / "sharded", outside / "model")
+    shutil.copyfile(originals / "pickled" / "pytorch_model.bin", outside / "pytorch_model.bin")
+    (outside / "secret.txt").write_text(SECRET)
+    here = place / "here"
+    here.mkdir()
+    before = _files(outside)
+    told, done = _ATTACKS[case.group](case, here, originals)
+    broken = ""
+    if list(place.rglob(CANARY)):
+        broken = "code ran"
+    elif _files(outside) != before:
+        broken = "something outside was changed"
+    elif SECRET in done.out + done.err or _holds_secret(here):
+        broken = "something outside was read"
+    else:
+        broken = flaw(_without_annotations(done)) or breaks(here)
+    told = f"{told}: ended with {done.code}\n{done.out}{done.err}"
+    return Result(case, "broken" if broken else "held", broken, told)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def _holds_secret(here: Path) -> bool:
+    files = (f for f in here.rglob("*") if f.is_file() and not f.is_symlink())
+    return any(SECRET.encode() in f.read_bytes() for f in files)
+
+
+def _without_annotations(done: Outcome) -> Outcome:
+    """Without the workflow commands that check means."""
+    meant = re.compile(r"^::(error|warning) title=headprune check::[^\n]*\n?", re.MULTILINE)
+    return dataclasses.replace(done, out=meant.sub("", done.out), err=meant.sub("", done.err))
+
+
+# ---- paths and links that lead out of where they are
+
+
+def _index(name: str) -> Callable[[Path], str]:
+    """An index whose shards lie elsewhere."""
+
+    def attack(here: Path) -> str:
+        shutil.copytree(here / "sharded", here / "evil")
+        index = here / "evil" / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        where = name.replace("OUTSIDE", str(here.parent / "outside"))
+        content["weight_map"] = {k: f"{where}/{v}" for k, v in content["weight_map"].items()}
+        index.write_text(json.dumps(content))
+        return "!inspect evil"
+
+    return attack
+
+
+def _renamed(original: str, old: str, new: str, line: str) -> Callable[[Path], str]:
+    """A copy of an original, in one of whose files a name is another."""
+
+    def attack(here: Path) -> str:
+        source, file = original.split("/")
+        shutil.copytree(here / source, here / "evil")
+        place = here / "evil" / file
+        content, other = place.read_text(), new.replace("OUTSIDE", str(here.parent / "outside"))
+        if old not in content:
+            raise LookupError(f"{place} has no {old}")
+        place.write_text(content.replace(old, other))
+        return line
+
+    return attack
+
+
+def _recipe(text: str) -> Callable[[Path], str]:
+    def attack(here: Path) -> str:
+        text_ = text.replace("OUTSIDE", str(here.parent / "outside"))
+        (here / "evil.yaml").write_text(f"model: llama\n{text_}")
+        return "!run evil.yaml"
+
+    return attack
+
+
+_ONE = "{step: convert-gqa, kv_heads: 1}"
+_CUT = "prune evil --plan plan.json --output out"
+_EVALUATED = f"evaluate evil --data text.txt --no-speed {MEASURING}"
+_SECRET = "OUTSIDE/secret.txt"
+_STEPS = ("../../outside/x", "OUTSIDE/x", "..", ".partial", "run.json", "a/../../../outside/b")
+_FILES = f'{{"vocab_file": "{_SECRET}", "tokenizer_file": "{_SECRET}", '
+# commands that must be refused begin with "!"
+_PATHS: tuple[Callable[[Path], str], ...] = (
+    *map(_index, ("../../outside/model", "OUTSIDE/model", "../sharded", "./../here/sharded")),
+    *(_recipe(f"output: out\nsteps: {{'{name}': {_ONE}}}\n") for name in _STEPS),
+    _renamed(
+        "result/headprune.json", '"config.json"', '"../../outside/secret.txt"', "!verify evil"
+    ),
+    _renamed("result/headprune.json", '"config.json"', f'"{_SECRET}"', "!verify evil"),
+    _renamed(
+        "result/config.json", '"LlamaForCausalLM"', '"../../outside/secret.txt"', "!inspect evil"
+    ),
+    _renamed(
+        "gates/gates.json",
+        "model.layers.0.self_attn",
+        "../../outside/x",
+        "!prune llama --gates evil --output out",
+    ),
+    _renamed("gates/config.yaml", "text.txt", _SECRET, "report evil --output out.md"),
+    _renamed("scores/scores.json", '"fisher"', '"../../outside/x"', "!score --show evil"),
+    _renamed("run/run.json", '"prune"', '"../../outside"', "report evil --output out.md"),
+    _renamed(
+        "sweep/sweep.json",
+        '"name": "',
+        '"name": "../../outside/',
+        "report evil --output out.md --figures figures",
+    ),
+    _renamed("llama/tokenizer_config.json", "{", _FILES, _EVALUATED),
+)
+
+
+def _paths(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
+    return _expecting(_PATHS[case.number], here, originals)
+
+
+def _link(original: str, target: str, line: str) -> Callable[[Path], str]:
+    """A copy of an original, with a link in the place of a file."""
+
+    def attack(here: Path) -> str:
+        source, file = original.split("/")
+        shutil.copytree(here / source, here / "evil")
+        (here / "evil" / file).unlink()
+        where = target.replace("OUTSIDE", str(here.parent / "outside"))
+        (here / "evil" / file).symlink_to(where)
+        return line
+
+    return attack
+
+
+_LINKS: tuple[Callable[[Path], str], ...] = (
+    _link("llama/model.safetensors", "OUTSIDE/model.safetensors", "!inspect evil"),
+    _link("llama/model.safetensors", "../../outside/model.safetensors", "!inspect evil"),
+    _link("llama/config.json", "OUTSIDE/config.json", "!inspect evil"),
+    _link("llama/config.json", "/dev/zero", "!inspect evil"),
+    _link("llama/tokenizer.json", "OUTSIDE/tokenizer.json", f"!{_EVALUATED}"),
+    _link("llama/tokenizer.json", _SECRET, "!convert-gqa evil --kv-heads 1 --output out"),
+    _link("llama/tokenizer_config.json", _SECRET, f"!{_EVALUATED}"),
+    _link("llama/tokenizer_config.json", "tokenizer_config.json", f"!{_EVALUATED}"),
+    _link("llama/generation_config.json", "/proc/self/environ", f"!{_EVALUATED}"),
+    _link("result/modeling_headprune.py", "OUTSIDE/modeling_headprune.py", "!verify evil"),
+    _link("result/plan.json", "OUTSIDE/plan.json", "!verify evil --against llama"),
+    _link("result/README.md", _SECRET, f"!{_CUT}"),
+    _link("pickled/pytorch_model.bin", "OUTSIDE/pytorch_model.bin", "!import-pickle evil out"),
+    _link("pickled/tokenizer.json", _SECRET, "!import-pickle evil out"),
+)
+
+
+def _links(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
+    return _expecting(_LINKS[case.number], here, originals)
+
+
+def _expecting(attack: Callable[[Path], str], here: Path, originals: Path) -> tuple[str, Outcome]:
+    link_originals(here, originals)
+    (here / "run").symlink_to(originals / "run")
+    line = attack(here)
+    done = command(line.removeprefix("!"), here)
+    if line.startswith("!") and done.code == 0 and not done.stopped:
+        done = dataclasses.replace(done, code=99, err=f"it was not refused\n{done.err}")
+    return line, done
+
+
+_ATTACKS = {
+    **{"code": code, "resume": resume, "paths": _paths, "links": _links},
+    **{"strings": strings, "pages": pages, "actions": actions},
+}

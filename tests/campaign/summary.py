@@ -1,0 +1,93 @@
+"""What came of a campaign: by cause at the terminal, in numbers as a page."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.campaign.cases import Result
+
+_PARTS = {
+    "kill": "interruptions",
+    "faults": "faults of disks, permissions, names, places; two writers",
+    "fuzz": "mutants",
+    "security": "attacks",
+    "numeric": "numeric cases",
+}
+_RULES = {
+    "kill": "Every command that writes is stopped at a random moment, by SIGKILL or Ctrl-C, and by "
+    "SIGKILL before its n-th file operation, over nothing and over a good old output. Then the "
+    "output is absent, the complete old one or the complete new one; the same command again ends "
+    "with the numbers of an unbroken run and leaves nothing beside its output.",
+    "faults": "File-size limits, full disks, folders that are closed, environments without HOME, "
+    "names of all kinds, outputs that are links, files, somebody's folder, the input or inside it, "
+    "two writers of one output: a sentence, nothing half-written, nothing of anybody's changed.",
+    "fuzz": "One file of those that a command reads is damaged: bits, pieces, keys, types, sizes, "
+    "depth, tensors' headers. It is read, or refused in one line of at most 400 characters, within "
+    "30 s and 4 GiB, and a refusal leaves nothing behind.",
+    "security": "Code in folders, recipes and checkpoints; paths and links that lead out; strings "
+    "that are commands to a terminal, a CI runner or a browser, in every text of every file.",
+    "numeric": "NaN, infinity, overflow, layers of zeros, odd sizes, one token, text without "
+    "variety, settings out of range: refused in a sentence, or numbers; never a NaN and exit 0.",
+}
+
+
+def by_cause(results: Sequence[Result], most: int = 3) -> str:
+    """What broke, alike together, with the commands that run a few of each again."""
+    causes: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        if result.broken:
+            alike = re.sub(r"0x[0-9a-f]+|'[^']*'|\"[^\"]*\"|\[.*\]|\d{3,}", "…", result.broken)
+            causes.setdefault((result.case.part, alike[:150]), []).append(result)
+    lines = []
+    for (part, cause), found in sorted(causes.items(), key=lambda pair: -len(pair[1])):
+        lines.append(f"{len(found):5} {part}: {cause}")
+        lines += [f"        {result.case.again()}" for result in found[:most]]
+    skipped = Counter(r.skipped for r in results if r.skipped)
+    lines += [f"{count:5} skipped: {why}" for why, count in skipped.items()]
+    return "\n".join(lines) or "Nothing broke."
+
+
+def page(results: Sequence[Result], seeds: Sequence[int], seconds: float) -> str:
+    """The report, as Markdown."""
+    import torch
+    import transformers
+
+    from headprune import __version__
+
+    broken = [result for result in results if result.broken]
+    lines = [
+        "# Reliability",
+        "",
+        f'`make campaign SEEDS="{" ".join(map(str, seeds))}"` tries to break headprune '
+        "(`tests/campaign`). Every case is a function of its seed and number, and runs alone with "
+        "the command that is printed where it breaks something.",
+        "",
+        "| what | tried | how it ended | broken |",
+        "|---|---:|---|---:|",
+    ]
+    for part, name in _PARTS.items():
+        found = [result for result in results if result.case.part == part]
+        if not found:
+            continue
+        endings = Counter(result.ending for result in found if not result.skipped)
+        told = ", ".join(f"{ending} {count:,}" for ending, count in endings.most_common())
+        skipped = sum(bool(result.skipped) for result in found)
+        told += f", not possible here {skipped}" if skipped else ""
+        wrong = sum(bool(result.broken) for result in found)
+        lines.append(f"| {name} | {len(found):,} | {told} | {wrong} |")
+    lines += ["", f"{len(results):,} cases, {len(broken)} broken, {seconds / 60:.1f} minutes.", ""]
+    for part in _PARTS:
+        lines += [f"**{part}** {_RULES[part]}", ""]
+    lines += [
+        f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}. headprune {__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}. Models: two layers of Llama, BERT, GPT-2 and "
+        "T5, random, made on the spot.",
+    ]
+    if broken:
+        lines += ["", "## Broken", "", "```", by_cause(broken), "```"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,112 @@
+"""A short run of each part of the campaign, and what the campaign itself must see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.campaign.cases import Case
+from tests.campaign.facts import facts
+from tests.campaign.mutants import MUTATORS, mutator_of
+from tests.campaign.trap import Trap
+from tests.campaign.watched import Outcome, Strike, flaw, watched
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes are watched by Linux's own means"
+)
+SAID = """Traceback (most recent call last):
+  File "/x/headprune/plan.py", line 7, in read
+KeyError: 1
+"""
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the parts start from, shared by the processes of the suite."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "campaign"
+
+
+@pytest.mark.parametrize("part", ["kill", "faults", "fuzz", "security", "numeric"])
+def test_nothing_breaks(part: str, originals: Path) -> None:
+    run = [sys.executable, "-m", "tests.campaign", part, "--short", "--seed", "0"]
+    run += ["--workers", "1", "--originals", str(originals)]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{part}: " in done.stdout and "Nothing broke." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seen"),
+    [
+        (Outcome(0, "fine", "", 1, 1), ""),
+        (Outcome(2, "", "loading ...\nerror: There is no file 'x'.\n", 1, 1), ""),
+        (Outcome(1, "", SAID, 1, 1), "traceback: plan.py:7 read: KeyError: 1"),
+        (Outcome(2, "", "error: one\nand two\n", 1, 1), "several lines"),
+        (Outcome(2, "", "what?\n", 1, 1), "no sentence"),
+        (Outcome(2, "", f"error: {'x' * 401}\n", 1, 1), "401 characters"),
+        (Outcome(0, "a\x1b[2Jb", "", 1, 1), "control character"),
+        (Outcome(0, "a\n ::error ::b", "", 1, 1), "workflow command"),
+        (Outcome(0, "", "##[error]b", 1, 1), "workflow command"),
+        (Outcome(-11, "", "", 1, 1), "ended with -11"),
+        (Outcome(-9, "", "", 31, 1, "hang"), "hang"),
+    ],
+)
+def test_flaws_are_seen(outcome: Outcome, seen: str) -> None:
+    found = flaw(outcome)
+    assert seen in found and bool(found) == bool(seen)
+
+
+def test_a_mutant_is_a_function_of_its_case() -> None:
+    sound = b'{"a": [1, 2.5, "text"], "b": {"c": null, "d": true}}'
+    made = [
+        mutator_of("x.json")(sound, Case("fuzz", seed, "plan", number).random())
+        for seed in (1, 2)
+        for number in range(50)
+        for _ in range(2)
+    ]
+    assert made[::2] == made[1::2]
+    assert len(set(made)) > 80
+    assert {"json", "yaml", "jsonl", "csv", "parquet", "txt.gz", "safetensors"} <= set(MUTATORS)
+
+
+def test_processes_are_stopped_where_they_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write() -> None:
+        Trap(tmp_path, 3).set()
+        for name in "abc":
+            (tmp_path / name).write_text(name)
+
+    died = watched(write, tmp_path)
+    assert died.code == -signal.SIGKILL
+    assert facts(tmp_path).keys() == {"a", "b"}
+
+    def sleep() -> None:
+        time.sleep(60)
+
+    assert watched(sleep, tmp_path, strike=Strike(signal.SIGINT, 0.05)).code == 1
+    assert watched(sleep, tmp_path, limit_s=0.05).stopped == "hang"
+    monkeypatch.setattr("tests.campaign.watched.MOST_BYTES", 50 << 20)
+    assert watched(lambda: print(len(b"x" * (200 << 20))), tmp_path).stopped == "memory"
+
+
+def test_half_a_file_is_no_whole_one(tmp_path: Path) -> None:
+    page, record = tmp_path / "page.html", tmp_path / "record.json"
+    page.write_text("<html>made at 12:00</html>\n")
+    record.write_text('{"created": "12:00", "loss": 1.5}')
+    sound = facts(tmp_path)
+    page.write_text("<html>made at 13:00</html>\n")
+    record.write_text('{"created": "13:00", "loss": 1.5}')
+    assert facts(tmp_path) == sound
+    page.write_text("<html>made")
+    assert facts(page) != {"page.html": sound["page.html"]}
+    for content in ('{"created": "12:00", "loss": 1.25}', '{"created": "12:0'):
+        record.write_text(content)
+        assert facts(record) != {"record.json": sound["record.json"]}

@@ -1,0 +1,41 @@
+"""Everything that commands import, imported once, so that a forked process starts at once."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+# what is imported on first use, deep inside a command
+_LATE = (
+    *("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "matplotlib.pyplot"),
+    *(
+        "pandas",
+        "pyarrow.parquet",
+        "datasets.packaged_modules.json.json",
+        "evaluate",
+        "scipy.optimize",
+    ),
+    *("transformers.trainer", "transformers.integrations", "accelerate", "peft", "jinja2", "git"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "gpt2", "t5")),
+    "transformers.models.auto.modeling_auto",
+)
+
+
+def up() -> None:
+    """Imports headprune and what it imports."""
+    import torch
+
+    import headprune
+    from headprune.cli import terminal
+
+    torch.set_num_threads(1)
+    terminal.quiet_libraries()
+    for found in pkgutil.walk_packages(headprune.__path__, "headprune."):
+        # a script for another process, and one that registers itself with pytest
+        if found.name not in ("headprune.__main__", "headprune.pytest_plugin"):
+            importlib.import_module(found.name)
+    for name in _LATE:
+        try:
+            importlib.import_module(name)
+        except ImportError:  # another version, or not installed: it comes when it is needed
+            continue

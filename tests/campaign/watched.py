@@ -1,0 +1,220 @@
+"""Commands in forked processes: how they ended, what they said, what they took."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import shlex
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+LIMIT_S = 30.0  # of a processor's time; asleep, a process hangs after four times as long
+MOST_BYTES = 4 << 30
+MOST_CHARACTERS = 400  # of an error's sentence
+_PAGE = resource.getpagesize()
+_GLIMPSE_S = 0.05  # how often memory is looked at
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended.
+
+    Attributes:
+        code: Its exit code; the negative number of the signal that ended it.
+        out: What it wrote to stdout.
+        err: What it wrote to stderr.
+        seconds: How long it took.
+        peak_bytes: Most memory that it held beyond what it started with.
+        stopped: Why it was stopped from outside: "hang" or "memory"; empty if it was not.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    peak_bytes: int
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A signal, and when it comes."""
+
+    signal: signal.Signals
+    after_s: float
+
+
+def command(
+    arguments: str | Sequence[object],
+    folder: Path,
+    *,
+    prepare: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] | None = None,
+    strike: Strike | None = None,
+    limit_s: float = LIMIT_S,
+) -> Outcome:
+    """Runs a command of headprune in a forked process.
+
+    Args:
+        arguments: Without "headprune"; a line is split as a shell does it.
+        folder: Where it runs.
+        prepare: Called in the new process before the command: limits, traps.
+        environment: Variables that are set as well.
+        strike: A signal that it gets.
+        limit_s: Seconds after which it hangs.
+    """
+
+    def run() -> None:
+        from headprune.cli import app
+
+        os.environ.update(environment or {})
+        words = shlex.split(arguments) if isinstance(arguments, str) else map(str, arguments)
+        sys.argv = ["headprune", *words]
+        prepare()
+        app.main()
+
+    return watched(run, folder, strike=strike, limit_s=limit_s)
+
+
+def watched(
+    action: Callable[[], None],
+    folder: Path,
+    *,
+    strike: Strike | None = None,
+    limit_s: float = LIMIT_S,
+) -> Outcome:
+    """Runs something in a forked process, in a folder, and waits for its end."""
+    ends = [os.memfd_create(name) for name in ("out", "err")]
+    base = _resident(os.getpid())
+    start = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _act(action, folder, ends)
+    told, peak, stopped = os.pidfd_open(pid), 0, ""
+    try:
+        while not select.select([told], [], [], _wait(start, strike))[0]:
+            passed = time.monotonic() - start
+            if strike is not None and passed >= strike.after_s:
+                signal.pidfd_send_signal(told, strike.signal)
+                strike = None
+            peak = max(peak, _resident(pid) - base)
+            hangs = passed > 4 * limit_s or (passed > limit_s and _worked(pid) > limit_s)
+            if hangs or peak > MOST_BYTES:
+                stopped = "hang" if hangs else "memory"
+                signal.pidfd_send_signal(told, signal.SIGKILL)
+                break
+        _, status, used = os.wait4(pid, 0)
+    finally:
+        os.close(told)
+    seconds = time.monotonic() - start
+    out, err = (_content(end) for end in ends)
+    peak = max(peak, used.ru_maxrss * 1024 - base)
+    if not stopped and peak > MOST_BYTES:
+        stopped = "memory"
+    return Outcome(os.waitstatus_to_exitcode(status), out, err, seconds, peak, stopped)
+
+
+def _wait(start: float, strike: Strike | None) -> float:
+    if strike is None:
+        return _GLIMPSE_S
+    return max(0.0, min(_GLIMPSE_S, start + strike.after_s - time.monotonic()))
+
+
+def _act(action: Callable[[], None], folder: Path, ends: Sequence[int]) -> NoReturn:
+    """The life of the forked process; it never returns to what forked it."""
+    code = 1
+    try:
+        for number, end in enumerate(ends, 1):
+            os.dup2(end, number)
+        os.setsid()
+        os.chdir(folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape")
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace")
+        action()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:  # whatever it is, it is what a user would see
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _worked(pid: int) -> float:
+    """Seconds of processors that a process has used; others may have used them meanwhile."""
+    try:
+        used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _content(end: int) -> str:
+    os.lseek(end, 0, os.SEEK_SET)
+    with os.fdopen(end, "rb") as stream:
+        return stream.read().decode("utf-8", "surrogateescape")
+
+
+_SEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
+_RAISED = re.compile(r'File ".*?/headprune/([^"]+)", line (\d+), in (\w+)')
+
+
+def flaw(outcome: Outcome, codes: Sequence[int] = (0, 1, 2)) -> str:
+    """What is wrong with how a command ended; empty if it ended as one should.
+
+    A command ends with 0, or with 1 where a check failed, or with an error in one line that can
+    be printed; nothing it says is a command to a terminal or to a CI runner.
+    """
+    said = outcome.out + outcome.err
+    if outcome.stopped:
+        return f"{outcome.stopped} ({outcome.seconds:.0f} s, {outcome.peak_bytes >> 20} MiB)"
+    if "Traceback (most recent call last)" in said:
+        return f"traceback: {_cause(outcome.err)}"
+    if outcome.code not in codes:
+        return f"ended with {outcome.code}: {outcome.err[-200:]!r}"
+    if bad := _SEEN.search(said):
+        return f"control character {bad[0]!r} was printed"
+    if re.search(r"^\s*::|##\[", said, re.MULTILINE):
+        return "a workflow command was printed"
+    return _sentence(outcome) if outcome.code == 2 else ""
+
+
+def _sentence(outcome: Outcome) -> str:
+    lines = outcome.err.rstrip("\n").split("\n")
+    if any(line.startswith("Usage:") for line in lines):  # typer, about the command line itself
+        return ""
+    errors = [at for at, line in enumerate(lines) if line.startswith("error:")]
+    if not errors:
+        return f"no sentence: {outcome.err[-200:]!r}"
+    if errors != [len(lines) - 1]:
+        return f"several lines of error: {' | '.join(lines[errors[0] :])[:200]!r}"
+    length = len(lines[-1].removeprefix("error:").strip())
+    return f"an error of {length} characters" if length > MOST_CHARACTERS else ""
+
+
+def _cause(err: str) -> str:
+    """Exception and the last line of headprune that it came through."""
+    places = _RAISED.findall(err)
+    raised = [line for line in err.splitlines() if re.match(r"[\w.]+(Error|Exception)?(:|$)", line)]
+    what = (raised or err.splitlines() or [""])[-1]
+    where = f"{places[-1][0]}:{places[-1][1]} {places[-1][2]}" if places else "?"
+    return f"{where}: {what[:160]}"
