@@ -230,7 +230,6 @@ def run(command: Callable[[], None]) -> None:
 @contextmanager
 def _made_safe() -> Iterator[None]:
     """Lets what libraries print, which may quote files, go the way of our own text."""
-
     usual = warnings.showwarning
 
     def warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
