@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from headprune.checkpoint import seccomp
 from headprune.errors import CheckpointError
-from headprune.markup import printable
+from headprune.markup import sentence
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -93,7 +93,7 @@ def _messages(child: subprocess.Popen[bytes], order: bytes) -> Iterator[dict[str
     for line in child.stdout:
         message = json.loads(line)
         if "refused" in message:
-            raise CheckpointError(message["refused"])
+            raise CheckpointError(sentence(str(message["refused"]), 2000))
         yield message
 
 
@@ -103,7 +103,7 @@ def _last_words(status: int, complaints: IO[bytes]) -> str:
     else:
         complaints.seek(0)
         lines = complaints.read().decode(errors="replace").strip().splitlines()
-        why = printable(lines[-1][:300]) if lines else f"it ended with exit code {status}"
+        why = sentence(lines[-1], 300) if lines else f"it ended with exit code {status}"
     return f"The process that reads the files without privileges came to no end: {why}."
 
 

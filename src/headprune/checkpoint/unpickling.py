@@ -21,7 +21,7 @@ from torch import Tensor
 from headprune.checkpoint.sandbox import Say, confine
 from headprune.checkpoint.streaming import DTYPES, bytes_of, write
 from headprune.errors import CheckpointError
-from headprune.markup import printable
+from headprune.markup import sentence
 from headprune.writing import write_error
 
 # A file of honest weights is as large as its tensors, or smaller by names that share a storage.
@@ -86,13 +86,13 @@ def read(file: Path) -> Any:
         asks = re.search(r"GLOBAL ([^\s`]+)", str(error))
         if asks:
             raise CheckpointError(
-                f"'{file.name}' asks for '{printable(asks[1])}' when it is read, and plain weights "
+                f"'{file.name}' asks for '{sentence(asks[1])}' when it is read, and plain weights "
                 "need no such thing; nothing of it was run. Where you trust the file, load it and "
                 "save the state_dict() of its model; else get the model from elsewhere."
             ) from None
         why = str(error).rpartition("WeightsUnpickler error:")[2].strip() or type(error).__name__
         raise CheckpointError(
-            f"'{file.name}' could not be read: {printable(why.splitlines()[0]).rstrip('.')}. It is "
+            f"'{file.name}' could not be read: {sentence(why.splitlines()[0]).rstrip('.')}. It is "
             "damaged, or no file of torch.save; get it again."
         ) from None
 
@@ -139,7 +139,7 @@ def tensors_in(content: Any, name: str) -> tuple[str | None, dict[str, Tensor]]:
     inside = [key for key, value in content.items() if _is_state_dict(value)]
     tensors = [key for key, value in content.items() if isinstance(value, Tensor)]
     if len(inside) == 1 and not tensors:
-        return printable(str(inside[0])), dict(content[inside[0]])
+        return sentence(str(inside[0])), dict(content[inside[0]])
     if tensors:
         others = [key for key in content if key not in tensors or not isinstance(key, str)]
         raise CheckpointError(
@@ -161,7 +161,7 @@ def _is_state_dict(content: Any) -> bool:
 
 
 def _listed(keys: list[Any]) -> str:
-    shown = [f"'{printable(key)}'" if isinstance(key, str) else type(key).__name__ for key in keys]
+    shown = [f"'{sentence(key)}'" if isinstance(key, str) else type(key).__name__ for key in keys]
     more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
     return (", ".join(shown[:8]) or "none") + more
 
@@ -172,10 +172,10 @@ def _holders(shards: list[dict[str, Tensor]], files: list[str]) -> dict[str, dic
     for shard, file in zip(shards, files, strict=True):
         for name, tensor in shard.items():
             if name in holders:
-                raise CheckpointError(f"'{printable(name)}' is in '{file}' and in another shard.")
+                raise CheckpointError(f"'{sentence(name)}' is in '{file}' and in another shard.")
             if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPES:
                 raise CheckpointError(
-                    f"'{printable(name)}' of '{file}' is a tensor that safetensors cannot hold: "
+                    f"'{sentence(name)}' of '{file}' is a tensor that safetensors cannot hold: "
                     f"{tensor.layout}, {tensor.dtype}, on {tensor.device}."
                 )
             holders[name] = shard

@@ -21,7 +21,7 @@ from headprune.checkpoint.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
 from headprune.checkpoint.sandbox import converse
 from headprune.checkpoint.streaming import bytes_of, describe
 from headprune.errors import CheckpointError
-from headprune.markup import printable
+from headprune.markup import sentence
 from headprune.models.refusals import refuse_links
 from headprune.models.ties import tied_names
 
@@ -148,7 +148,7 @@ def _convert(
     on_stage("starting a process without privileges")
     for message in converse(READER, {"files": files, "tied": tied, "output": str(output)}):
         if "stage" in message:
-            on_stage(printable(message["stage"]))
+            on_stage(sentence(message["stage"]))
         told |= message
     if told.get("written", {}).keys() != set(weights.values()):
         raise CheckpointError(f"The process that read '{folder}' said nothing of its weights.")
@@ -178,7 +178,7 @@ def check_written(file: Path, expected: dict[str, list[Any]]) -> None:
                 found = None if tensor is None else describe(tensor, bytes_of(tensor))
                 if found != expected.get(name):
                     raise CheckpointError(
-                        f"'{printable(name)}' is not in '{file.name}' as it was in the pickle: "
+                        f"'{sentence(name)}' is not in '{file.name}' as it was in the pickle: "
                         f"{found}, not {expected.get(name)}. Nothing was kept; is the disk sound?"
                     )
     except SafetensorError as error:
@@ -197,7 +197,7 @@ def _refuse_missing(folder: Path, names: frozenset[str], told: dict[str, Any]) -
     if missing:
         raise CheckpointError(
             f"The shards of '{folder}' lack {len(missing)} tensors of their index, "
-            f"'{printable(missing[0])}' the first. Get the folder again."
+            f"'{sentence(missing[0])}' the first. Get the folder again."
         )
 
 
