@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.checkpoint import seccomp, unpickling
-from headprune.checkpoint.sandbox import converse, sentence
+from headprune.checkpoint.sandbox import converse
 from headprune.errors import CheckpointError
+from headprune.markup import sentence
 from headprune.models import proof
 from headprune.pipelines import import_pickle as pipeline
 from headprune.pipelines.import_pickle import check_written, import_pickle
