@@ -22,7 +22,7 @@ def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
     """Writes rows to a temporary file as they come, and reads them from there.
 
     The file is mapped into memory and has no name any more when this returns, so that nothing is
-    left of it however the process ends.
+    left of it however the process ends from then on.
 
     Args:
         parts: Some rows each, as columns: integers, lists of integers, or an array of shape
