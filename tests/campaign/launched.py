@@ -69,5 +69,5 @@ def _launched(line: str, folder: Path, dies: str = ":") -> subprocess.CompletedP
         env=os.environ | {"CAMPAIGN_DIES": dies, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )

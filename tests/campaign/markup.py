@@ -71,6 +71,8 @@ def _with_string(tree: Any, at: int | None) -> Any:
     texts = [path for path in places(tree) if isinstance(_at(tree, path), str)]
     names = [path for path in places(tree) if isinstance(path[-1], str)]
     everywhere = texts + names
+    if not everywhere:
+        return STRING
     for path in texts if at is None else [everywhere[at % len(everywhere)]]:
         *above, key = path
         parent = _at(tree, above)
@@ -172,7 +174,7 @@ class _Page(HTMLParser):
             self.found = "a script of somebody else's"
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def breaks(here: Path) -> str:

@@ -164,11 +164,11 @@ def resume(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     """A training that goes on with what a stranger left."""
     name = list(RESUME)[case.number % 2]
     shutil.copytree(originals / f"resume-{name}", here / "work", symlinks=True)
-    states = sorted(here.glob("work/out*/**/checkpoint-*/*"))
-    pickles = [f for f in states if f.suffix in (".pt", ".pth", ".bin")]
-    chosen = pickles if case.number < 2 else [case.random().choice(pickles)]
-    for file in chosen:
-        _bomb(file)
-        if case.number % 4 == 3:
-            _bomb(file.with_name("training_args.bin"))
-    return f"{[f.name for f in chosen]}, {RESUME[name]}", command(RESUME[name], here / "work")
+    names = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "training_args.bin"}
+    folders = sorted(here.glob("work/out*/**/checkpoint-*"))
+    names |= {file.name for folder in folders for file in folder.iterdir()}
+    chosen = sorted(names) if case.number < 2 else [case.random().choice(sorted(names))]
+    for folder in folders:
+        for file in chosen:
+            _bomb(folder / file)
+    return f"{chosen}, {RESUME[name]}", command(RESUME[name], here / "work")

@@ -95,9 +95,12 @@ def watched(
     ends = [os.memfd_create(name) for name in ("out", "err")]
     base = _resident(os.getpid())
     start = time.monotonic()
+    # a signal that comes too early waits until the new process can take it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid == 0:
         _act(action, folder, ends)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told, peak, stopped = os.pidfd_open(pid), 0, ""
     try:
         while not select.select([told], [], [], _wait(start, strike))[0]:
@@ -140,6 +143,7 @@ def _act(action: Callable[[], None], folder: Path, ends: Sequence[int]) -> NoRet
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="surrogateescape")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         action()
         code = 0
     except SystemExit as stop:
