@@ -211,7 +211,7 @@ MODULE = "model.layers.0.self_attn"
         ([1, 2], "neither a full plan"),
         ({MODULE: [0]}, "1, 2, 2 query heads each"),
         ({"schema_version": 2, "attentions": {}}, "Upgrade headprune"),
-        ({"schema_version": 1, "unit": "heads", "attentions": {}}, "not a valid plan: unit"),
+        ({"schema_version": 1, "unit": "heads", "attentions": {}}, "not valid: unit"),
         ({"schema_version": 1, "unit": "head", "attentions": {}}, f"says nothing of '{MODULE}'"),
     ],
 )

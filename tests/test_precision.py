@@ -322,12 +322,12 @@ def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
     whole = stored_tensors(base)
     (base / "model.safetensors").rename(base / "part.safetensors")
     for file in ("part.safetensors", "../model/part.safetensors"):
-        index = {"weight_map": dict.fromkeys(whole, file)}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(whole, file)}
         (base / "model.safetensors.index.json").write_text(json.dumps(index))
         if file == "part.safetensors":
             assert stored_tensors(base) == whole
             continue
-        with pytest.raises(CheckpointError, match="no index of weights in its own folder"):
+        with pytest.raises(CheckpointError, match="no safetensors file in its own folder"):
             stored_tensors(base)
 
 

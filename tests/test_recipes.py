@@ -631,7 +631,8 @@ def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "defaults.yaml"
     code, _, err = run(capsys, "init", path, "--yes")
     assert (code, next(iter(read_recipe(path).steps))) == (0, "convert-gqa"), err
-    local = ["--data", path, "--overwrite"]
+    (tmp_path / "text.txt").write_text("some text")
+    local = ["--data", tmp_path / "text.txt", "--overwrite"]
     for wrong, message in (
         (["--goal", "smaler"], "--goal: Input should be 'kv-cache', 'heads' or 'study'"),
         (local, "say what to measure on"),

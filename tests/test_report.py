@@ -459,7 +459,7 @@ def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
         "no report": (place / "cut" / "small" / "plan.json", "is no report of 'headprune eval"),
         "report": (damaged["report"], "report.json' is not readable as JSON"),
         "history": (damaged["history"], "history.jsonl' is damaged"),
-        "manifest": (damaged["manifest"], "headprune.json' is damaged"),
+        "manifest": (damaged["manifest"], "headprune.json' is not valid"),
         "old": (damaged["old"], "has schema 99; this headprune reads up to 1"),
         "stale": (damaged["stale"], "measured a model with 23 query heads"),
     }

@@ -55,18 +55,24 @@ class Loader(yaml.SafeLoader):
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
-def read_json(path: Path, error: Error = CheckpointError, distinct: bool = False) -> Any:
+def read_json(
+    path: Path,
+    error: Error = CheckpointError,
+    distinct: bool = False,
+    any_text: bool = False,
+) -> Any:
     """The content of a JSON file; its numbers are finite.
 
     Args:
         path: The file.
         error: What is raised.
         distinct: Refuse names that are given twice, of which JSON takes the last.
+        any_text: Take texts with NUL as well, which a token may be, but no name of a file.
 
     Raises:
         error: If it cannot be read, is too large, or is no JSON; ``FileNotFoundError`` passes.
     """
-    return _read(path, lambda text: parse_json(text, distinct), "JSON", error)
+    return _read(path, lambda text: parse_json(text, distinct, any_text), "JSON", error)
 
 
 def read_json_lines(path: Path, error: Error = CheckpointError) -> list[Any]:
@@ -156,7 +162,7 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
-def parse_json(text: str, distinct: bool = False) -> Any:
+def parse_json(text: str, distinct: bool = False, any_text: bool = False) -> Any:
     """The content of JSON text.
 
     Raises:
@@ -171,7 +177,7 @@ def parse_json(text: str, distinct: bool = False) -> Any:
         parse_int=_whole,
         object_pairs_hook=_distinct if distinct else None,
     )
-    return _sound(content, text)
+    return _sound(content, text, any_text=any_text)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -220,9 +226,10 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _sound(content: Any, text: str, most_items: float = math.inf) -> Any:
+def _sound(content: Any, text: str, most_items: float = math.inf, any_text: bool = False) -> Any:
     """The content, if what works on it need not fear its depth, its size or its characters."""
-    level, items, odd = [content], 0, _ODD_ESCAPE.search(text) is not None
+    level, items = [content], 0
+    odd = not any_text and _ODD_ESCAPE.search(text) is not None
     for _ in range(MOST_DEPTH):
         inside: list[Any] = []
         for outer in level:

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from headprune.errors import HeadpruneError, HeadpruneWarning
+from headprune.errors import HeadpruneError
 from headprune.markup import inert, json_safe, sentence
 from headprune.training import processes
 
@@ -230,13 +230,9 @@ def run(command: Callable[[], None]) -> None:
 @contextmanager
 def _made_safe() -> Iterator[None]:
     """Lets what libraries print, which may quote files, go the way of our own text."""
-    usual = warnings.showwarning
 
-    def warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, HeadpruneWarning):
-            warn([str(message)] if processes.is_main() else [])
-        else:
-            usual(message, category, *where, **more)
+    def warned(message: Warning | str, *where: Any, **more: Any) -> None:
+        warn([str(message)] if processes.is_main() else [])
 
     streams = sys.stdout, sys.stderr
     with warnings.catch_warnings():

@@ -59,7 +59,9 @@ def refuse_damaged_json(folder: Path, *names: str) -> None:
         CheckpointError: Naming the file.
     """
     for name in names:
-        if (folder / name).is_file() and not isinstance(read_json(folder / name), dict):
+        if (folder / name).is_file() and not isinstance(
+            read_json(folder / name, any_text=True), dict
+        ):
             raise CheckpointError(f"'{folder / name}' is damaged: it holds no settings.")
 
 
