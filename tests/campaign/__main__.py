@@ -44,9 +44,16 @@ def main() -> int:
         cases = [case for seed in asked.seeds for case in part.cases(seed, asked.short)]
         cases = [case for case in cases if _wanted(case, asked)]
         began, broken = time.monotonic(), 0
-        for result in go_through(cases, _Acting(name, made), work, asked.workers, asked.keep):
+        acting = _Acting(name, made)
+        done = go_through(cases, acting, work, asked.workers, asked.keep)
+        for number, result in enumerate(done, 1):
             results.append(result)
             broken += bool(result.broken)
+            if number % 500 == 0:
+                took = time.monotonic() - began
+                print(
+                    f"{name}: {number} of {len(cases)}, {broken} broken, {took:.0f} s", flush=True
+                )
             _tell(result, asked.tell or asked.number is not None)
         took = time.monotonic() - began
         print(f"{name}: {len(cases)} cases, {broken} broken, {took:.0f} s", flush=True)
