@@ -19,6 +19,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from headprune.cli import app as cli
 from headprune.models.attention import attention_of
 from tests import tiny
+from tests.dying import state, write
 
 TRAIN = ["--steps", "4", "--batch-size", "2", "--seq-len", "16"]
 
@@ -323,7 +324,13 @@ def test_an_existing_output_is_kept_unless_overwritten(
     code, _, err = run(capsys, *command)
     assert (code, "already exists" in err, (out / "precious").exists()) == (2, True, True)
     code, _, err = run(capsys, *command, "--overwrite")
-    assert (code, (out / "precious").exists()) == (0, False), err
+    assert (code, "'precious' in" in err, (out / "precious").exists()) == (2, True, True), err
+    (out / "precious").unlink()
+    write(out, 1)
+    code, _, err = run(capsys, *command)
+    assert (code, "already exists" in err, state(out)) == (2, True, 1)
+    code, _, err = run(capsys, *command, "--overwrite")
+    assert (code, (out / "headprune.json").exists()) == (0, True), err
     code, _, err = run(capsys, *command[:-1], gates / "gates.json")
     assert (code, "is a file" in err) == (2, True)
 
@@ -435,7 +442,11 @@ def test_convert_heals_and_says_so(
     (tmp_path / "out" / "mine.txt").write_text("precious")
     code, _, err = run(capsys, *command, *small)
     assert (code, "already exists" in err) == (2, True), err
+    code, _, err = run(capsys, *command, *small, "--overwrite")
+    assert (code, "'mine.txt' in" in err) == (2, True), err
     assert not (tmp_path / "out-unhealed").exists()
+    (tmp_path / "out" / "mine.txt").unlink()
+    write(tmp_path / "out", 1)
     code, out, err = run(capsys, *command, *small, "--overwrite")
     assert code == 0, err
     assert "lowrank" in out

@@ -509,8 +509,9 @@ def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataCon
     for criterion, match in refusals.items():
         with pytest.raises(PlanError, match=match):
             sweep(folder, text, mine, [0.5], [criterion], overwrite=True)
-    with pytest.raises(CheckpointError, match="already exists"):
-        sweep(folder, text, mine, [0.5], ["fisher"], config=SMALL, overwrite=True)
+    for overwrite, match in ((False, "already exists"), (True, r"'precious\.txt' in")):
+        with pytest.raises(CheckpointError, match=match):
+            sweep(folder, text, mine, [0.5], ["fisher"], config=SMALL, overwrite=overwrite)
     assert (mine / "precious.txt").read_text() == "1"
 
 

@@ -17,6 +17,7 @@ from headprune.commands import command
 from headprune.config import Dtype
 from headprune.models import attention
 from tests import tiny
+from tests.dying import write
 from tests.test_cli import run
 
 SMALL = ["--seq-len", "16", "--calibration-tokens", "512"]
@@ -195,8 +196,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
     else:
         start = ["convert-gqa", "a model", "--kv-heads", "1", "--calibrate", "text.jsonl"]
         start += ["--heal", "3"]
-    Path("out").mkdir()
-    Path("out/.DS_Store").touch()  # --overwrite is needed again
+    write(Path("out"), 1)  # --overwrite is needed again
     with monkeypatch.context() as patched:
         patched.setattr("headprune.pipelines.heal.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start, *healing)

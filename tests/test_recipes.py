@@ -125,6 +125,9 @@ def test_a_changed_or_missing_output_is_noticed(done_job: Path, tmp_path: Path) 
     assert did(done_job) == ["evaluate"]
     (tmp_path / "out" / "evaluate" / "mine.txt").write_text("x")
     assert "mine.txt was added" in forecast(read_recipe(done_job)).steps[-1].why
+    with pytest.raises(HeadpruneError, match=r"'mine\.txt' in"):
+        did(done_job)
+    assert (tmp_path / "out" / "evaluate" / "mine.txt").read_text() == "x"
 
 
 def killed_in(path: Path, step: str, after: int) -> None:

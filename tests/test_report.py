@@ -417,9 +417,16 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 0
     assert json.loads(out)["runs"][0]["name"] == "cut"
     code, _, err = command(capsys, "report", place / "cut", "--output", output)
-    assert code == 2 and "exists already; replace it with --overwrite" in err
+    assert code == 2 and "already exists" in err and "--overwrite" in err
     code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
     assert code == 0 and "Written to" in out
+    for name in ("summary.md", "summary.md", "page.html"):
+        to = ["--output", tmp_path / name, "--overwrite"]
+        code, _, err = command(capsys, "report", place / "cut", *to)
+        assert code == 0, err
+    (tmp_path / "summary.md").write_text("## mine")
+    code, _, err = command(capsys, "report", place / "cut", *to[:1], tmp_path / "summary.md", to[2])
+    assert code == 2 and "headprune did not write it" in err
 
 
 def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,11 @@ def beside(path: Path, form: str) -> Path:
 def work_folder(place: Path) -> Path:
     """The hidden folder beside an output in which it is made."""
     return beside(real(place), ".{}.partial")
+
+
+def is_reserved(place: Path) -> bool:
+    """Whether this process has reserved an output."""
+    return real(place) in _held
 
 
 @contextmanager
@@ -161,10 +167,12 @@ def _perhaps_without_locks() -> Iterator[None]:
 
 def is_work_folder(path: Path) -> bool:
     """Whether outputs were made in a folder: it has such a name, and holds nothing else."""
-    named = path.name.startswith(".") and path.name.endswith(".partial")
-    if not named or path.is_symlink() or not path.is_dir():
+    if not re.fullmatch(r"\..+\.partial", path.name) or path.is_symlink() or not path.is_dir():
         return False
-    return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
+    try:
+        return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
+    except OSError:  # another user's
+        return False
 
 
 def abandoned(work: Path, remove: bool = False) -> bool:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from headprune.checkpoint.ownership import FileKind, foreign, is_one_piece, part_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
-from headprune.writing import put, real, reserved, work_folder, write_error
+from headprune.writing import is_reserved, put, real, reserved, work_folder, write_error
 from headprune.writing import write_whole as write_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,8 +32,8 @@ def claimed(
 ) -> Iterator[None]:
     """Reserves an output folder for as long as the block lasts, or the process lives.
 
-    Within the block it may be claimed once more, without being looked at again. A link is followed:
-    what it points to is the output.
+    Within the block it may be claimed once more; what is there is then not looked at again. A link
+    is followed: what it points to is the output.
 
     Args:
         path: The folder.
@@ -49,8 +49,9 @@ def claimed(
     place = real(path)
     _refuse_place(path, place)
     refuse_input(path, inputs)
+    looked_at = goes_on or is_reserved(place)
     with reserved(place):
-        if goes_on:
+        if looked_at:
             yield
             return
         if not overwrite and place.is_dir() and any(place.iterdir()):

@@ -76,12 +76,15 @@ def survey(folder: Path) -> Cleaned:
     if not folder.is_dir():
         raise CheckpointError(f"There is no folder '{folder}'.")
     leftovers, resumable = [], []
-    for path in _below(folder):
-        what = _what(path)
-        if what is not None:
-            leftovers.append(Leftover(path, _size(path), what))
-        elif path.is_dir() and is_training(path):
-            resumable.append(path)
+    try:
+        for path in _below(folder):
+            what = _what(path)
+            if what is not None:
+                leftovers.append(Leftover(path, _size(path), what))
+            elif path.is_dir() and is_training(path):
+                resumable.append(path)
+    except OSError as error:
+        raise CheckpointError(f"'{folder}' cannot be read through: {error}.") from None
     return Cleaned(tuple(leftovers), tuple(resumable), removed=False)
 
 
@@ -94,20 +97,17 @@ def clean(found: Cleaned) -> Cleaned:
     gone = []
     for leftover in found.leftovers:
         path = leftover.path
-        if _what(path) is None:  # a run has taken it up since
-            continue
         try:
-            _remove(path)
+            if _what(path) is not None and _removed(path):
+                gone.append(leftover)  # else a run has taken it up since
         except OSError as error:
             raise write_error(path, error) from error
-        gone.append(leftover)
     return Cleaned(tuple(gone), found.resumable, removed=True)
 
 
-def _remove(path: Path) -> None:
+def _removed(path: Path) -> bool:
     if is_work_folder(path):
-        abandoned(path, remove=True)
-        return
+        return abandoned(path, remove=True)
     by_process = _BY_PROCESS.fullmatch(path.name)
     if by_process is not None and path.is_dir():
         name, pid = by_process["name"], by_process["pid"]
@@ -117,16 +117,19 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+    return True
 
 
 def _what(path: Path) -> str | None:
     """What a dead run left there, in words; None if it is none of that, or still in use."""
     if path.is_symlink():
         return None
+    by_process = _BY_PROCESS.fullmatch(path.name)
+    if by_process is not None and _lives(int(by_process["pid"])):
+        return None
     if is_work_folder(path):
         return "an unfinished output" if abandoned(path) else None
-    by_process = _BY_PROCESS.fullmatch(path.name)
-    if by_process is not None and not _lives(int(by_process["pid"])):
+    if by_process is not None:
         before = by_process["what"] == "old"
         return "an output that was replaced" if before else "an unfinished output"
     if _BROKEN_CHECKPOINT.fullmatch(path.name) and path.is_dir():

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from headprune.checkpoint.manifest import versions
 from headprune.checkpoint.outputs import refuse_input
+from headprune.checkpoint.ownership import is_ours, part_of
 from headprune.checkpoint.runs import (
     LOCK,
     PARTIAL,
@@ -320,6 +321,7 @@ def _do(
     )
     if not resume:
         shutil.rmtree(partial, ignore_errors=True)
+    _refuse_others(recipe.output / name, before)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     unfinished = StepRecord(step=step.step, key=key, inputs=inputs, started=started)
     record = record.with_step(name, unfinished)
@@ -363,6 +365,18 @@ def _inputs(recipe: Recipe, step: Step) -> dict[str, str]:
                 source if made is None else str(recipe.output / source / (made.file or ""))
             )
     return places
+
+
+def _refuse_others(place: Path, before: StepRecord | None) -> None:
+    """Refuses to replace what a step did not write."""
+    known = before.files if before is not None else {}
+    for name in hashes(place):
+        file = place / name
+        if not (name in known or part_of(place, file) or is_ours(file)):
+            raise CheckpointError(
+                f"'{name}' in '{place}' is no part of what headprune wrote there; move it away, "
+                "and the step runs anew."
+            )
 
 
 def _old(recipe: Recipe, name: str) -> Path:

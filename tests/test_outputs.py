@@ -1,0 +1,642 @@
+"""Outputs: nothing lost, nobody else's replaced, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+import pytest
+import yaml
+
+from headprune import writing
+from headprune.checkpoint import ownership
+from headprune.checkpoint.outputs import claimed, claimed_file, refuse_foreign, whole_folder
+from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig
+from headprune.errors import CheckpointError
+from headprune.pipelines import sweep as sweeping
+from headprune.pipelines.clean import clean, survey
+from headprune.pipelines.sweep import sweep
+from headprune.report.figures import heat_map, save
+from headprune.writing import beside, reserved, work_folder, write_whole
+from tests import tiny
+from tests.dying import FILES, state, write
+from tests.test_cli import run
+
+SMALL = CalibrationConfig(tokens=128, seq_len=16)
+BRIEF = EvaluateConfig(seq_len=16, max_windows=2, speed=False)
+DEAD = 2**22 + 1  # more than Linux ever gives to a process
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ------------------------------------------------------------------- death
+
+
+@pytest.mark.parametrize("how", ["exchange", "journal"])
+def test_killed_at_any_moment_the_old_or_the_new_output_is_there(how: str, tmp_path: Path) -> None:
+    if how == "exchange" and not _exchanges(tmp_path):
+        pytest.skip("this file system cannot exchange two folders")
+    home = tmp_path / "home"
+    command = [sys.executable, "-m", "tests.dying", str(home), how]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
+    deaths = json.loads(done.stdout)
+    assert len(deaths) > 40  # the writer has so many moments to die at
+    assert {left for left, *_ in deaths} == ({1, 2} if how == "exchange" else {1, 2, "nothing"})
+    assert sum(left == "nothing" for left, *_ in deaths) <= 1  # between two moves
+    for left, taken_up, others, at_last, entries in deaths:
+        assert taken_up == (2 if left == "nothing" else left)
+        assert (others, at_last, entries) == ([], 3, 1)
+
+
+def _exchanges(folder: Path) -> bool:
+    one, other = folder / "one", folder / "other"
+    one.mkdir()
+    other.mkdir()
+    try:
+        return writing._exchanged(one, other)
+    finally:
+        one.rmdir()
+        other.rmdir()
+
+
+def test_a_move_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", 1)
+    rename = Path.rename
+
+    def fails_for_the_new_one(self: Path, target: Path) -> Path:
+        if self.parent.name == "new":
+            raise OSError(5, "the disk is broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(writing, "_exchanged", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", fails_for_the_new_one)
+    with pytest.raises(CheckpointError, match="the disk is broken"):
+        write(tmp_path / "out", 2)
+    assert (state(tmp_path / "out"), names(tmp_path)) == (1, ["out"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "full"), CheckpointError("no")])
+def test_a_failed_command_leaves_nothing_behind(
+    error: BaseException | type[BaseException], tmp_path: Path
+) -> None:
+    out = tmp_path / "a" / "b" / "out"
+
+    def command() -> None:
+        with claimed(out, overwrite=False), whole_folder(out) as new:
+            (new / "half").write_text("x")
+            raise error
+
+    with pytest.raises((KeyboardInterrupt, CheckpointError)):
+        command()
+    assert names(tmp_path) == []
+
+
+def test_files_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.yaml"
+    write_whole(file, "old")
+    seen = []
+    replace = Path.replace
+    monkeypatch.setattr(
+        Path, "replace", lambda a, b: (seen.append(file.read_text()), replace(a, b))[1]
+    )
+    write_whole(file, "new \udc80")  # a lone surrogate is written as JSON does
+    assert (seen, file.read_text(), names(tmp_path)) == (["old"], "new \\udc80", ["config.yaml"])
+
+
+# -------------------------------------------------------------- two writers
+
+
+@contextmanager
+def another_process(output: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has claimed an output."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from headprune.checkpoint.outputs import claimed, whole_folder\n"
+        "with claimed(Path(sys.argv[1]), True), whole_folder(Path(sys.argv[1])) as new:\n"
+        "    (new / 'half').write_text('x'); print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(output)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "ready\n"
+            yield other
+        finally:
+            with suppress(ProcessLookupError):
+                other.kill()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
+def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "link").symlink_to(tmp_path)
+    with another_process(out) as other:
+        for name in (out, tmp_path / "link" / "out"):  # the same by whatever name
+            with pytest.raises(CheckpointError, match="Another process is writing"):
+                write(name, 1)
+        assert survey(tmp_path).leftovers == ()  # it is at work
+        other.kill()
+        other.wait()
+        (left,) = survey(tmp_path).leftovers
+        assert left.path == tmp_path / ".out.partial"
+        write(out, 1)
+    assert (state(out), names(tmp_path)) == (1, ["link", "out"])
+
+
+def test_a_claim_is_claimed_again_within(tmp_path: Path) -> None:
+    with claimed(tmp_path / "out", overwrite=False):
+        write(tmp_path / "out", 1)
+        with claimed(tmp_path / "out", overwrite=False):
+            write(tmp_path / "out", 2)
+        assert names(tmp_path) == [".out.partial", "out"]
+    assert (state(tmp_path / "out"), names(tmp_path)) == (2, ["out"])
+
+
+def test_what_others_put_beside_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "notes.txt").write_text("mine")
+    write(tmp_path / "out", 1)
+    assert (tmp_path / ".out.partial" / "notes.txt").read_text() == "mine"
+    assert survey(tmp_path).leftovers == ()
+
+
+# ------------------------------------------------------------- names and links
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ä" * 127, "n" * 246])
+def test_the_longest_names_will_do(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, 1)
+    write(tmp_path / name, 2)
+    write_whole(tmp_path / "sub" / name, "x")
+    assert (state(tmp_path / name), names(tmp_path)) == (2, sorted([name, "sub"]))
+    twins = [work_folder(tmp_path / (name[:-1] + last)) for last in "ab"]
+    assert twins[0] != twins[1]
+    assert all(len(os.fsencode(twin.name)) <= 255 for twin in twins)
+    assert len(os.fsencode(beside(tmp_path / name, "{}-checkpoints").name)) <= 255
+
+
+def test_too_long_a_name_is_refused_at_once(tmp_path: Path) -> None:
+    for claim in (
+        claimed(tmp_path / ("n" * 256), False),
+        claimed_file(tmp_path / ("n" * 256), ownership.PLAN, False),
+    ):
+        with pytest.raises(CheckpointError, match="too long"), claim:
+            pass
+
+
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "there" / "out", 1)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "there" / "out")
+    write(link, 2)
+    assert link.is_symlink()
+    assert state(tmp_path / "there" / "out") == 2
+    (tmp_path / "plan.json").symlink_to(tmp_path / "there" / "plan.json")
+    (tmp_path / "there" / "plan.json").write_text("{}")
+    write_whole(tmp_path / "plan.json", "[]")
+    assert (tmp_path / "plan.json").is_symlink()
+    assert (tmp_path / "there" / "plan.json").read_text() == "[]"
+    assert names(tmp_path / "there") == ["out", "plan.json"]
+
+
+def test_links_that_lead_nowhere_or_to_others_things_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name in ("dangling", "circle"):
+        for claim in (
+            claimed(tmp_path / name, True),
+            claimed_file(tmp_path / name, ownership.PLAN, True),
+        ):
+            with pytest.raises(CheckpointError, match="leads nowhere"), claim:
+                pass
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    (tmp_path / "to-mine").symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="'precious' in"):
+        write(tmp_path / "to-mine", 1)
+    assert names(tmp_path) == ["circle", "dangling", "mine", "to-mine"]
+
+
+# ----------------------------------------------------------------- ownership
+
+
+def record(folder: Path, name: str) -> None:
+    """Makes a folder into one that headprune wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {
+        "headprune.json": {
+            **dict.fromkeys(("source", "shape", "proof"), ""),
+            "lineage": [],
+            "files": {"model.safetensors": "0", "sub/[x].json": "0"},
+        },
+        "gates.json": dict.fromkeys(
+            ("headprune_version", "model", "unit", "modules", "kept_heads"), ""
+        ),
+        "scores.json": dict.fromkeys(("versions", "model", "unit", "modules", "criteria"), ""),
+        "run.json": {"name": "", "versions": {}, "steps": {"cut": {"files": {"plan.json": ""}}}},
+        "import.json": {"headprune_version": "1", "files": ["model.safetensors"]},
+    }
+    (folder / name).write_text(json.dumps(found[name]))
+
+
+OURS = {
+    "headprune.json": ["model.safetensors", "sub/[x].json", "README.md", ".DS_Store"],
+    "gates.json": ["gates.safetensors", "history.jsonl", "checkpoints/checkpoint-2/optimizer.pt"],
+    "scores.json": ["scores.safetensors"],
+    "run.json": ["cut/plan.json", "recipe.yaml", ".partial/cut/config.json"],
+    "import.json": ["model.safetensors"],
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_headprune_wrote_is_known_by_its_record(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    record(out, name)
+    for file in OURS[name]:
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / file).write_text("x")
+    refuse_foreign(out)
+    for stranger in ("notes.txt", ".git/HEAD", "sub/x.json", "checkpoints.txt", "a/headprune.json"):
+        (out / stranger).parent.mkdir(parents=True, exist_ok=True)
+        (out / stranger).write_text("x")
+        with pytest.raises(CheckpointError, match=f"'{stranger}' in .* is no part"):
+            refuse_foreign(out)
+        (out / stranger).unlink()
+    (out / name).write_text("{}")  # by content, not by name
+    with pytest.raises(CheckpointError, match="is no part of what headprune wrote"):
+        write(out, 2)
+    assert (out / OURS[name][0]).read_text() == "x"
+
+
+def test_reports_may_lie_among_what_headprune_wrote(tmp_path: Path) -> None:
+    write(tmp_path / "out", 1)
+    report = json.dumps({"provenance": {}, "model": {}, "differences": []})
+    (tmp_path / "out" / "quality.json").write_text(report)
+    refuse_foreign(tmp_path / "out")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "quality.json").write_text(report)
+    with pytest.raises(CheckpointError, match="'quality.json' in"):
+        refuse_foreign(tmp_path / "others")
+
+
+def test_strangers_that_come_while_a_command_runs_are_kept(tmp_path: Path) -> None:
+    write(tmp_path / "out", 1)
+    with (
+        pytest.raises(CheckpointError, match="'late.txt' in"),
+        claimed(tmp_path / "out", overwrite=True),
+        whole_folder(tmp_path / "out"),
+    ):
+        (tmp_path / "out" / "late.txt").write_text("x")
+    assert names(tmp_path / "out") == sorted([*FILES, "inside", "late.txt"])
+
+
+@pytest.mark.parametrize("missing", ["a", "a/b"])
+def test_an_output_that_cannot_be_is_refused_before_any_work(missing: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(CheckpointError), claimed(tmp_path / missing, overwrite=True):
+        pytest.fail("there was work")
+    assert (tmp_path / "a").read_text() == "a file"
+
+
+def test_the_folder_the_user_is_in_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "out" / "inside"
+    write(tmp_path / "out", 1)
+    monkeypatch.chdir(inside)
+    for output in (Path(), Path(".."), inside, tmp_path / "out"):
+        with pytest.raises(CheckpointError, match="the folder you are in, or holds it"):
+            write(output, 2)
+    assert state(tmp_path / "out") == 1
+
+
+# ------------------------------------------------------- inputs, by every command
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that cannot be loaded, a text, and all that commands read, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("zoo/model").mkdir(parents=True)
+    Path("zoo/model/config.json").write_text('{"model_type": "llama"}')
+    Path("zoo/model/model.safetensors").write_bytes(b"weights")
+    Path("zoo/text.txt").write_text(tiny.text(50))
+    record(Path("zoo/scores"), "scores.json")
+    record(Path("zoo/gates"), "gates.json")
+    Path("zoo/plan.json").write_text('{"unit": "head", "attentions": {}}')
+    return tmp_path
+
+
+M, TEXT = "zoo/model", "--data zoo/text.txt"
+FOLDERS = [
+    f"prune {M} --plan zoo/plan.json --output OUT --overwrite",
+    f"prune {M} --gates zoo/gates --output OUT --overwrite",
+    f"prune {M} --scores zoo/scores --keep 0.5 --refit zoo/text.txt --output OUT --overwrite",
+    f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --output OUT --overwrite",
+    f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --heal 3 --output OUT --overwrite",
+    f"score {M} {TEXT} --output OUT --overwrite",
+    f"score {M} --criterion gates --gates zoo/gates --output OUT --overwrite",
+    f"sweep {M} {TEXT} --output OUT --overwrite",
+    f"sweep {M} --data text.txt --test zoo/text.txt --output OUT --overwrite",
+    f"import-pickle {M} OUT --overwrite",
+    f"migrate {M} OUT --overwrite",
+]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("line", FOLDERS)
+def test_no_command_replaces_what_it_reads(
+    line: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "text.txt").write_text("elsewhere")
+    before = everything(home)
+    inputs = [M] + [part for part in ("zoo/gates", "zoo/scores") if part in line]
+    for output, found in (
+        *((place, "is the input") for place in inputs),
+        *((f"{place}/new", "lies in the input") for place in inputs),
+        ("zoo", "holds the input"),
+    ):
+        code, _, err = run(capsys, *line.replace("OUT", output).split())
+        assert (code, found in err) == (2, True), (output, err)
+        assert everything(home) == before
+
+
+def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(home / "data", 1)
+    (home / "data" / "inside" / "text.txt").write_text("precious")
+    for command in ("score model --output data --overwrite", "sweep model --output data"):
+        code, _, err = run(capsys, *command.split(), "--data", "data/inside/text.txt")
+        assert (code, "holds the input 'data/inside/text.txt'" in err) == (2, True), err
+
+
+FILE_OUTPUTS = {
+    f"evaluate {M} {TEXT} --output OUT": ["report"],
+    f"check --model {M} {TEXT} --limit perplexity<=9 --junit OUT": ["junit"],
+    f"check --model {M} {TEXT} --update-baseline --allow-other --allow-dirty --baseline OUT": [
+        "baseline"
+    ],
+    f"plan {M} --scores zoo/scores --keep 0.5 --output OUT --overwrite": ["plan"],
+    f"init OUT --model {M} --data zoo/text.txt --test-data zoo/text.txt --yes --overwrite": [],
+}
+
+
+@pytest.mark.parametrize("line", FILE_OUTPUTS)
+def test_no_command_writes_a_file_over_an_input_or_a_strangers(
+    line: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "mine.txt").write_text("precious")
+    (home / "folder").mkdir()
+    before = everything(home)
+    for output, found in {
+        "zoo/text.txt": "is, or belongs to, the input" if "--data" in line else "did not write it",
+        f"{M}/config.json": "headprune did not write it",
+        "mine.txt": "headprune did not write it",
+        "folder": "is no file",
+        "mine.txt/report": "cannot be made",
+    }.items():
+        code, _, err = run(capsys, *line.replace("OUT", output).split())
+        assert (code, found in err) == (2, True), (output, err)
+        assert everything(home) == before
+
+
+def test_a_part_of_an_input_is_not_replaced_by_its_like(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(Path(M), "headprune.json")
+    manifest = json.loads(Path(M, "headprune.json").read_text())
+    manifest["files"]["plan.json"] = "0"
+    Path(M, "headprune.json").write_text(json.dumps(manifest))
+    Path(M, "plan.json").write_text('{"unit": "head", "attentions": {}}')
+    before = everything(home)
+    line = f"plan {M} --scores zoo/scores --keep 0.5 --output {M}/plan.json --overwrite"
+    code, _, err = run(capsys, *line.split())
+    assert (code, f"belongs to, the input '{M}'" in err) == (2, True), err
+    assert everything(home) == before
+
+
+def test_of_two_writers_of_a_file_one_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with another_process(home / "report.json"):
+        code, _, err = run(capsys, *f"evaluate {M} {TEXT} --output report.json".split())
+    assert (code, "Another process is writing" in err) == (2, True), err
+
+
+def test_a_check_that_cannot_run_says_so_in_its_junit_file(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"check --model {M} {TEXT} --limit perplexity<=9 --junit junit.xml".split()
+    Path("junit.xml").write_text('<testsuites>\n<testsuite name="headprune check" tests="1" />\n')
+    for _ in range(2):  # once over an older one, once over its own
+        code, _, err = run(capsys, *line)
+        assert code == 2, err
+        (suite,) = Xml.parse("junit.xml").getroot()
+        assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+        message = suite[0][0].get("message")
+        assert suite[0][0].tag == "error" and message is not None
+        assert message[:60].split()[0] in err
+
+
+def test_recipes_keep_off_their_inputs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = everything(home)
+    recipe = {
+        "model": M,
+        "data": {"test": {"source": "zoo/out/cut/text.txt"}},
+        "steps": {"cut": {"step": "prune", "plan": "zoo/plan.json"}},
+    }
+    Path("zoo/out/cut").mkdir(parents=True)
+    Path("zoo/out/cut/text.txt").write_text("precious")
+    for output, found in (
+        (f"{M}/out", f"lies in the input '{M}'"),
+        ("zoo/out", "holds the input 'zoo/out/cut/text.txt'"),
+    ):
+        Path("r.yaml").write_text(yaml.safe_dump({**recipe, "output": output}))
+        code, _, err = run(capsys, "run", "r.yaml")
+        assert (code, found in err) == (2, True), err
+    after = everything(home)
+    assert {name: after.get(name) for name in before} == before
+    assert Path("zoo/out/cut/text.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_figures_are_known_by_their_maker(suffix: str, tmp_path: Path) -> None:
+    figure, file = heat_map([[0.5, 1.0]], ["0"], "Heads"), tmp_path / f"heads{suffix}"
+    save(figure, file)
+    assert ownership.FIGURE(file)
+    figure.savefig(file)  # the same, by matplotlib alone
+    with (
+        pytest.raises(CheckpointError, match="did not write it"),
+        claimed_file(file, ownership.FIGURE, overwrite=True),
+    ):
+        pytest.fail("there was work")
+
+
+# ----------------------------------------------------------------------- sweeps
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> tuple[Callable[..., object], Path]:
+    """A finished sweep and what makes it."""
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(400))
+    text, out = DataConfig(source=str(tmp_path / "text.txt")), tmp_path / "swept"
+
+    def again(*keep: float, **options: object) -> object:
+        return sweep(
+            folder, text, out, keep, ["magnitude"], refit=False, config=SMALL, evaluation=BRIEF,
+            **options,
+        )  # fmt: skip
+
+    again(0.5)
+    return again, out
+
+
+def test_a_sweep_anew_keeps_the_old_one_until_it_is_done(
+    swept: tuple[Callable[..., object], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, out = swept
+    good = everything(out)
+    with monkeypatch.context() as patched:
+        patched.setattr(sweeping, "evaluate", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            again(0.75, overwrite=True)
+    assert everything(out) == good
+    assert names(out.parent) == ["model", "swept", "text.txt"]
+    again(0.75, overwrite=True)
+    assert names(out / "points") == ["magnitude-0.75.json", "whole.json"]
+    # a sweep goes on among what its user put there, and does not replace that
+    (out / "notes.txt").write_text("mine")
+    again(0.75, 0.5)
+    assert len(names(out / "points")) == 3
+    with pytest.raises(CheckpointError, match=r"'notes\.txt' in"):
+        again(0.75, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not [name for name in names(out) if name.startswith((".", "tmp"))]
+
+
+# ------------------------------------------------------------------------ clean
+
+
+def left_behind(home: Path) -> list[Path]:
+    """What dead runs of this and of older versions leave, beside what they do not."""
+    (home / "good").mkdir(parents=True)
+    (home / "good" / "model.safetensors").write_bytes(b"w" * 10)
+    for name in ("swept", "r-checkpoints/checkpoints", "sub"):
+        (home / name).mkdir(parents=True)
+    sweep_config = dict.fromkeys(
+        ("model", "fingerprint", "data", "test", "calibration", "evaluation")
+    )
+    (home / "swept/config.yaml").write_text(yaml.safe_dump(sweep_config))
+    heal_config = dict.fromkeys(("model", "teacher", "data", "heal"), "")
+    (home / "r-checkpoints/config.yaml").write_text(yaml.safe_dump(heal_config))
+    (home / f".live.{os.getpid()}.partial").mkdir()
+    (home / ".partial/new").mkdir(parents=True)  # of a recipe's run, whose step has that name
+    (home / ".partial/new/plan.json").write_text("{}")
+    (home / ".mine.partial").mkdir()
+    (home / ".mine.partial" / "notes.txt").write_text("mine")
+    folders = [
+        home / ".good.partial/new/good",
+        home / f"sub/.m.{DEAD}.partial",
+        home / f"sub/.n.{DEAD}.old",
+        home / "swept/tmpab_cd3f1/cut",
+        home / "r-checkpoints/checkpoints/incomplete-checkpoint-2",
+    ]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"w" * 100)
+    file = home / f"sub/.run.json.{DEAD}.partial"
+    file.write_bytes(b"w" * 100)
+    (home / "sub/n").mkdir()
+    return [
+        home / ".good.partial",
+        folders[1],
+        folders[2],
+        home / "swept/tmpab_cd3f1",
+        folders[4],
+        file,
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
+def test_clean_finds_and_removes_what_dead_runs_left(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    wanted = left_behind(home)
+    before = everything(home)
+    found = survey(home)
+    assert {left.path for left in found.leftovers} == set(wanted)
+    assert (found.bytes, found.resumable) == (600, (home / "r-checkpoints",))
+    assert everything(home) == before
+    assert clean(found).removed
+    kept = everything(home)
+    assert len(before) - len(kept) == 6
+    others = {"good/model.safetensors", ".mine.partial/notes.txt", ".partial/new/plan.json"}
+    assert others <= kept.keys()
+    assert (home / f".live.{os.getpid()}.partial").is_dir()
+    assert not any(path.exists() for path in wanted)
+    assert survey(home).leftovers == ()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
+def test_clean_puts_an_output_in_its_place_that_a_run_died_over(tmp_path: Path) -> None:
+    work = tmp_path / ".now.partial"
+    for place, version in (
+        (work / "new" / "now", 2),
+        (work / "old", 1),
+        (tmp_path / f".then.{DEAD}.partial", 2),
+        (tmp_path / f".then.{DEAD}.old", 1),
+        (tmp_path / f".once.{DEAD}.old", 1),
+    ):
+        write(tmp_path / "made", version)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "made").rename(place)
+    clean(survey(tmp_path))
+    assert {name: state(tmp_path / name) for name in names(tmp_path)} == {
+        "now": 2, "then": 2, "once": 1,
+    }  # fmt: skip
+
+
+def test_the_command_clean(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = left_behind(home / "runs")
+    for options in (["--dry-run"], ["--json"]):
+        code, out, err = run(capsys, "clean", "runs", *options)
+        assert (code, all(path.exists() for path in wanted)) == (0, True), err
+        assert "incomplete-checkpoint-2" in out
+    code, _, err = run(capsys, "clean", "runs")  # nobody to ask
+    assert (code, "say --yes" in err) == (2, True), err
+    assert all(path.exists() for path in wanted)
+    code, out, err = run(capsys, "clean", "runs", "--yes", "--json")
+    assert (code, json.loads(out)["removed"], json.loads(out)["bytes"]) == (0, True, 600), err
+    assert not any(path.exists() for path in wanted)
+    code, out, err = run(capsys, "clean", "runs", "--yes")
+    assert "No run left anything" in out and "r-checkpoints" in out
+    code, _, err = run(capsys, "clean", "nowhere")
+    assert (code, "There is no folder 'nowhere'" in err) == (2, True)
+
+
+def test_a_death_while_a_command_runs_costs_nothing(tmp_path: Path) -> None:
+    """The whole way: killed, and the next run finds its place clean."""
+    write(tmp_path / "out", 1)
+    with another_process(tmp_path / "out") as other:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    assert (state(tmp_path / "out"), names(tmp_path)) == (1, [".out.partial", "out"])
+    with reserved(tmp_path / "out"):
+        pass
+    assert (state(tmp_path / "out"), names(tmp_path)) == (1, ["out"])
