@@ -36,6 +36,7 @@ from headprune.writing import work_folder
 from tests import tiny
 from tests.test_cli import run
 
+RUNNING = ("on_step", "on_stage", "resume", "overwrite")
 SIZES: dict[str, Any] = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
 
 
