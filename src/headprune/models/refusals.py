@@ -56,9 +56,12 @@ def refuse_links(model: str | Path) -> None:
     allowed = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         allowed.append(folder.resolve().parent.parent / "blobs")
-    for file in sorted(folder.rglob("*")):
-        target = file.resolve()
-        if file.is_symlink() and not any(target.is_relative_to(place) for place in allowed):
+    for file in sorted(file for file in folder.rglob("*") if file.is_symlink()):
+        try:
+            target = file.resolve()
+        except (OSError, RuntimeError):  # whichever this Python raises
+            raise CheckpointError(f"'{file}' is a link that leads in a circle.") from None
+        if not any(target.is_relative_to(place) for place in allowed):
             raise CheckpointError(
                 f"'{file}' is a link that leads out of the model folder, to '{target}'. Put the "
                 "file itself there."

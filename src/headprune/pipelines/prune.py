@@ -640,7 +640,7 @@ def _refitted(
     attentions = [cut.attention for cut in cuts]
     gates = [cut.gate() for cut in cuts]
     records = refit_outputs(net, attentions, gates, examples.whole(), on_module)
-    ridges = {r.path: None if math.isinf(r.ridge) else r.ridge for r in records}
+    ridges = {r.path: r.ridge for r in records if math.isfinite(r.ridge)}  # the others stay
     return {
         "data": data.source,
         "tokens": examples.tokens,
