@@ -177,6 +177,9 @@ class SlimTrainer(Trainer):  # type: ignore[misc]
         # what does not move is not in it; that the rest is, and fits, was seen when it was read
         self.model.load_state_dict(self._from.part("trained"), strict=False)
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Trainer would unpickle one that somebody put there; ours have none."""
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
