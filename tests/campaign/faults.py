@@ -33,7 +33,7 @@ def cases(seed: int, short: bool) -> list[Case]:
     """The faults of a seed; what depends on nothing drawn is shared out among seeds."""
     writers = len(WRITERS)
     numbers = {
-        **{"file-size": range(2 * writers), "full-disk": range(2 * writers)},
+        **{"file-size": range(writers), "full-disk": range(writers)},
         **{"no-permission": range(writers), "two-writers": range(writers)},
         **{"names": range(len(NAMES)), "inputs-named": range(seed % 3, len(NAMES), 3)},
         "places": range(seed % 3, len(PLACES) * writers, 3),

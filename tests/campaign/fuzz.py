@@ -24,7 +24,7 @@ class Reader:
         target: The file that is damaged, or a pattern, of whose files one is.
         lines: Commands that read it.
         beside: Originals that the commands need as well, undamaged.
-        read: Reads it without a command, in most of the cases.
+        read: Reads it without a command, in three cases of four.
         weight: How many of all mutants, compared with other readers.
         folder: Where the commands run.
     """
@@ -233,8 +233,8 @@ def act(case: Case, place: Path, originals: Path) -> Result:
     target.write_bytes(mutator_of(target.name)(target.read_bytes(), draw))
     here = place / reader.folder
     before = {file.name for file in here.iterdir()}
-    read, at = reader.read, case.number // 3
-    if read is None or case.number % 3 == 0:
+    read, at = reader.read, case.number // 4
+    if read is None or case.number % 4 == 0:
         line = reader.lines[(at if read else case.number) % len(reader.lines)]
         outcome = command(line, here)
     else:

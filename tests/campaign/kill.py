@@ -24,7 +24,7 @@ from tests.campaign.trap import Trap
 from tests.campaign.watched import Outcome, Strike, command, flaw
 
 PART = "kill"
-WHOLE, SHORT = 210, 16  # deaths of a seed
+WHOLE, SHORT = 200, 16  # deaths of a seed
 PAIRS = "two-processes"  # started by torchrun, of which one dies
 
 

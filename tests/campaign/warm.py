@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
 
@@ -39,3 +40,6 @@ def up() -> None:
             importlib.import_module(name)
         except ImportError:  # another version, or not installed: it comes when it is needed
             continue
+    # what is here stays: a forked process then shares its memory, and looks through none of it
+    gc.collect()
+    gc.freeze()

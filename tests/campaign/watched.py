@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -92,18 +93,21 @@ def watched(
     limit_s: float = LIMIT_S,
 ) -> Outcome:
     """Runs something in a forked process, in a folder, and waits for its end."""
-    ends = [os.memfd_create(name) for name in ("out", "err")]
+    pipes, writing = zip(*(os.pipe() for _ in ("out", "err")), strict=True)
+    said = {end: bytearray() for end in pipes}
     base = _resident(os.getpid())
     start = time.monotonic()
     # a signal that comes too early waits until the new process can take it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid == 0:
-        _act(action, folder, ends)
+        _act(action, folder, writing)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for end in writing:
+        os.close(end)
     told, peak, stopped = os.pidfd_open(pid), 0, ""
     try:
-        while not select.select([told], [], [], _wait(start, strike))[0]:
+        while told not in _heard([told, *pipes], said, _wait(start, strike)):
             passed = time.monotonic() - start
             if strike is not None and passed >= strike.after_s:
                 signal.pidfd_send_signal(told, strike.signal)
@@ -115,14 +119,26 @@ def watched(
                 signal.pidfd_send_signal(told, signal.SIGKILL)
                 break
         _, status, used = os.wait4(pid, 0)
+        while _heard(pipes, said, 0):  # children of it may hold them open, and say no more
+            pass
     finally:
-        os.close(told)
+        for end in (told, *pipes):
+            os.close(end)
     seconds = time.monotonic() - start
-    out, err = (_content(end) for end in ends)
+    out, err = (bytes(words).decode("utf-8", "surrogateescape") for words in said.values())
     peak = max(peak, used.ru_maxrss * 1024 - base)
     if not stopped and peak > MOST_BYTES:
         stopped = "memory"
     return Outcome(os.waitstatus_to_exitcode(status), out, err, seconds, peak, stopped)
+
+
+def _heard(ends: Sequence[int], said: dict[int, bytearray], wait_s: float) -> list[int]:
+    """Which of some ends had something to tell within a time; what pipes told is added."""
+    ready = select.select(ends, [], [], wait_s)[0]
+    pieces = {end: os.read(end, 1 << 16) for end in ready if end in said}
+    for end, piece in pieces.items():
+        said[end] += piece
+    return [end for end in ready if pieces.get(end) != b""]
 
 
 def _wait(start: float, strike: Strike | None) -> float:
@@ -137,6 +153,7 @@ def _act(action: Callable[[], None], folder: Path, ends: Sequence[int]) -> NoRet
     try:
         for number, end in enumerate(ends, 1):
             os.dup2(end, number)
+            os.close(end)
         os.setsid()
         os.chdir(folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -151,8 +168,9 @@ def _act(action: Callable[[], None], folder: Path, ends: Sequence[int]) -> NoRet
     except BaseException:  # whatever it is, it is what a user would see
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        with suppress(BaseException):  # nothing may lead back to what forked it
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
@@ -170,12 +188,6 @@ def _worked(pid: int) -> float:
         return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):
         return 0.0
-
-
-def _content(end: int) -> str:
-    os.lseek(end, 0, os.SEEK_SET)
-    with os.fdopen(end, "rb") as stream:
-        return stream.read().decode("utf-8", "surrogateescape")
 
 
 _SEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
