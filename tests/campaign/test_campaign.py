@@ -94,7 +94,13 @@ def test_processes_are_stopped_where_they_should_be(
     assert watched(sleep, tmp_path, strike=Strike(signal.SIGINT, 0.05)).code == 1
     assert watched(sleep, tmp_path, limit_s=0.05).stopped == "hang"
     monkeypatch.setattr("tests.campaign.watched.MOST_BYTES", 50 << 20)
-    assert watched(lambda: print(len(b"x" * (200 << 20))), tmp_path).stopped == "memory"
+
+    def fill() -> None:
+        kept = b"x" * (200 << 20)  # until it is seen, however late that is on a busy machine
+        time.sleep(60)
+        print(len(kept))
+
+    assert watched(fill, tmp_path).stopped == "memory"
 
 
 def test_half_a_file_is_no_whole_one(tmp_path: Path) -> None:
