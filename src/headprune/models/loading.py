@@ -22,6 +22,7 @@ from headprune.models.reading import (
     read_config_file,
     read_record,
     refuse_damaged_json,
+    without_native_output,
 )
 from headprune.models.refusals import (
     checked_description,
@@ -214,7 +215,8 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
         f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer files of "
         "the original model into the folder."
     )
-    with damage_is(lambda why: f"{why_not} {why}"), hub.asked_once(model):
+    refused = damage_is(lambda why: f"{why_not} {why}")
+    with refused, hub.asked_once(model), without_native_output():
         tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
         added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         ordinary = sum(token not in added for token in tokenizer.get_vocab())

@@ -5,9 +5,11 @@ transformers takes what they hold for granted, so that damage shows as any error
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -100,6 +102,28 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
         if not (isinstance(error, Exception) or panic) or _is_a_bug(error):
             raise
         raise CheckpointError(refusal(_said(error))) from error
+
+
+@contextmanager
+def without_native_output() -> Iterator[None]:
+    """Drops what native code prints while it reads a file.
+
+    The Rust code of tokenizers prints keys that it does not know, line breaks and all, past
+    Python's streams; at the start of a line they could be commands to a CI runner.
+    """
+    kept = {}
+    with Path(os.devnull).open("wb") as nowhere:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            with suppress(OSError):  # where there is no such stream, nothing is printed there
+                kept[number] = os.dup(number)
+                os.dup2(nowhere.fileno(), number)
+    try:
+        yield
+    finally:
+        for number, stream_before in kept.items():
+            os.dup2(stream_before, number)
+            os.close(stream_before)
 
 
 def _is_a_bug(error: BaseException) -> bool:
