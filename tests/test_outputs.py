@@ -88,6 +88,46 @@ def test_a_move_that_fails_half_way_is_taken_back(
     assert (state(tmp_path / "out"), names(tmp_path)) == (1, ["out"])
 
 
+def test_what_cannot_be_taken_back_waits_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", 1)
+    rename = Path.rename
+
+    def fails_but_once(self: Path, target: Path) -> Path:
+        if self.name == "old" or self.parent.name == "new":
+            raise OSError(5, "the disk is broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(writing, "_exchanged", lambda one, other: False)
+    with monkeypatch.context() as broken, pytest.raises(CheckpointError, match="is broken"):
+        broken.setattr(Path, "rename", fails_but_once)
+        write(tmp_path / "out", 2)
+    assert names(tmp_path) == [".out.partial"]
+    with reserved(tmp_path / "out"):
+        assert state(tmp_path / "out") in (1, 2)
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("moment", ["_locked", "_fresh", "_remove"])
+def test_ctrl_c_while_a_place_is_made_or_cleared_leaves_nothing(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do = getattr(writing, moment)
+
+    def interrupted(*about: Path) -> object:
+        signal.raise_signal(signal.SIGINT)
+        done = do(*about)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(writing, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt), reserved(tmp_path / "a" / "out"):
+        pass
+    assert (names(tmp_path), writing._held) == ([], {})
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "full"), CheckpointError("no")])
 def test_a_failed_command_leaves_nothing_behind(
     error: BaseException | type[BaseException], tmp_path: Path

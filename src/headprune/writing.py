@@ -17,10 +17,13 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from headprune.errors import CheckpointError
 
@@ -93,21 +96,42 @@ def reserved(place: Path) -> Iterator[Path]:
     lock = None
     try:
         try:
-            lock = _locked(work, place)
-            adopt(work / _NEW / place.name, place, work / _OLD)
-            new = _fresh(work, place)
+            with _interrupts_wait():
+                lock = _locked(work, place)
+                adopt(work / _NEW / place.name, place, work / _OLD)
+                _held[place] = work
+                new = _fresh(work, place)
         except OSError as error:
             raise write_error(place, error) from error
-        _held[place] = work
         yield new
     finally:
-        if _held.pop(place, None) or lock is not None:
-            _remove(work)
-        for folder in missing:
-            with suppress(OSError):  # it holds the output
-                folder.rmdir()
-        if lock is not None:
-            os.close(lock)
+        with _interrupts_wait():
+            # an earlier output that could not be put back waits there for the next run
+            waits = (work / _OLD).is_dir() and not os.path.lexists(place)
+            if _held.pop(place, None) and not waits:
+                _remove(work)
+            for folder in missing:
+                with suppress(OSError):  # it holds the output
+                    folder.rmdir()
+            if lock is not None:
+                os.close(lock)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C takes effect when the block has ended, so that it is never half done."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield  # Ctrl-C raises nothing here
+        return
+    waiting: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: waiting.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            before(signal.SIGINT, waiting[0])
 
 
 def _fresh(work: Path, place: Path) -> Path:

@@ -95,15 +95,19 @@ def watched(
     """Runs something in a forked process, in a folder, and waits for its end."""
     pipes, writing = zip(*(os.pipe() for _ in ("out", "err")), strict=True)
     said = {end: bytearray() for end in pipes}
-    base = _resident(os.getpid())
+    held, released = os.pipe()
     start = time.monotonic()
     # a signal that comes too early waits until the new process can take it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid == 0:
+        os.close(released)
+        os.read(held, 1)  # until it is known what this process starts with
         _act(action, folder, writing)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for end in writing:
+    # not what this process holds: pages of files, hundreds of MB of libraries, are not inherited
+    base = _resident(pid)
+    for end in (held, released, *writing):
         os.close(end)
     told, peak, stopped = os.pidfd_open(pid), 0, ""
     try:
