@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.data import sources
 from headprune.data.files import ANY_RATIO
 from headprune.data.sources import Examples, read_examples
 from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
@@ -157,6 +159,27 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     rows_file(tmp_path, {"text": "other"}, name="a1.jsonl")
     assert list(read_examples(rows_file(tmp_path, {"text": "w1"}, name="a[1].jsonl")).texts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells")
+def test_rows_that_were_read_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "long.jsonl"
+    texts = [f"{10 + number % 90} " * 50_000 for number in range(300)]  # 45 MB
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    examples = read_examples(DataConfig(source=str(file)))
+
+    def grown() -> int:
+        before = _mapped()
+        assert [text for (text,) in examples.texts] == texts
+        return _mapped() - before
+
+    assert grown() > 10_000  # kB
+    monkeypatch.setattr(sources, "_MOST_HELD", 1 << 22)
+    assert grown() < 0
+
+
+def _mapped() -> int:
+    return int(re.findall(r"RssFile:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
 
 def test_digests_are_what_they_were(tmp_path: Path) -> None:

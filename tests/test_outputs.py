@@ -109,6 +109,17 @@ def test_what_cannot_be_taken_back_waits_for_the_next_run(
     assert names(tmp_path) == ["out"]
 
 
+def test_a_folder_in_which_a_run_died_before_it_wrote_anything_is_empty(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / ".config.yaml.partial" / "new").mkdir(parents=True)
+    with claimed(out, overwrite=False):
+        assert names(out) == []
+    (out / ".config.yaml.partial" / "new").mkdir(parents=True)
+    (out / "notes").write_text("x")
+    with pytest.raises(CheckpointError, match="already exists"), claimed(out, overwrite=False):
+        pass
+
+
 @pytest.mark.parametrize("moment", ["_locked", "_fresh", "_remove"])
 def test_ctrl_c_while_a_place_is_made_or_cleared_leaves_nothing(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,16 @@ from safetensors import SafetensorError
 from headprune.checkpoint.ownership import FileKind, foreign, is_one_piece, part_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
-from headprune.writing import is_reserved, put, real, reserved, work_folder, write_error
+from headprune.writing import (
+    abandoned,
+    is_reserved,
+    is_work_folder,
+    put,
+    real,
+    reserved,
+    work_folder,
+    write_error,
+)
 from headprune.writing import write_whole as write_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,13 +63,22 @@ def claimed(
         if looked_at:
             yield
             return
-        if not overwrite and place.is_dir() and any(place.iterdir()):
+        if not overwrite and place.is_dir() and _has_content(place):
             raise CheckpointError(
                 f"The output folder '{path}' already exists. Choose another one, or replace it "
                 "with --overwrite."
             )
         refuse_foreign(path)
         yield
+
+
+def _has_content(folder: Path) -> bool:
+    """Whether a folder holds anything but what dead runs left, which is removed."""
+    for entry in folder.iterdir():
+        if is_work_folder(entry):
+            with suppress(OSError):
+                abandoned(entry, remove=True)
+    return any(folder.iterdir())
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from headprune import hub
 from headprune.config import DataConfig
 from headprune.data.files import TextFiles, byte_pieces, text_pieces, unpacked
+from headprune.data.rows import let_go
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.registry import did_you_mean
 
@@ -36,6 +37,7 @@ else:  # whoever checks types at run time looks at an item, which would read a f
     Texts = Labels = Sequence
 
 _AT_ONCE = 100  # rows of a table that are read; they may be long
+_MOST_HELD = 1 << 26  # bytes of a table that stay in memory when they were read
 
 _BUILDERS = {
     ".jsonl": "json",
@@ -153,9 +155,14 @@ class _Rows(Sequence[T]):
         return next(iter(self[index : index + 1 or None]))
 
     def __iter__(self) -> Iterator[T]:
+        held = 0
         try:
-            for some in self.table.iter(_AT_ONCE):
-                yield from self.made(some)
+            for some in self.table.with_format("arrow").iter(_AT_ONCE):
+                yield from self.made(some.to_pydict())
+                held += some.nbytes
+                if held > _MOST_HELD:
+                    let_go(self.table)
+                    held = 0
         except UnicodeDecodeError as error:
             raise DataError(
                 f"'{self.source}' is not readable as UTF-8 text ({error.reason} in a row). Write "
