@@ -55,7 +55,9 @@ def run(*arguments: object) -> tuple[float, int]:
     return time.monotonic() - start, usage.ru_maxrss * 1024
 
 
-def jobs(model: Path, text: Path, work: Path, tokens: list[int]) -> dict[str, list[list[object]]]:
+def jobs(
+    model: Path, text: Path, work: Path, tokens: list[int], seeds: list[int]
+) -> dict[str, list[list[object]]]:
     """Per job, its commands; the last one writes ``work / "out"``."""
     out = ["--output", work / "out"]
     found: dict[str, list[list[object]]] = {}
@@ -70,10 +72,11 @@ def jobs(model: Path, text: Path, work: Path, tokens: list[int]) -> dict[str, li
         convert = ["convert-gqa", model, "--kv-heads", 1, "--calibrate", text]
         found[f"one KV head, lowrank, {count:,} tokens"] = [[*convert, *some, *out]]
     train = ["train-gates", model, "--data", text, "--target-heads", 0.75, "--unit", "head"]
-    found["gates, 60 steps"] = [
-        [*train, "--steps", 60, "--output", work / "gates"],
-        ["prune", model, "--gates", work / "gates", "--shape", "ragged", *out],
-    ]
+    for seed in seeds:
+        found[f"gates, 60 steps, seed {seed}"] = [
+            [*train, "--steps", 60, "--seed", seed, "--output", work / "gates"],
+            ["prune", model, "--gates", work / "gates", "--shape", "ragged", *out],
+        ]
     return found
 
 
@@ -82,6 +85,7 @@ def main(
     data: Annotated[str, typer.Option(help="Test text.")],
     calibrate: Annotated[Path, typer.Option(help="Calibration and training text.")],
     tokens: Annotated[str, typer.Option(help="Calibration tokens.")] = "8192,16384",
+    seeds: Annotated[str, typer.Option(help="Seeds of the gates.")] = "0",
     only: Annotated[str, typer.Option(help="Jobs whose name contains this.")] = "",
     windows: Annotated[int, typer.Option(help="Test windows.")] = 40,
     window: Annotated[int, typer.Option(help="Tokens per test window.")] = 512,
@@ -89,7 +93,8 @@ def main(
 ) -> None:
     """Run every job on both copies, measure."""
     protocol = Protocol(str(model), data, windows, window)
-    counts, rows = [int(count) for count in tokens.split(",")], []
+    counts, draws = ([int(number) for number in each.split(",")] for each in (tokens, seeds))
+    rows = []
 
     def perplexity(folder: Path) -> float:
         return protocol.perplexity(from_pretrained(folder, dtype=torch.float32))
@@ -98,13 +103,13 @@ def main(
         copies = {dtype: copied(model, dtype, Path(scratch) / dtype) for dtype in STORED}
         whole = {dtype: perplexity(folder) for dtype, folder in copies.items()}
         console.print({"whole": whole, "ratio": whole["bfloat16"] / whole["float32"]})
-        for name in jobs(model, calibrate, Path(scratch), counts):
+        for name in jobs(model, calibrate, Path(scratch), counts, draws):
             if only not in name:
                 continue
             row: dict[str, Any] = {"job": name}
             for dtype, folder in copies.items():
                 with tempfile.TemporaryDirectory(dir=scratch) as work:
-                    todo = jobs(folder, calibrate, Path(work), counts)[name]
+                    todo = jobs(folder, calibrate, Path(work), counts, draws)[name]
                     used = [run(*command) for command in todo]
                     row[dtype] = {
                         "perplexity": perplexity(Path(work) / "out"),

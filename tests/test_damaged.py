@@ -146,6 +146,7 @@ def test_as_many_layers_as_the_weights_are_believed(count: int, model: Path) -> 
 
 TOKENIZERS: list[tuple[str, str]] = [
     ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", '{"model_max_length": "512"}'),
     ("tokenizer_config.json", '{"tokenizer_class": 3}'),
     ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedModel"}'),
     ("tokenizer.json", "{}"),

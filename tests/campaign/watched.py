@@ -101,12 +101,12 @@ def watched(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     pid = os.fork()
     if pid == 0:
-        os.close(released)
         os.read(held, 1)  # until it is known what this process starts with
         _act(action, folder, writing)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # not what this process holds: pages of files, hundreds of MB of libraries, are not inherited
     base = _resident(pid)
+    os.write(released, b".")  # closing it does not do: processes of other threads hold it as well
     for end in (held, released, *writing):
         os.close(end)
     told, peak, stopped = os.pidfd_open(pid), 0, ""

@@ -218,6 +218,7 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
     refused = damage_is(lambda why: f"{why_not} {why}")
     with refused, hub.asked_once(model), without_native_output():
         tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
+        tokenizer("a", verbose=False)  # some settings are not looked at before
         added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         ordinary = sum(token not in added for token in tokenizer.get_vocab())
     vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
