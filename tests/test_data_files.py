@@ -75,6 +75,8 @@ DAMAGED = {
     "latin.csv": (b"text\ncaf\xe9\n", "could not read it: .*[Uu][Tt][Ff]"),
     "cut.parquet": (b"PAR1garbage", "could not read it: Parquet magic bytes not found"),
     "bytes.parquet": (parquet(b"w1", b"a\xff\xed\xa0\x80"), "is not readable as UTF-8 text"),
+    "deep.jsonl": (b'{"text": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "more than 500 deep"),
+    "deep.json": (b'[\n{"a":"\\\\"}, ' + b'{"a":\n' * 9_999, "deep.json' .* more than 500 deep"),
     "numbers.jsonl": (b'{"text": 1}\n', "column 'text' of .* holds int64, no text"),
     "lists.jsonl": (b'{"text": ["a"], "b": "c"}\n', "holds List, no text. Columns of text: b;"),
     "nulls.jsonl": (b'{"text": null}\n', "column 'text' of .* holds null, no text"),
@@ -90,6 +92,12 @@ def test_a_damaged_file_is_named_in_a_sentence(name: str, tmp_path: Path) -> Non
         list(read_examples(DataConfig(source=str(tmp_path / name))).texts)
     assert name in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+def test_brackets_in_texts_are_not_nested(tmp_path: Path) -> None:
+    text = '["' * 3_000 + "\\" + "[" * 600_000 + '\\"{' * 3_000
+    examples = read_examples(rows_file(tmp_path, {"text": text}, {"text": "["}, {"text": "a"}))
+    assert list(examples.texts) == [(text,), ("[",), ("a",)]
 
 
 @pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz"])

@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
+import numpy as np
+
 from headprune.errors import DataError
 
 PIECE = 1 << 18  # bytes that are read at once
 MOST_RATIO = 100  # gzip makes text 3 to 20 times smaller, and zeros a thousand times
 ANY_RATIO = 1 << 26  # bytes that a file may unpack to whatever its ratio: they harm nobody
+MOST_DEPTH = 500  # of JSON; pyarrow needs a part of the stack for each level, and dies without
+_STEP = np.zeros(256, np.int8)
+_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
+_QUOTE, _NEWLINE = b'"\n'
+_MATTERS = _STEP != 0
+_MATTERS[[_QUOTE, _NEWLINE]] = True
 
 
 @dataclass(frozen=True)
@@ -105,3 +113,30 @@ def unpacked(file: Path, folder: Path, number: int) -> Path:
         for piece in byte_pieces(file):
             target.write(piece)
     return whole
+
+
+def refuse_deep_json(file: Path) -> None:
+    """Refuses JSON, one value or one a line, that is nested too deeply to be read.
+
+    Raises:
+        DataError: If it is, or cannot be read.
+    """
+    cut, level, quotes = b"", 0, 0
+    for piece in byte_pieces(file):
+        plain = (cut + piece).replace(rb"\\", b"")
+        cut = b"\\" if plain.endswith(b"\\") else b""
+        found = np.frombuffer(plain.replace(rb"\"", b""), np.uint8)
+        found = found[_MATTERS[found]]
+        if not len(found):
+            continue
+        quoted = quotes + np.cumsum(found == _QUOTE)
+        # no string spans lines, so that a lone quote spoils its own line only
+        until_line = np.maximum.accumulate(np.where(found == _NEWLINE, quoted, 0))
+        outside = (quoted - until_line) % 2 == 0
+        levels = level + np.cumsum(_STEP[found] * outside)
+        if levels.max() > MOST_DEPTH:
+            raise DataError(
+                f"'{file}' is not readable: it has lists or objects in one another, more than "
+                f"{MOST_DEPTH} deep."
+            )
+        level, quotes = int(levels[-1]), int(quoted[-1] - until_line[-1])
