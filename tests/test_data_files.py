@@ -77,6 +77,8 @@ DAMAGED = {
     "bytes.parquet": (parquet(b"w1", b"a\xff\xed\xa0\x80"), "is not readable as UTF-8 text"),
     "deep.jsonl": (b'{"text": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "more than 500 deep"),
     "deep.json": (b'[\n{"a":"\\\\"}, ' + b'{"a":\n' * 9_999, "deep.json' .* more than 500 deep"),
+    "null.jsonl": (b'{"text": null}\n null\n', "a row of it is null. Leave it out"),
+    "null.json": (b"null", "a row of it is null"),
     "numbers.jsonl": (b'{"text": 1}\n', "column 'text' of .* holds int64, no text"),
     "lists.jsonl": (b'{"text": ["a"], "b": "c"}\n', "holds List, no text. Columns of text: b;"),
     "nulls.jsonl": (b'{"text": null}\n', "column 'text' of .* holds null, no text"),

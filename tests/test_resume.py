@@ -207,6 +207,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "another shape": set_to(SCALE, torch.ones(1)),
     "another type": set_to(SCALE, torch.ones(12, dtype=torch.float64)),
     "not finite": change_state(of_nan),
+    "no heads are left": set_to("trained.gates.kept", torch.zeros(12, dtype=torch.bool)),
+    "heads of another model": set_to("trained.gates.sizes", torch.full((12,), 9.0)),
     "a moment is missing": change_state(lambda tensors: tensors.pop(MOMENT)),
     "random numbers of no kind": set_to("draws.0.cpu", torch.zeros(5056, dtype=torch.uint8)),
     "no random numbers": change_state(lambda tensors: tensors.pop("draws.0.cpu")),

@@ -20,9 +20,8 @@ ANY_RATIO = 1 << 26  # bytes that a file may unpack to whatever its ratio: they 
 MOST_DEPTH = 500  # of JSON; pyarrow needs a part of the stack for each level, and dies without
 _STEP = np.zeros(256, np.int8)
 _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
-_QUOTE, _NEWLINE = b'"\n'
-_MATTERS = _STEP != 0
-_MATTERS[[_QUOTE, _NEWLINE]] = True
+_QUOTE, _NEWLINE, _OF_NULL = b'"\nn'
+_IDLE = bytes(set(range(256)) - set(b'[]{}"\nn'))
 
 
 @dataclass(frozen=True)
@@ -115,18 +114,21 @@ def unpacked(file: Path, folder: Path, number: int) -> Path:
     return whole
 
 
-def refuse_deep_json(file: Path) -> None:
-    """Refuses JSON, one value or one a line, that is nested too deeply to be read.
+def refuse_fatal_json(file: Path) -> None:
+    """Refuses JSON, one value or one a line, of which pyarrow dies.
 
     Raises:
-        DataError: If it is, or cannot be read.
+        DataError: If a row is null, lists and objects are nested too deeply, or the file cannot be
+            read.
     """
     cut, level, quotes = b"", 0, 0
     for piece in byte_pieces(file):
-        plain = (cut + piece).replace(rb"\\", b"")
-        cut = b"\\" if plain.endswith(b"\\") else b""
-        found = np.frombuffer(plain.replace(rb"\"", b""), np.uint8)
-        found = found[_MATTERS[found]]
+        plain, cut = cut + piece, b""
+        if b"\\" in plain:
+            plain = plain.replace(rb"\\", b"")
+            cut = b"\\" if plain.endswith(b"\\") else b""
+            plain = plain.replace(rb"\"", b"")
+        found = np.frombuffer(plain.translate(None, _IDLE), np.uint8)
         if not len(found):
             continue
         quoted = quotes + np.cumsum(found == _QUOTE)
@@ -139,4 +141,6 @@ def refuse_deep_json(file: Path) -> None:
                 f"'{file}' is not readable: it has lists or objects in one another, more than "
                 f"{MOST_DEPTH} deep."
             )
+        if np.any(outside & (levels == 0) & (found == _OF_NULL)):
+            raise DataError(f"'{file}' is not readable: a row of it is null. Leave it out.")
         level, quotes = int(levels[-1]), int(quoted[-1] - until_line[-1])

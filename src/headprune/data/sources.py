@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from headprune import hub
 from headprune.config import DataConfig
-from headprune.data.files import TextFiles, byte_pieces, refuse_deep_json, text_pieces, unpacked
+from headprune.data.files import TextFiles, byte_pieces, refuse_fatal_json, text_pieces, unpacked
 from headprune.data.rows import let_go
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.registry import did_you_mean
@@ -254,7 +254,7 @@ def _of_files(files: list[Path], builder: str) -> Dataset:
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         plain = [unpacked(file, Path(folder), i) for i, file in enumerate(files)]
         for file in plain if builder == "json" else ():
-            refuse_deep_json(file)
+            refuse_fatal_json(file)
         names = [glob.escape(str(file)) for file in plain]  # datasets takes them for patterns
         cache = str(Path(folder) / "cache")
         told = datasets.logging.get_verbosity()

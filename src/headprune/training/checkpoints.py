@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -105,12 +105,14 @@ class Expected:
             or, where it has had no gradient yet, none.
         steps: Steps of the whole training.
         processes: How many train.
+        unsound: Says what the trained tensors cannot be; empty if they may be what they are.
     """
 
     trained: Mapping[str, Kind]
     moments: Sequence[Mapping[str, Kind]]
     steps: int
     processes: int
+    unsound: Callable[[Mapping[str, Tensor]], str]
 
 
 def draws_here(device: torch.device) -> tuple[Draws, dict[str, Tensor]]:
@@ -230,6 +232,8 @@ def read(path: Path, expected: Expected) -> Checkpoint:
     infinite = first_infinite(checkpoint.part("trained"))
     if infinite is not None:
         raise CheckpointError(f"'{file}' is damaged: '{infinite}' is not finite.")
+    if problem := expected.unsound(checkpoint.part("trained")):
+        raise CheckpointError(f"'{file}' is damaged: {problem}.")
     _try_draws(checkpoint)
     return checkpoint
 

@@ -6,7 +6,7 @@ import math
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,7 +122,12 @@ class SlimTrainer(Trainer):  # type: ignore[misc]
             moments=[self.moments(parameter) for group in groups for parameter in group["params"]],
             steps=self.args.max_steps,
             processes=processes.count(),
+            unsound=self.unsound,
         )
+
+    def unsound(self, trained: Mapping[str, Tensor]) -> str:
+        """What tensors of this training cannot be, as a clause; empty if they may be these."""
+        return ""
 
     def go_on(self, checkpoint: Checkpoint) -> None:
         """Trains the steps after a checkpoint; after the last one there are none."""

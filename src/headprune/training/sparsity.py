@@ -31,7 +31,13 @@ from headprune.training.rounds import Round
 
 
 class Sparsity(ABC):
-    """What closes gates."""
+    """What closes gates.
+
+    Attributes:
+        heads: Query heads that stay at least.
+    """
+
+    heads: int = 0
 
     @abstractmethod
     def penalty(self, gates: Gates) -> Tensor | float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,17 @@ class GateTrainer(SlimTrainer):
             return super().moments(parameter)
         one = ((), torch.float32)
         return {"step": one, "first": kind_of(parameter), "second": one}
+
+    def unsound(self, trained: Mapping[str, Tensor]) -> str:
+        """Gates of another model, or fewer open ones than are to stay."""
+        held = {name: trained[f"gates.{name}"] for name in ("unit_of_head", "sizes", "kept")}
+        for name in ("unit_of_head", "sizes"):
+            if not torch.equal(held[name], getattr(self.gates, name).cpu()):
+                return f"'gates.{name}' is not that of this model"
+        left = int((held["kept"] * held["sizes"]).sum())
+        if left < self.sparsity.heads:
+            return f"{left} heads are left in it, and {self.sparsity.heads} are to stay"
+        return ""
 
     @property
     def gates(self) -> Gates:
