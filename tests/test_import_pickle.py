@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -317,6 +318,22 @@ def test_a_snapshot_of_the_hub_cache(folder: Path, tmp_path: Path) -> None:
     put(snapshot, [1])
     with pytest.raises(CheckpointError, match="'pytorch_model.bin' holds a list"):  # not '5'
         import_pickle(snapshot, tmp_path / "other")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_id_of_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub" / "models--org--old"
+    (cache / "snapshots").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    shutil.copytree(folder, cache / "snapshots" / "abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(CheckpointError, match="headprune import-pickle org/old OUT$"):
+        headprune.from_pretrained("org/old", cache_dir=tmp_path / "hub")
+    import_pickle("org/old", tmp_path / "new")
+    assert headprune.from_pretrained(tmp_path / "new").config.model_type == "gpt2"
+    with pytest.raises(CheckpointError, match="'org/new' is no folder, and the hub did not give"):
+        import_pickle("org/new", tmp_path / "other")
 
 
 # ---- what does not

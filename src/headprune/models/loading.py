@@ -117,6 +117,12 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
 
 
 def _does_not_load(model: str | Path, cls: type, why: str) -> str:
+    if hub.may_be_id(model) and "file named model.safetensors" in why:
+        return (
+            f"'{model}' has no safetensors on the hub. If it has a pickle (pytorch_model.bin), "
+            "which can run code when it is read, make safetensors of that, without running any: "
+            f"headprune import-pickle {model} OUT"
+        )
     if "ignore_mismatched_sizes" in why:
         why = "some of its tensors have other shapes than its config describes"
     return (

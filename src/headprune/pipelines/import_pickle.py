@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
+from headprune import hub
 from headprune._version import __version__
 from headprune.checkpoint.outputs import claims_output, whole_folder
 from headprune.checkpoint.ownership import IMPORTED
@@ -27,6 +29,8 @@ from headprune.models.ties import tied_names
 
 Stage = Callable[[str], None]
 
+# of a repository of the hub: code, and weights of other frameworks
+_NOT_FETCHED = ["*.py", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.tflite", "onnx/*", "openvino/*"]
 READER = "headprune.checkpoint.unpickling"  # what runs in the confined process
 
 
@@ -63,9 +67,9 @@ class Imported:
         return {**asdict(self), "output": str(self.output)}
 
 
-@claims_output("folder")
+@claims_output("model")
 def import_pickle(
-    folder: Path,
+    model: str | Path,
     output: Path,
     overwrite: bool = False,
     on_stage: Stage = lambda stage: None,
@@ -77,7 +81,8 @@ def import_pickle(
     and numbers stay as they are. What else belongs to the model is copied; code is not.
 
     Args:
-        folder: With config.json and pytorch_model.bin, its shards, or one other pickle.
+        model: Folder with config.json and pytorch_model.bin, its shards, or one other pickle; or a
+            hub id.
         output: Folder to write; it appears whole or not at all.
         overwrite: Replace an existing output.
         on_stage: Called with a few words before every stage.
@@ -86,6 +91,7 @@ def import_pickle(
         CheckpointError: If there is nothing to import, a pickle is damaged or asks for more than
             tensors, or the folder cannot be read or written.
     """
+    folder = _on_this_machine(model, on_stage)
     _check_folder(folder)
     contents = survey(folder)
     with whole_folder(output) as new:
@@ -113,6 +119,22 @@ def import_pickle(
         left_out=contents.left_out,
         protections=("weights_only", "process of its own", *told["protections"]),
     )
+
+
+def _on_this_machine(model: str | Path, on_stage: Stage) -> Path:
+    """The folder itself, or where the hub's cache has the files of an id."""
+    if not hub.may_be_id(model):
+        return Path(model)
+    on_stage("asking the hub")
+    try:
+        with hub.asked_once(model):
+            return Path(snapshot_download(str(model), ignore_patterns=_NOT_FETCHED))
+    except Exception as error:  # of whichever client this version of huggingface_hub has
+        why = "there is none of that name in its cache" if hub.why_not() else str(error)
+        raise CheckpointError(
+            f"'{model}' is no folder, and the hub did not give it ({sentence(why)}). Check the "
+            "name and the network."
+        ) from None
 
 
 def _check_folder(folder: Path) -> None:
