@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,6 +295,10 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (unknown, "no row for model type 'mamba', and MambaModel has no attention heads"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "missing", "There is no folder"),
+        (
+            shutil.copytree(unknown, tmp_path / "\udcff"),
+            "is no UTF-8, and safetensors opens no such",
+        ),
     ):
         code, _, err = run(capsys, "inspect", folder)
         assert (code, message in err) == (2, True), err

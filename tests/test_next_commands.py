@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headprune.cli.next_commands import _free
 from headprune.commands import command
 from headprune.config import Dtype
 from headprune.models import attention
@@ -137,6 +138,11 @@ def test_a_refit_is_not_printed_where_there_can_be_none(
     few = ["--seq-len", "16", "--calibration-tokens", "32", "--criterion", "fisher", "--overwrite"]
     after, _ = following(capsys, *base, *few)
     assert "--refit" not in after
+
+
+def test_the_longest_names_have_a_sibling(tmp_path: Path) -> None:
+    (tmp_path / ("é" * 127)).mkdir()
+    assert _free(tmp_path / ("é" * 127)).name.endswith("-pruned")
 
 
 @pytest.mark.parametrize("unit", ["head", "kv-group"])

@@ -278,6 +278,13 @@ def test_bad_settings(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("new\nline", "new\nline"), (" a #b ", "a #b"), ("'3'", "3")]
+)
+def test_a_setting_is_taken_as_it_is_written(text: str, value: str, job: Path) -> None:
+    assert read_recipe(job, [f"output={text}"]).output.name == value
+
+
 GATES = {"target_heads": 0.5}
 
 

@@ -411,6 +411,9 @@ def _source(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
+_QUOTED = ("'", '"', "|", ">", "!", "&")  # how YAML begins a string that is not plain
+
+
 def _set(content: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     *sections, last = dotted.strip().split(".")
@@ -438,6 +441,8 @@ def _set(content: dict[str, Any], override: str) -> None:
         value = parse_yaml(text)
     except (ValueError, RecursionError, yaml.YAMLError):
         raise RecipeError(f"--set {override}: the value is not readable as YAML.") from None
+    if isinstance(value, str) and not text.lstrip().startswith(_QUOTED):
+        value = text.strip()  # YAML would fold line breaks, and take " #" for a comment
     place[last] = _source(value) if sections == ["data"] else value
 
 

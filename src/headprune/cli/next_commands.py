@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune.commands import command
 from headprune.config import CalibrationConfig, DataConfig, Dtype
+from headprune.writing import beside
 
 if TYPE_CHECKING:
     from headprune.checkpoint.scores import Scores, ScoresMetadata
@@ -85,9 +86,9 @@ def _chosen(dtype: Dtype) -> Dtype | None:
     return None if dtype is Dtype.AUTO else dtype
 
 
-def _free(beside: Path) -> Path:
+def _free(evidence: Path) -> Path:
     """A name for the result, of nothing that is there."""
-    path, number = beside.with_name(f"{beside.name}-pruned"), 2
+    path, number = beside(evidence, "{}-pruned"), 2
     while path.exists():
-        path, number = beside.with_name(f"{beside.name}-pruned-{number}"), number + 1
+        path, number = beside(evidence, f"{{}}-pruned-{number}"), number + 1
     return path

@@ -29,6 +29,7 @@ from headprune.models.refusals import (
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
+    refuse_strange_name,
     refuse_unexpected,
 )
 from headprune.models.sizes import (
@@ -152,6 +153,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
         CheckpointError: If there is no such folder or hub id, or its config cannot be read.
     """
     path = Path(model) / kwargs.get("subfolder", "")
+    refuse_strange_name(path)
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "
