@@ -21,16 +21,20 @@ from mkdocs.structure.pages import Page
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
-import commands  # noqa: E402  (a sibling script)
-import tables  # noqa: E402
+import command_pages  # noqa: E402  (a sibling script)
+import registry_tables  # noqa: E402
 
-GENERATED = {"families": tables.families, "criteria": tables.criteria, "merges": tables.merges}
+GENERATED = {
+    "families": registry_tables.families,
+    "criteria": registry_tables.criteria,
+    "merges": registry_tables.merges,
+}
 _PLACE = "reference/commands/"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Puts the pages of commands into the navigation, below their overview."""
-    _commands_of(config.nav)[1:] = [{name: f"{_PLACE}{name}.md"} for name in commands.names()]
+    _commands_of(config.nav)[1:] = [{name: f"{_PLACE}{name}.md"} for name in command_pages.names()]
     return config
 
 
@@ -49,8 +53,8 @@ def _commands_of(entries: Any) -> list[Any]:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page per command."""
-    for name in commands.names():
-        files.append(File.generated(config, f"{_PLACE}{name}.md", content=commands.page(name)))
+    for name in command_pages.names():
+        files.append(File.generated(config, f"{_PLACE}{name}.md", content=command_pages.page(name)))
     return files
 
 

@@ -36,7 +36,8 @@ def criteria() -> str:
         refit = "yes" if criterion.assumes_refit else ""
         rows.append(f"| [`{name}`](#{name}) | {criterion.sees} | {needs or 'nothing'} | {refit} |")
         text = _docstring(f"headprune.criteria.{name.replace('-', '_')}")
-        sections.append(f"## `{name}` {{ #{name} }}\n\n{text}\n\nSource: {_escaped(criterion.source)}.")
+        source = f"Source: {_escaped(criterion.source)}."
+        sections.append(f"## `{name}` {{ #{name} }}\n\n{text}\n\n{source}")
     head = "| criterion | lowest score | needs | assumes a refit |\n| --- | --- | --- | --- |"
     return "\n\n".join(["\n".join([head, *rows]), *sections])
 
