@@ -28,7 +28,7 @@ DOCS_VENV ?= .venv-docs
 docs:
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	HF_HUB_OFFLINE=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 ## test: the suite; offline, on a CPU
 test: $(STAMP)

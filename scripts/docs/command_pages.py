@@ -59,7 +59,8 @@ def _row(
         return shown, "", "", _cell(info.help)
     # within Annotated, Option's first argument, called default, is the first declaration
     given = [info.default, *(info.param_decls or ())]
-    declared = [text for text in given if isinstance(text, str) and text.startswith("-")]
+    texts = [text for text in given if isinstance(text, str) and text.startswith("-")]
+    declared = [part for text in texts for part in text.split("/")]  # "--yes/--no"
     plain = parameter.name.strip("_").replace("_", "-")
     both = [f"--{plain}", f"--no-{plain}"] if kind is bool else [f"--{plain}"]
     declared = declared or both

@@ -68,7 +68,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def _included(name: str, up: str) -> str:
     """A file of the root without its title; its links into docs/ lead from the page."""
     text = (ROOT / name).read_text(encoding="utf-8").partition("\n")[2]
-    text = text.replace("](SECURITY.md", f"]({up}security.md")
+    for file in ("SECURITY.md", "CHANGELOG.md"):
+        text = text.replace(f"]({file}", f"]({up}{file.lower()}")
     return text.replace("](docs/", f"]({up}").strip()
 
 
