@@ -96,7 +96,7 @@ def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:
     assert len(files) > 100
     for file in files:
         text = file.read_text(encoding="utf-8")
-        assert not re.search(r"pip install[^\n]*[ '\"]headprune\b(?!/)", text), file
+        assert not re.search(r"pip install\s[^\n]*[ '\"]headprune\b(?!/)", text), file
 
 
 def _files(place: Path) -> list[Path]:

@@ -74,7 +74,8 @@ def _row(
         default = f"`{default.value if isinstance(default, enum.Enum) else default}`"
     if several:
         value += ", repeatable"
-    return ", ".join(f"`{text}`" for text in declared), value, default, _cell(info.help)
+    shown = ", ".join(f"`{text}`{{ .option }}" for text in declared)
+    return shown, value, default, _cell(info.help)
 
 
 def _value(kind: Any, info: OptionInfo) -> tuple[str, bool]:
