@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import headprune
 from headprune.cli import app as cli
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +65,12 @@ def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
 
     assert all(f"## `{name}`" in registry_tables.criteria() for name in CRITERIA)
     assert all(f"## `{name}`" in registry_tables.merges() for name in MERGES)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: headprune\.(\w+)$", text, re.MULTILINE)
+    assert sorted(["__version__", *shown]) == sorted(headprune.__all__)
 
 
 def nav_pages(entries: list[object]) -> set[str]:
