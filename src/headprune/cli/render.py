@@ -333,7 +333,7 @@ def families(console: Console, rows: list[Capability]) -> None:
 
 
 def families_markdown(rows: list[Capability]) -> str:
-    """The same for the README."""
+    """The same as Markdown, for the documentation."""
     cells, notes = _family_cells(rows)
     lines = [_FAMILY_COLUMNS, ("---",) * len(_FAMILY_COLUMNS), *cells]
     drawn = "\n".join(f"| {' | '.join(row)} |" for row in lines)

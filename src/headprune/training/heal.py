@@ -66,7 +66,7 @@ def refuse_without_peft(config: HealConfig) -> None:
         HeadpruneError: Saying how to install it.
     """
     if config.train is HealTrain.LORA and find_spec("peft") is None:
-        raise HeadpruneError("--train lora needs peft: pip install 'headprune[lora]'.")
+        raise HeadpruneError("--train lora needs peft: pip install 'peft>=0.17'.")
 
 
 def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealConfig) -> nn.Module:

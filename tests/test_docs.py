@@ -1,0 +1,165 @@
+"""The documentation: generated pages, links, and walk-throughs that work as they are written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import headprune
+from headprune.cli import app as cli
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+WALKS = ("family", "criterion", "merge")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scripts/docs as a place of modules."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "docs")
+
+
+def test_every_option_is_on_its_page(scripts: None) -> None:
+    import command_pages
+    import typer.main
+
+    names = command_pages.names()
+    assert names == [c.name for c in cli.app.registered_commands]
+    for info in cli.app.registered_commands:
+        command = typer.main.get_command_from_info(
+            info, pretty_exceptions_short=True, rich_markup_mode=None
+        )
+        page = command_pages.page(info.name)
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                for option in (*parameter.opts, *parameter.secondary_opts):
+                    assert f"`{option}`" in page, (info.name, option)
+        rows = [line for line in page.splitlines() if line.startswith("| `")]
+        assert rows and all(len(row.strip(" |").rpartition("|")[2]) > 5 for row in rows)
+
+
+def test_the_table_of_families_is_what_the_command_prints(
+    scripts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import registry_tables
+
+    with pytest.raises(SystemExit):
+        cli.app(["families", "--markdown"])
+    assert capsys.readouterr().out.strip() == registry_tables.families()
+    page = (DOCS / "reference" / "families.md").read_text(encoding="utf-8")
+    assert "<!-- generated: families -->" in page
+
+
+def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
+    import registry_tables
+
+    from headprune.criteria import CRITERIA
+    from headprune.merging import MERGES
+
+    assert all(f"## `{name}`" in registry_tables.criteria() for name in CRITERIA)
+    assert all(f"## `{name}`" in registry_tables.merges() for name in MERGES)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: headprune\.(\w+)$", text, re.MULTILINE)
+    assert sorted(["__version__", *shown]) == sorted(headprune.__all__)
+
+
+def nav_pages(entries: list[object]) -> set[str]:
+    """The pages of a navigation of mkdocs."""
+    pages: set[str] = set()
+    for entry in entries:
+        below = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        pages |= nav_pages(below) if isinstance(below, list) else {str(below)}
+    return pages
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert nav_pages(settings["nav"]) == pages
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_the_root_lead_somewhere(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert len(links) > 3
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert not missing
+
+
+def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:
+    places = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "docs", "src", "scripts"]
+    files = [file for place in (*places, ".github", "configs") for file in _files(ROOT / place)]
+    assert len(files) > 100
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"pip install\s[^\n]*[ '\"]headprune\b(?!/)", text), file
+
+
+def _files(place: Path) -> list[Path]:
+    kinds = (".md", ".py", ".yml", ".yaml", ".html")
+    return [place] if place.is_file() else [p for p in place.rglob("*") if p.suffix in kinds]
+
+
+def walk(name: str, root: Path) -> str:
+    """Does to a copy of the repository what a walk-through says; returns what it tries at the end.
+
+    A block with a title is a file; a diff adds its lines after the line above them.
+    """
+    text = (DOCS / "contributing" / f"{name}.md").read_text(encoding="utf-8")
+    tried = ""
+    for language, title, block in re.findall(
+        r'```(python|diff)(?: title="([^"]+)")?\n(.*?)```', text, re.DOTALL
+    ):
+        if not title:
+            tried += block
+        elif language == "python":
+            assert not (root / title).exists(), title
+            (root / title).write_text(block)
+        else:
+            apply(block, root / title)
+    return tried
+
+
+def apply(diff: str, file: Path) -> None:
+    """Adds the lines of a diff to a file, in which its other lines stand once, side by side."""
+    lines = diff.splitlines()
+    before = "".join(f"{line[1:]}\n" for line in lines if line.startswith(" "))
+    after = "".join(f"{line[1:]}\n" for line in lines)
+    text = file.read_text()
+    assert text.count(before) == 1 and before != after, (file, before)
+    file.write_text(text.replace(before, after))
+
+
+def test_the_walk_throughs_work(tmp_path: Path) -> None:
+    root, work = tmp_path / "repository", tmp_path / "work"
+    work.mkdir()
+    shutil.copytree(ROOT / "src", root / "src")
+    code = "\n".join(walk(name, root) for name in WALKS)
+    assert code.count("assert ") >= 4
+    code += f"\nassert headprune.__file__.startswith({str(root)!r})"
+    path = os.pathsep.join([str(root / "src"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=work, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_walk_through_that_no_longer_fits_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "table.py"
+    file.write_text("a\nb\nc\n")
+    apply(" a\n+x\n b\n", file)
+    assert file.read_text() == "a\nx\nb\nc\n"
+    with pytest.raises(AssertionError):
+        apply(" a\n+x\n b\n", file)
