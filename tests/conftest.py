@@ -9,10 +9,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
+import tests.checking  # noqa: F401  (the hook asks for it by name)
+
 # all but the command line, whose arguments are typer's to check
 CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkpoint", "data"]
 CHECKED += ["training", "evaluation", "regression", "pipelines"]
-install_import_hook([f"headprune.{name}" for name in CHECKED], "beartype.beartype")
+install_import_hook([f"headprune.{name}" for name in CHECKED], "tests.checking.checked")
 
 from pathlib import Path
 
