@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads only wait for each other
 
 from jaxtyping import install_import_hook
 
@@ -25,7 +26,7 @@ from transformers.utils import logging
 
 from tests import tiny
 
-torch.set_num_threads(1)  # tiny models: threads only wait for each other
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
