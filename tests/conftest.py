@@ -17,8 +17,10 @@ CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkp
 CHECKED += ["training", "evaluation", "regression", "pipelines"]
 install_import_hook([f"headprune.{name}" for name in CHECKED], "tests.checking.checked")
 
+import gc
 from pathlib import Path
 
+import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -27,6 +29,15 @@ from transformers.utils import logging
 from tests import tiny
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Hides what is imported from the collector, which every training calls: millions of objects.
+
+    They stay until the end, and to look through them takes longer than a step of training.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
