@@ -26,6 +26,7 @@ from headprune.models.attention import (
     of_kinds,
     refuse_unknown_settings,
 )
+from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.prune import prune
@@ -56,6 +57,14 @@ def read(case: str, attn: str) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         tiny.model(case).save_pretrained(folder)
         return headprune.from_pretrained(folder, attn_implementation=attn)
+
+
+def test_cases_are_chosen_by_what_their_models_are() -> None:
+    cases = {*tiny.FAMILY_CASES, *tiny.CASES}
+    built = {case: tiny.model(case) for case in cases}
+    assert {case: tiny.task(case) for case in cases} == {c: task_of(m) for c, m in built.items()}
+    found = {case: attention_of(model)[0].kv_heads for case, model in built.items()}
+    assert {case: tiny.kv_heads(case) for case in cases} == found
 
 
 @pytest.mark.parametrize(
