@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# compiled modules are kept, whatever the machine's default: the suite starts many processes
+export PYTHONDONTWRITEBYTECODE =
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign demo test self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign demo quick test self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,6 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 ## demo: SmolLM2-135M from fetching it to a smaller, proven, evaluated model
 demo: $(STAMP)
 	$(BIN)/python scripts/demo/demo.py
+
+## quick: what breaks first, in a few seconds; files without such a test are not even read
+quick: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m quick $$(grep -l mark.quick tests/*.py)
 
 ## test: the suite; offline, on a CPU
 test: $(STAMP)

@@ -31,6 +31,13 @@ from tests import tiny
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever takes the fixture needs a browser."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
 def pytest_collection_finish() -> None:
     """Hides what is imported from the collector, which every training calls: millions of objects.
 

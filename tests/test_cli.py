@@ -44,6 +44,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, captured.out, " ".join(captured.err.split())
 
 
+@pytest.mark.quick
+@pytest.mark.process
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['headprune', '--help']\n"
@@ -72,6 +74,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_the_main_job_end_to_end(
     llama_folder: Path,
     gates: Path,
@@ -204,6 +207,7 @@ def test_a_plain_load_without_our_code_fails_loudly(
 MODULE = "model.layers.0.self_attn"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -363,6 +367,7 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.process
 def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     command = ["prune", llama_folder, "--gates", gates, "--output", tmp_path / "out"]
@@ -373,6 +378,7 @@ def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: P
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.process
 def test_a_full_disk_while_training_loses_nothing(
     llama_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -386,6 +392,8 @@ def test_a_full_disk_while_training_loses_nothing(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_ctrl_c_stops_with_130_and_resume_goes_on(
     llama_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:

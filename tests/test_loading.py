@@ -79,6 +79,8 @@ def matrix(folders: dict[str, Path]) -> dict[str, dict[str, str | None]]:
     return {case: run_routes(folders[case], case, routes_for(case)) for case in AUTO}
 
 
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), [(c, name) for c in AUTO for name in routes_for(c)])
 def test_a_result_works_where_headprune_is_not_installed(
     case: str, name: str, matrix: dict[str, dict[str, str | None]]
@@ -86,6 +88,8 @@ def test_a_result_works_where_headprune_is_not_installed(
     assert matrix[case][name] is None, matrix[case][name]
 
 
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("case", AUTO)
 def test_the_routes_notice_another_model(case: str, folders: dict[str, Path]) -> None:
     wrong = folders[case].parent / "wrong"
@@ -103,6 +107,8 @@ def test_the_routes_notice_another_model(case: str, folders: dict[str, Path]) ->
     assert all(failures.values()), failures
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_the_load_matrix_of_the_readme_is_current(
     matrix: dict[str, dict[str, str | None]],
 ) -> None:

@@ -45,6 +45,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_command_runs(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(commands()) >= 6
     for command in commands():

@@ -81,11 +81,13 @@ def did(path: Path, *overrides: str) -> list[str]:
     return [name for name in done.record.steps if name not in done.cached]
 
 
+@pytest.mark.quick
 def test_every_kind_of_step_has_its_row() -> None:
     assert set(ROWS) == {STEPS[name] for name in STEPS}
     assert all(STEPS[name].__name__.endswith("Step") for name in STEPS)
 
 
+@pytest.mark.slow
 def test_only_what_changed_runs_again(done_job: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = json.loads((out / "heal" / "headprune.json").read_text())
@@ -146,6 +148,8 @@ def killed_in(path: Path, step: str, after: int) -> None:
     assert forked.call(killing, path, step, after) == -signal.SIGKILL
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_ends_the_same(
     job: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -227,6 +231,7 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
     assert [step["cached"] for step in json.loads(text)["steps"].values()] == [True] * 5
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -275,6 +280,7 @@ def test_bad_settings(
 GATES = {"target_heads": 0.5}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
@@ -582,6 +588,7 @@ def stand_in(name: str, folder: Path) -> list[str]:
     return overrides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_and_runs(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -613,6 +620,7 @@ def test_init_writes_a_recipe_that_runs(
     assert (code, "replace it with --overwrite" in err) == (2, True), err
 
 
+@pytest.mark.process
 def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "asked.yaml"
     answers = 'my model: "a"\nheads\n\ncpu\n'
