@@ -25,7 +25,7 @@ quick: $(STAMP)
 
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 ## self-check: headprune check on a tiny model, trained and cut on the spot
 self-check: $(STAMP)
