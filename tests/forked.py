@@ -32,7 +32,6 @@ class Process:
         *,
         folder: Path | None = None,
         prepare: Callable[[], None] | None = None,
-        processes: int = 1,
     ) -> None:
         """Starts it.
 
@@ -40,14 +39,12 @@ class Process:
             arguments: Of headprune.
             folder: Where it runs.
             prepare: Called in the new process first.
-            processes: How many torchrun starts; 1 is the command alone.
         """
         self.arguments = [*map(str, arguments)]
         self._said = tempfile.TemporaryDirectory()
         self._files = [Path(self._said.name, name) for name in ("out", "err")]
-        work = _torchrun if processes > 1 else _headprune
         place = _Place(os.fspath(folder or Path.cwd()), dict(os.environ), [*map(str, self._files)])
-        given = (place, prepare, work, self.arguments, processes)
+        given = (place, prepare, self.arguments)
         self._process = _started(_act, given)
 
     def running(self) -> bool:
@@ -117,17 +114,14 @@ class _Place:
         sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
 
 
-def _act(
-    place: _Place,
-    prepare: Callable[[], None] | None,
-    work: Callable[[_Place, list[str], int], None],
-    arguments: list[str],
-    processes: int,
-) -> None:
+def _act(place: _Place, prepare: Callable[[], None] | None, arguments: list[str]) -> None:
+    from headprune.cli import app
+
     place.enter()
     if prepare is not None:
         prepare()
-    work(place, arguments, processes)
+    sys.argv = ["headprune", *arguments]
+    app.main()
 
 
 def _bare(
@@ -136,29 +130,3 @@ def _bare(
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)
-
-
-def _headprune(place: _Place, arguments: list[str], processes: int = 1) -> None:
-    from headprune.cli import app
-
-    sys.argv = ["headprune", *arguments]
-    app.main()
-
-
-def _torchrun(place: _Place, arguments: list[str], processes: int) -> None:
-    """What torchrun does, whose processes are forked as well."""
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
-
-    words = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]  # which --standalone means
-    words += ["--nproc-per-node", str(processes), "-m", "headprune"]
-    config, _, _ = run.config_from_args(run.parse_args(words))
-    config.start_method = "forkserver"
-    elastic_launch(config, _member)(place, arguments)
-
-
-def _member(place: _Place, arguments: list[str]) -> None:
-    """One of several; the launcher has set its environment."""
-    place.environment = {**place.environment, **os.environ}
-    place.enter()
-    _headprune(place, arguments)

@@ -24,7 +24,7 @@ from headprune.pipelines.prune import prune
 from headprune.pipelines.train_gates import train_gates
 from headprune.pipelines.verify import verify
 from headprune.training import processes
-from tests import forked, tiny
+from tests import tiny
 
 SETTINGS: dict[str, Any] = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
 
@@ -38,22 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def full(command: tuple[str, ...]) -> list[str]:
-    """A command with its data and sizes."""
-    others = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
-    return [*command, "--data", "text.txt", *others]
-
-
 def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in two processes, as torchrun does it."""
-    return forked.headprune(*full(command), folder=folder, processes=2)
-
-
-def launched_from_nothing(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in two processes on the CPU, by torchrun itself."""
+    """Runs a command in two processes on the CPU, as torchrun does it."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    others = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "headprune", *full(command)],
+        [sys.executable, *launcher, "-m", "headprune", *command, "--data", "text.txt", *others],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -132,8 +122,7 @@ def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
     """Only the main process looks into the output of train-gates."""
     (folder / "taken").mkdir()
     (folder / "taken" / "note").write_text("mine")
-    taken = ("--target-heads", "0.5", "--output", "taken")
-    done = launched_from_nothing(folder, "train-gates", "model", *taken)
+    done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "--output", "taken")
     assert done.returncode != 0
     assert "error: The output folder 'taken' already exists" in done.stderr
     assert "headprune/cli/app.py" not in done.stderr  # no traceback of ours
