@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# compiled modules are kept, whatever the machine's default: the suite starts many processes
+export PYTHONDONTWRITEBYTECODE =
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign demo docs test self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign demo docs quick test self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,9 +32,13 @@ docs:
 	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
+## quick: what breaks first, in a few seconds; files without such a test are not even read
+quick: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m quick $$(grep -l mark.quick tests/*.py)
+
 ## test: the suite; offline, on a CPU
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 ## self-check: headprune check on a tiny model, trained and cut on the spot
 self-check: $(STAMP)

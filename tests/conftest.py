@@ -1,53 +1,12 @@
-"""Tiny models of every family, made on the spot; jaxtyping and beartype check every call."""
+"""Loads the fixtures where tests run."""
 
 from __future__ import annotations
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from jaxtyping import install_import_hook
-
-# all but the command line, whose arguments are typer's to check
-CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkpoint", "data"]
-CHECKED += ["training", "evaluation", "regression", "pipelines"]
-install_import_hook([f"headprune.{name}" for name in CHECKED], "beartype.beartype")
-
-from pathlib import Path
-
 import pytest
-import torch
-from transformers import PreTrainedModel
-from transformers.utils import logging
-
-from tests import tiny
-
-torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
 
-@pytest.fixture(autouse=True)
-def _quiet_and_seeded() -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-
-
-@pytest.fixture(params=tiny.CASES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """A tiny model of every case: families x MHA, GQA, MQA."""
-    return tiny.model(request.param)
-
-
-@pytest.fixture
-def llama_folder(tmp_path: Path) -> Path:
-    """A tiny Llama with its tokenizer, on disk."""
-    return tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
-
-
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    """2,000 words of the tiny tokenizer's language."""
-    path = tmp_path / "text.txt"
-    path.write_text(tiny.text(2_000))
-    return path
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that hands out tests to workers need not import what they test."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.import_plugin("tests.fixtures")

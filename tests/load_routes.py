@@ -1,9 +1,10 @@
 """Uses a cut folder in all the ways people use one; run where headprune cannot be imported.
 
-    python load_routes.py FOLDER ROUTE [ROUTE ...]
+    python load_routes.py '[FOLDER, AUTO CLASS, [ROUTE, ...]]' ...
 
 ``FOLDER/../expected.safetensors`` holds ids, logits, and for a language model greedy tokens, of the
-gated original. Prints one JSON line per route: its name, and what went wrong, if anything.
+gated original. Prints one JSON line per route: the folder, its name, and what went wrong, if
+anything. Every folder has a process of its own, forked from one that has imported the libraries.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, Blocked)  # type: ignore[arg-type]
 
 import copy
+import importlib
 import json
 import os
 import pickle
@@ -236,8 +238,6 @@ def sentences(case: Case) -> None:
 
 def main(folder: str, auto: str, names: list[str]) -> None:
     """Runs the named routes."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     case = Case(folder, auto)
     for name in names:
         try:
@@ -245,9 +245,30 @@ def main(folder: str, auto: str, names: list[str]) -> None:
             failure = None
         except Exception:
             failure = traceback.format_exc()[-3000:]
-        print(json.dumps({"route": name, "failure": failure}), flush=True)
+        print(json.dumps({"route": name, "failure": failure, "folder": folder}), flush=True)
     assert not any(module.split(".")[0] == "headprune" for module in sys.modules)
 
 
+def apart(job: str) -> int:
+    """Runs a job in a process of its own, with a cache of modules of its own; its exit code."""
+    with tempfile.TemporaryDirectory() as modules:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                transformers.dynamic_module_utils.HF_MODULES_CACHE = modules
+                main(*json.loads(job))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    for library in ("accelerate", "peft", "lm_eval.models.huggingface", "transformers.pipelines"):
+        importlib.import_module(library)
+    sys.exit(max(abs(apart(job)) for job in sys.argv[1:]))

@@ -51,6 +51,7 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
 # --- limits
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "kind", "op", "bound"),
     [
@@ -76,6 +77,7 @@ def test_limits_say_what_they_compare(text: str, kind: Kind, op: str, bound: flo
     assert limit.bound == (bound if isinstance(bound, str) else pytest.approx(bound))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -103,6 +105,7 @@ def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
     assert text in str(found.value)
 
 
+@pytest.mark.quick
 def test_every_metric_can_be_limited() -> None:
     assert set(FORMULAS) < set(METRICS) < set(KNOWN)
 
@@ -110,6 +113,7 @@ def test_every_metric_can_be_limited() -> None:
 # --- verdicts
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [
@@ -127,6 +131,7 @@ def test_the_whole_interval_decides(low: float, high: float, verdict: Verdict) -
     assert mirrored.verdict is verdict
 
 
+@pytest.mark.quick
 def test_nothing_is_rounded_before_it_is_compared() -> None:
     limit = parse_limit("perplexity <= 25")
     over = judge(limit, interval(25 + 1e-9, 25 + 3e-9))
@@ -136,6 +141,7 @@ def test_nothing_is_rounded_before_it_is_compared() -> None:
     assert judge_exact(parse_limit("kv_heads >= 94.5 %"), 0.9449999).verdict is Verdict.BROKEN
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "value", "reference"),
     [
@@ -182,6 +188,7 @@ def test_a_handful_of_windows_decides_nothing(low: float) -> None:
     assert judge(limit, interval(low, low, n=10)).verdict is not Verdict.TOO_CLOSE
 
 
+@pytest.mark.quick
 def test_the_worst_verdict_wins() -> None:
     limit = parse_limit("query_heads <= 10")
     passed, broken = judge_exact(limit, 10.0), judge_exact(limit, 11.0)
@@ -235,6 +242,7 @@ def test_formulas_are_those_of_the_metrics() -> None:
         assert samples.statistic(name)(every[:-1]) != pytest.approx(value, rel=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -666,6 +674,7 @@ def test_the_fixture_asserts(assert_no_regression: Any, folders: Path) -> None: 
         assert_no_regression(folders / "same", folders / "b.json", f"perplexity <= {value}")
 
 
+@pytest.mark.process
 def test_the_plugin_is_light() -> None:
     code = "import sys, headprune.pytest_plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

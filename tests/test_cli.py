@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from headprune.cli import app as cli
 from headprune.models.attention import attention_of
-from tests import tiny
+from tests import forked, tiny
 from tests.dying import state, write
 
 TRAIN = ["--steps", "4", "--batch-size", "2", "--seq-len", "16"]
@@ -46,6 +45,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, captured.out, " ".join(captured.err.split())
 
 
+@pytest.mark.quick
+@pytest.mark.process
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['headprune', '--help']\n"
@@ -58,11 +59,14 @@ def test_help_does_not_import_torch() -> None:
     assert "train-gates" in done.stdout
 
 
-@pytest.fixture
-def gates(llama_folder: Path, text_file: Path, tmp_path: Path) -> Path:
-    """Trained gates of the tiny Llama."""
-    folder = tmp_path / "gates"
-    command = ["train-gates", llama_folder, "--data", text_file, "--output", folder]
+@pytest.fixture(scope="module")
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained gates of the tiny Llama, by a process from nothing; nobody changes them."""
+    home = tmp_path_factory.mktemp("trained")
+    model, text = tiny.save(tiny.model("llama-gqa"), home / "llama"), home / "text.txt"
+    text.write_text(tiny.text(2_000))
+    folder = home / "gates"
+    command = ["train-gates", model, "--data", text, "--output", folder]
     done = subprocess.run(
         headprune(*command, "--target-heads", "0.5", *TRAIN), capture_output=True, text=True
     )
@@ -71,6 +75,7 @@ def gates(llama_folder: Path, text_file: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_the_main_job_end_to_end(
     llama_folder: Path,
     gates: Path,
@@ -203,6 +208,7 @@ def test_a_plain_load_without_our_code_fails_loudly(
 MODULE = "model.layers.0.self_attn"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -366,50 +372,48 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def small_files() -> None:
-    """Lets a process write no file over 60 kB: a disk that is full in the middle of a write."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-
-
+@pytest.mark.process
 def test_a_full_disk_leaves_nothing(llama_folder: Path, gates: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    command = headprune("prune", llama_folder, "--gates", gates, "--output", tmp_path / "out")
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small_files)
+    command = ["prune", llama_folder, "--gates", gates, "--output", tmp_path / "out"]
+    done = forked.headprune(*command, prepare=forked.small_files)
     assert done.returncode == 2, done.stderr
     assert "Could not write" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.process
 def test_a_full_disk_while_training_loses_nothing(
     llama_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
     base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g"]
     base += ["--target-heads", "0.5", "--train", "all", *TRAIN]
-    done = subprocess.run(headprune(*base), capture_output=True, text=True, preexec_fn=small_files)
+    done = forked.headprune(*base, prepare=forked.small_files)
     assert done.returncode == 2, done.stderr
     assert "Free some space, then go on" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
-    done = subprocess.run(headprune(*base, "--resume"), capture_output=True, text=True)
+    done = forked.headprune(*base, "--resume")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_ctrl_c_stops_with_130_and_resume_goes_on(
     llama_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
     base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g"]
     sizes = ["--target-heads", "0.5", "--steps", "400", "--batch-size", "2", "--seq-len", "16"]
-    running = subprocess.Popen(headprune(*base, *sizes), stderr=subprocess.PIPE, text=True)
+    running = forked.Process([*base, *sizes])
     history = tmp_path / "g-checkpoints" / "history.jsonl"
-    while running.poll() is None and not (history.exists() and history.stat().st_size):
-        time.sleep(0.1)
+    while running.running() and not (history.exists() and history.stat().st_size):
+        time.sleep(0.02)
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate()
-    assert running.returncode == 130, err
-    assert "Go on with the same command and --resume" in " ".join(err.split())
-    assert "Traceback" not in err
-    done = subprocess.run(headprune(*base, *sizes, "--resume"), capture_output=True, text=True)
+    stopped = running.finish()
+    assert stopped.returncode == 130, stopped.stderr
+    assert "Go on with the same command and --resume" in " ".join(stopped.stderr.split())
+    assert "Traceback" not in stopped.stderr
+    done = forked.headprune(*base, *sizes, "--resume")
     assert done.returncode == 0, done.stderr
     history = tmp_path / "g" / "history.jsonl"
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]

@@ -198,6 +198,7 @@ def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder: Path)
     assert proof.difference(wanted, outputs(stock.eval())) == 0
 
 
+@pytest.mark.process
 def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> None:
     convert(folder, "gpt_neox", (6, 3, 2, 1), merge="mean")
     wanted = outputs(headprune.from_pretrained(folder / "out"))["logits"]

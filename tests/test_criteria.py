@@ -203,6 +203,7 @@ def test_gradients_are_finite_differences(case: str) -> None:
         assert not torch.allclose(gradients[:, head], difference * 1.1, rtol=2e-2, atol=2e-4)
 
 
+@pytest.mark.quick
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
@@ -301,6 +302,7 @@ def test_equal_shares_are_exact_or_refused(tmp_path: Path, text: DataConfig) -> 
         kept(keep=10, min_per_layer=3)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("largest", [1e3, 1e6, 1e9])
 def test_one_large_score_does_not_blur_the_others(largest: float) -> None:
     model = tiny.model("gpt2")

@@ -55,6 +55,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_the_demo_runs(
     demo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +75,7 @@ def test_the_demo_runs(
     assert "three-quarters" in page and "one-kv-head" in page
 
 
+@pytest.mark.slow
 def test_a_broken_limit_ends_the_demo(demo: dict[str, Any], tmp_path: Path) -> None:
     settings = tmp_path / "headprune.yaml"
     settings.write_text(settings.read_text().replace("query_heads == 18", "query_heads == 17"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +26,7 @@ from headprune.models.attention import (
     of_kinds,
     refuse_unknown_settings,
 )
+from headprune.models.loading import task_of
 from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.prune import prune
@@ -36,16 +40,31 @@ KINDS = ("encoder", "decoder", "cross")
 EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
 
 
-def build(case: str, attn: str, folder: Path) -> PreTrainedModel:
+def build(case: str, attn: str) -> PreTrainedModel:
     """A tiny model, or a skip where its classes have no such attention.
 
     It is read from disk, since a model that was remembers how its tensors were called there.
     """
-    model = tiny.model(case)
+    model = read(case, "eager")
     if attn == "sdpa" and not model._supports_sdpa:
         pytest.skip(f"{type(model).__name__} has no sdpa")
-    model.save_pretrained(folder)
-    return headprune.from_pretrained(folder, attn_implementation=attn)
+    return copy.deepcopy(read(case, attn))
+
+
+@functools.lru_cache(maxsize=2)  # all that is done with a case comes in a row
+def read(case: str, attn: str) -> PreTrainedModel:
+    """A tiny model from disk; nobody changes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.model(case).save_pretrained(folder)
+        return headprune.from_pretrained(folder, attn_implementation=attn)
+
+
+def test_cases_are_chosen_by_what_their_models_are() -> None:
+    cases = {*tiny.FAMILY_CASES, *tiny.CASES}
+    built = {case: tiny.model(case) for case in cases}
+    assert {case: tiny.task(case) for case in cases} == {c: task_of(m) for c, m in built.items()}
+    found = {case: attention_of(model)[0].kv_heads for case, model in built.items()}
+    assert {case: tiny.kv_heads(case) for case in cases} == found
 
 
 @pytest.mark.parametrize(
@@ -54,7 +73,7 @@ def build(case: str, attn: str, folder: Path) -> PreTrainedModel:
 )
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
 def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Path) -> None:
-    model = build(case, attn, tmp_path / "model")
+    model = build(case, attn)
     cuts = resolve(uneven_plan(model, *EMPTY[empty]), model)
     result = prove(model, cuts, tmp_path / "cut")
     assert result.passed
@@ -79,7 +98,7 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
 def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path: Path) -> None:
-    model = build(case, "eager", tmp_path / "model")
+    model = build(case, "eager")
     family, parts = family_of(model.config), {}
     for layer, a in enumerate(attention_of(model)):
         group = a.query_heads // a.kv_heads
@@ -107,7 +126,7 @@ RAGGED = [
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", RAGGED)
 def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: Path) -> None:
-    model = build(case, attn, tmp_path / "model")
+    model = build(case, attn)
     parts, keep = {}, [(0, 2, 3), (1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (3,)]
     for layer, a in enumerate(attention_of(model)):
         scale = tuple(1 - 0.05 * h for h in keep[layer])

@@ -240,6 +240,7 @@ def test_no_name_of_a_folder_or_column_is_a_command(
         assert_inert(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
 
 
+@pytest.mark.process
 def test_the_executable_says_the_same(place: Path, tmp_path: Path) -> None:
     home = shutil.copytree(place, tmp_path / "home")
     path = home / "b.json"

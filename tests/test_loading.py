@@ -44,14 +44,20 @@ def routes_for(case: str) -> list[str]:
     ]
 
 
-def run_routes(folder: Path, case: str, routes: list[str]) -> dict[str, str | None]:
-    """Runs routes in a process in which headprune cannot be imported; None is no failure."""
-    env = os.environ | {"HF_MODULES_CACHE": str(folder.parent / "modules")}
-    command = [sys.executable, load_routes.__file__, str(folder), AUTO[case], *routes]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+Failures = dict[str, dict[str, str | None]]  # by case and route; None is no failure
+
+
+def run_routes(folders: dict[str, Path], routes: dict[str, list[str]]) -> Failures:
+    """Runs routes in processes in which headprune cannot be imported."""
+    jobs = [json.dumps([str(folder), AUTO[c], routes[c]]) for c, folder in folders.items()]
+    command = [sys.executable, load_routes.__file__, *jobs]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"route"')]
-    return {line["route"]: line["failure"] for line in lines}
+    return {
+        case: {line["route"]: line["failure"] for line in lines if line["folder"] == str(folder)}
+        for case, folder in folders.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,37 +80,62 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def matrix(folders: dict[str, Path]) -> dict[str, dict[str, str | None]]:
-    """What became of every route, by case."""
-    return {case: run_routes(folders[case], case, routes_for(case)) for case in AUTO}
+def wrong(folders: dict[str, Path]) -> dict[str, Path]:
+    """The same folders, which now must compute something else."""
+    return {case: other_outputs(folder) for case, folder in folders.items()}
 
 
-@pytest.mark.parametrize(("case", "name"), [(c, name) for c in AUTO for name in routes_for(c)])
-def test_a_result_works_where_headprune_is_not_installed(
-    case: str, name: str, matrix: dict[str, dict[str, str | None]]
-) -> None:
-    assert matrix[case][name] is None, matrix[case][name]
-
-
-@pytest.mark.parametrize("case", AUTO)
-def test_the_routes_notice_another_model(case: str, folders: dict[str, Path]) -> None:
-    wrong = folders[case].parent / "wrong"
+def other_outputs(folder: Path) -> Path:
+    wrong = folder.parent / "wrong"
     wrong.mkdir()
-    shutil.copytree(folders[case], wrong / "out")
-    expected = load_file(folders[case].parent / "expected.safetensors")
+    shutil.copytree(folder, wrong / "out")
+    expected = load_file(folder.parent / "expected.safetensors")
     expected["logits"] = expected["logits"].roll(1, 0)
     if "tokens" in expected:
         expected["tokens"] = expected["tokens"] + 1
     save_file(expected, wrong / "expected.safetensors")
-    comparing = ["AutoModel*.from_pretrained", "deepcopy", 'accelerate device_map="auto"']
-    if case != "bert-mlm":
-        comparing += ["generate, dynamic cache", "lm-eval"]
-    failures = run_routes(wrong / "out", case, comparing)
-    assert all(failures.values()), failures
+    return wrong / "out"
 
 
+@pytest.fixture(scope="module")
+def matrix(folders: dict[str, Path]) -> Failures:
+    """What became of every route."""
+    return run_routes(folders, {case: routes_for(case) for case in AUTO})
+
+
+def comparing(case: str) -> list[str]:
+    """Routes that compare numbers."""
+    routes = ["AutoModel*.from_pretrained", "deepcopy", 'accelerate device_map="auto"']
+    return [*routes, *(["generate, dynamic cache", "lm-eval"] if case != "bert-mlm" else [])]
+
+
+@pytest.fixture(scope="module")
+def noticed(wrong: dict[str, Path]) -> Failures:
+    """What became of those that compare, with folders that compute something else."""
+    return run_routes(wrong, {case: comparing(case) for case in AUTO})
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "name"), [(c, name) for c in AUTO for name in routes_for(c)])
+def test_a_result_works_where_headprune_is_not_installed(
+    case: str, name: str, matrix: Failures
+) -> None:
+    assert matrix[case][name] is None, matrix[case][name]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AUTO)
+def test_the_routes_notice_another_model(case: str, noticed: Failures) -> None:
+    assert noticed[case].keys() == {*comparing(case)}
+    assert all(noticed[case].values()), noticed[case]
+
+
+@pytest.mark.process
+@pytest.mark.slow
 def test_the_load_matrix_of_the_docs_is_current(
-    matrix: dict[str, dict[str, str | None]],
+    matrix: Failures,
 ) -> None:
     """``make load-matrix`` writes it; versions may differ from those it was written with."""
     rows = [("route", *TITLES.values()), ("---",) * (1 + len(AUTO))]

@@ -41,6 +41,7 @@ def names(folder: Path) -> list[str]:
 # ------------------------------------------------------------------- death
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", ["exchange", "journal"])
 def test_killed_at_any_moment_the_old_or_the_new_output_is_there(how: str, tmp_path: Path) -> None:
     if how == "exchange" and not _exchanges(tmp_path):
@@ -193,6 +194,7 @@ def another_process(output: Path) -> Iterator[subprocess.Popen[str]]:
                 other.kill()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
 def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path: Path) -> None:
     out = tmp_path / "out"

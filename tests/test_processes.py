@@ -61,6 +61,8 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "heal.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_heal_as_one_does(folder: Path) -> None:
     command = ("heal", "gqa", "--teacher", "model", "--learning-rate", "5e-3", "--json")
     done = launched(folder, *command, "--output", "two")
@@ -81,6 +83,8 @@ def test_two_processes_heal_as_one_does(folder: Path) -> None:
     assert not list(folder.glob(".*partial"))
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_train_gates(folder: Path) -> None:
     done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "--output", "gates")
     assert done.returncode == 0, done.stderr
@@ -93,6 +97,8 @@ def test_two_processes_train_gates(folder: Path) -> None:
     assert pruned.plan.kept_heads == 12
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_two_processes_choose_as_one_does(folder: Path) -> None:
     how = ("--method", "cheapest", "--train", "channels", "--target-heads", "0.5")
     done = launched(folder, "train-gates", "model", *how, "--output", "cheapest")
@@ -110,6 +116,8 @@ def test_two_processes_choose_as_one_does(folder: Path) -> None:
     assert not torch.allclose(two["value"], other["value"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
     """Only the main process looks into the output of train-gates."""
     (folder / "taken").mkdir()

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from headprune.errors import HeadpruneError, RecipeError
 from headprune.pipelines import estimates
 from headprune.pipelines.forecast import forecast
 from headprune.pipelines.run import run as run_recipe
-from headprune.pipelines.steps import ROWS
+from headprune.pipelines.steps import ROWS, Watch
 from headprune.recipe import STEPS, read_recipe
-from tests import tiny
+from tests import forked, tiny
 from tests.test_cli import headprune, run
 
 SMALL = {"batch_size": 2, "seq_len": 16}
@@ -82,11 +81,13 @@ def did(path: Path, *overrides: str) -> list[str]:
     return [name for name in done.record.steps if name not in done.cached]
 
 
+@pytest.mark.quick
 def test_every_kind_of_step_has_its_row() -> None:
     assert set(ROWS) == {STEPS[name] for name in STEPS}
     assert all(STEPS[name].__name__.endswith("Step") for name in STEPS)
 
 
+@pytest.mark.slow
 def test_only_what_changed_runs_again(done_job: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = json.loads((out / "heal" / "headprune.json").read_text())
@@ -130,28 +131,25 @@ def test_a_changed_or_missing_output_is_noticed(done_job: Path, tmp_path: Path) 
     assert (tmp_path / "out" / "evaluate" / "mine.txt").read_text() == "x"
 
 
+def killing(path: Path, step: str, after: int) -> None:
+    """Runs a recipe, and dies after so many updates of a training."""
+    names: list[str] = []
+
+    def progress(done: int, total: int, numbers: str = "") -> None:
+        if names[-1] == step and done == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch = Watch(on_step=lambda name, cached: names.append(name), on_progress=progress)
+    run_recipe(read_recipe(path), watch)
+
+
 def killed_in(path: Path, step: str, after: int) -> None:
-    """Runs a recipe in another process, which is killed after so many updates of a training."""
-    code = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from headprune.pipelines.run import run\n"
-        "from headprune.pipelines.steps import Watch\n"
-        "from headprune.recipe import read_recipe\n"
-        "names = []\n"
-        "def progress(done, total, numbers=''):\n"
-        f"    if names[-1] == {step!r} and done == {after}:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "watch = Watch(on_step=lambda name, cached: names.append(name), on_progress=progress)\n"
-        "run(read_recipe(Path(sys.argv[1])), watch)\n"
-    )
-    # the same sums in the same order as in this process
-    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    """Runs a recipe in another process, which is killed."""
+    assert forked.call(killing, path, step, after) == -signal.SIGKILL
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_ends_the_same(
     job: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -233,6 +231,7 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
     assert [step["cached"] for step in json.loads(text)["steps"].values()] == [True] * 5
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -288,6 +287,7 @@ def test_a_setting_is_taken_as_it_is_written(text: str, value: str, job: Path) -
 GATES = {"target_heads": 0.5}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
@@ -595,6 +595,7 @@ def stand_in(name: str, folder: Path) -> list[str]:
     return overrides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_and_runs(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -626,6 +627,7 @@ def test_init_writes_a_recipe_that_runs(
     assert (code, "replace it with --overwrite" in err) == (2, True), err
 
 
+@pytest.mark.process
 def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "asked.yaml"
     answers = 'my model: "a"\nheads\n\ncpu\n'

@@ -10,6 +10,8 @@ from headprune.errors import FamilyError, HeadpruneError
 from headprune.families import FAMILIES, Family, Projection
 from headprune.registry import Registry, did_you_mean
 
+pytestmark = pytest.mark.quick
+
 
 def test_names_are_unique_and_fixed_after_import() -> None:
     registry: Registry[int] = Registry("thing")

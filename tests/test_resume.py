@@ -572,6 +572,8 @@ def test_a_full_disk_is_said_and_the_training_goes_on(
 # all of it, at random
 
 
+@pytest.mark.process
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[1]
     command = [

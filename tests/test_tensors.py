@@ -14,6 +14,8 @@ from headprune.tensors.index_maps import IndexMap, projection_slices
 from headprune.tensors.selection import attainable, keep_best
 from headprune.tensors.units import Unit, members
 
+pytestmark = pytest.mark.quick
+
 
 def test_open_probability_is_the_share_of_draws_that_are_not_zero() -> None:
     log_alpha = torch.tensor([-3.0, -1.0, 0.0, 2.0])

@@ -8,7 +8,6 @@ and biases are not zero.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ from transformers import (
 )
 
 from headprune.families import FAMILIES, vision_language
-from headprune.models.attention import attention_of
-from headprune.models.loading import task_of
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
@@ -194,6 +191,19 @@ _PREFERRED = (
     AutoModelForImageClassification,
     AutoModel,
 )
+# what headprune makes of them; and where configs say how many KV heads there are
+_TASKS = {
+    "AutoModelForCausalLM": "causal-lm",
+    "AutoModelForImageTextToText": "causal-lm",
+    "AutoModelForSeq2SeqLM": "seq2seq-lm",
+    "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
+    "AutoModelForMaskedLM": "masked-lm",
+    "AutoModelForSequenceClassification": "classification",
+}
+_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "num_attention_heads", "encoder_attention_heads"),
+    *("n_head", "n_heads", "num_heads"),
+)
 
 
 def model(
@@ -212,19 +222,17 @@ def model(
 
 
 def task(case: str) -> str:
-    """The task of a tiny model; which tests take part in is asked of every case."""
-    return _facts(case)[0]
+    """The task of a tiny model, which need not be built: which tests take part is asked of all."""
+    return _TASKS.get(_auto(case, config(case)).__name__, "features")
 
 
 def kv_heads(case: str) -> int:
-    """The KV heads of a tiny model's first attention module."""
-    return _facts(case)[1]
-
-
-@functools.cache
-def _facts(case: str) -> tuple[str, int]:
-    built = model(case)
-    return task_of(built), attention_of(built)[0].kv_heads
+    """The KV heads of a tiny model's first attention module, by its config alone."""
+    text = config(case).get_text_config(decoder=True)
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", 0):
+        return 1
+    kv_heads = (getattr(text, name, None) for name in _KV_HEADS)
+    return next(int(count) for count in kv_heads if count)
 
 
 def _owner(built: nn.Module, name: str) -> nn.Module:
@@ -261,11 +269,16 @@ def _parts(cls: Any) -> dict[str, Any]:
 
 
 def _build(case: str, attn: str | None) -> PreTrainedModel:
-    built_config, kind = config(case), case.removeprefix(family_of_case(case)).removeprefix("-")
-    auto = _CLASSES.get(kind or case) or next(
-        a for a in _PREFERRED if type(built_config) in a._model_mapping
+    built_config = config(case)
+    how = {"attn_implementation": attn} if attn else {}
+    return _auto(case, built_config).from_config(built_config, **how)
+
+
+def _auto(case: str, built_config: Any) -> Any:
+    kind = case.removeprefix(family_of_case(case)).removeprefix("-")
+    return _CLASSES.get(kind or case) or next(
+        auto for auto in _PREFERRED if type(built_config) in auto._model_mapping
     )
-    return auto.from_config(built_config, **({"attn_implementation": attn} if attn else {}))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -33,6 +33,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "campaign"
 
 
+@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["kill", "faults", "fuzz", "security", "numeric"])
 def test_nothing_breaks(part: str, originals: Path) -> None:
     run = [sys.executable, "-m", "tests.campaign", part, "--short", "--seed", "0"]
@@ -76,6 +78,7 @@ def test_a_mutant_is_a_function_of_its_case() -> None:
     assert {"json", "yaml", "jsonl", "csv", "parquet", "txt.gz", "safetensors"} <= set(MUTATORS)
 
 
+@pytest.mark.process
 def test_processes_are_stopped_where_they_should_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

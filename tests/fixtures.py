@@ -1,0 +1,74 @@
+"""Tiny models of every family, made on the spot; jaxtyping and beartype check every call."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads only wait for each other
+
+from jaxtyping import install_import_hook
+
+import tests.checking  # noqa: F401  (the hook asks for it by name)
+
+# all but the command line, whose arguments are typer's to check
+CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkpoint", "data"]
+CHECKED += ["training", "evaluation", "regression", "pipelines"]
+install_import_hook([f"headprune.{name}" for name in CHECKED], "tests.checking.checked")
+
+import gc
+from pathlib import Path
+
+import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from tests import tiny
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever takes the fixture needs a browser."""
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
+def pytest_collection_finish() -> None:
+    """Hides what is imported from the collector, which every training calls: millions of objects.
+
+    They stay until the end, and to look through them takes longer than a step of training.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_seeded() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=tiny.CASES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A tiny model of every case: families x MHA, GQA, MQA."""
+    return tiny.model(request.param)
+
+
+@pytest.fixture
+def llama_folder(tmp_path: Path) -> Path:
+    """A tiny Llama with its tokenizer, on disk."""
+    return tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """2,000 words of the tiny tokenizer's language."""
+    path = tmp_path / "text.txt"
+    path.write_text(tiny.text(2_000))
+    return path

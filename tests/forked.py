@@ -1,0 +1,132 @@
+"""Commands of headprune in processes of their own that need not import everything anew.
+
+They are forked from one process that has, and that has done nothing else: Python's fork server.
+Where it matters how a process starts, tests start one from nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.imported"])
+_ROOT = Path(__file__).parents[1]
+
+
+class Process:
+    """A command that runs; stdin is at its end."""
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        *,
+        folder: Path | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Starts it.
+
+        Args:
+            arguments: Of headprune.
+            folder: Where it runs.
+            prepare: Called in the new process first.
+        """
+        self.arguments = [*map(str, arguments)]
+        self._said = tempfile.TemporaryDirectory()
+        self._files = [Path(self._said.name, name) for name in ("out", "err")]
+        place = _Place(os.fspath(folder or Path.cwd()), dict(os.environ), [*map(str, self._files)])
+        given = (place, prepare, self.arguments)
+        self._process = _started(_act, given)
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def finish(self) -> subprocess.CompletedProcess[str]:
+        """Waits for its end; how it was, and what it said."""
+        self._process.join()
+        code = self._process.exitcode
+        out, err = (path.read_text(encoding="utf-8") for path in self._files)
+        self._said.cleanup()
+        assert code is not None
+        return subprocess.CompletedProcess(self.arguments, code, out, err)
+
+
+def headprune(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command of headprune to its end; ``how`` is what Process takes."""
+    return Process(arguments, **how).finish()
+
+
+def call(function: Callable[..., None], *arguments: Any) -> int:
+    """Calls a function of a module in a process of its own; returns the exit code."""
+    process = _started(_bare, (dict(os.environ), function, arguments))
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def small_files() -> None:
+    """Lets a process write no file over 60 kB: a disk that is full in the middle of a write."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+def _started(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    here = Path.cwd()
+    os.chdir(_ROOT)  # from where the server, which is started once, can import tests
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
+    process = _CONTEXT.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+class _Place:
+    """Where a process runs: its folder, its environment, the files of what it says."""
+
+    def __init__(self, folder: str, environment: Mapping[str, str], files: list[str]) -> None:
+        self.folder, self.environment, self.files = folder, environment, files
+
+    def enter(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ends = (os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for file in self.files)
+        for number, end in enumerate(ends, 1):
+            os.dup2(end, number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
+
+
+def _act(place: _Place, prepare: Callable[[], None] | None, arguments: list[str]) -> None:
+    from headprune.cli import app
+
+    place.enter()
+    if prepare is not None:
+        prepare()
+    sys.argv = ["headprune", *arguments]
+    app.main()
+
+
+def _bare(
+    environment: Mapping[str, str], function: Callable[..., None], arguments: Sequence[Any]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)

@@ -1,0 +1,5 @@
+"""Importing this imports all that commands import."""
+
+from tests.campaign import warm
+
+warm.up()

@@ -1,0 +1,40 @@
+"""The whole way of a Llama and a GPT-2, in a few seconds: what ``make quick`` ends with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.test_cli import run
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+def test_from_scores_to_a_proven_and_measured_result(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model(case), tmp_path / "model")
+    Path("text.txt").write_text(tiny.text(600))
+
+    def headprune(line: str) -> str:
+        code, out, err = run(capsys, *line.split())
+        assert code == 0, err
+        return out
+
+    scored = "--criterion fisher --seq-len 16 --calibration-tokens 256"
+    headprune(f"score model --data text.txt {scored} --output scores")
+    headprune("plan model --scores scores --criterion fisher --keep 0.5 --output plan.json")
+    assert "proved" in headprune("prune model --plan plan.json --output result")
+    headprune("verify result")
+    told = json.loads(headprune("inspect result --json"))
+    assert sum(layer["query_heads"] for layer in told["attentions"]) == 6 * tiny.LAYERS // 2
+    measured = "--no-speed --seq-len 16 --max-windows 4 --json"
+    report = json.loads(headprune(f"evaluate result --data text.txt --against model {measured}"))
+    costs = [report[name]["cost"]["kv_cache_bytes_per_token"] for name in ("model", "against")]
+    assert 0 < costs[0] < costs[1]
+    assert report["model"]["metrics"][0]["value"] > 1
