@@ -28,7 +28,7 @@ def headprune(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "headprune", *map(str, arguments)]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Runs a command in this process, as main() does; returns exit code, stdout, stderr."""
     before = sys.argv
     sys.argv = ["headprune", *map(str, arguments)]
@@ -42,7 +42,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     finally:
         sys.argv = before
     captured = capsys.readouterr()
-    return code, captured.out, " ".join(captured.err.split())
+    return code, captured.out, captured.err
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """The same, with stderr in one line, wherever the terminal breaks it."""
+    code, out, err = printed(capsys, *arguments)
+    return code, out, " ".join(err.split())
 
 
 @pytest.mark.quick

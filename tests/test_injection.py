@@ -17,7 +17,6 @@ import pytest
 import yaml
 from rich.markup import escape
 
-from headprune.cli import app as cli
 from headprune.cli import terminal
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig, TrainGatesConfig
 from headprune.errors import HeadpruneError
@@ -29,7 +28,7 @@ from headprune.pipelines.report import report
 from headprune.pipelines.score import score
 from headprune.pipelines.train_gates import train_gates
 from tests import tiny
-from tests.test_cli import headprune
+from tests.test_cli import headprune, printed
 
 # a title, a cleared screen, colours by a C1 control, a line of its own, commands to GitHub Actions
 EVIL = "\n::error::x\r\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n \t::add-mask::x ##[error][/red]`<b>|"
@@ -47,21 +46,12 @@ def assert_inert(text: str, *meant: str) -> None:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """As the executable does, with lines as they are."""
-    before = sys.argv
-    sys.argv = ["headprune", *map(str, arguments)]
-    capsys.readouterr()
     try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
+        return printed(capsys, *arguments)
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    finally:
-        sys.argv = before
     captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return 1, captured.out, captured.err
 
 
 @pytest.fixture(scope="module")

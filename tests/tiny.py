@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from headprune.families import FAMILIES, vision_language
+from headprune.models.loading import _TASKS
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
@@ -191,15 +192,7 @@ _PREFERRED = (
     AutoModelForImageClassification,
     AutoModel,
 )
-# what headprune makes of them; and where configs say how many KV heads there are
-_TASKS = {
-    "AutoModelForCausalLM": "causal-lm",
-    "AutoModelForImageTextToText": "causal-lm",
-    "AutoModelForSeq2SeqLM": "seq2seq-lm",
-    "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
-    "AutoModelForMaskedLM": "masked-lm",
-    "AutoModelForSequenceClassification": "classification",
-}
+# where configs say how many KV heads there are
 _KV_HEADS = (
     *("num_key_value_heads", "num_kv_heads", "num_attention_heads", "encoder_attention_heads"),
     *("n_head", "n_heads", "num_heads"),

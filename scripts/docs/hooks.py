@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 import command_pages  # noqa: E402  (a sibling script)
-import registry_tables  # noqa: E402
+import registry_tables  # noqa: E402  (a sibling script)
 
 GENERATED = {
     "families": registry_tables.families,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not among the names that it says it exports
 
 PATIENCE_S = 5.0
 REMEMBERED_S = 60.0  # networks come back

@@ -148,7 +148,7 @@ def _never_one() -> Iterator[None]:
         yield
     except (HeadpruneError, typer.Exit):
         raise
-    except Exception as error:
+    except Exception as error:  # any would end with 1, which says that a limit is broken
         if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
             raise
         terminal.show_traceback(error)

@@ -215,7 +215,7 @@ def run(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
         sys.exit(130)
-    except Exception as error:
+    except Exception as error:  # whatever it is, it goes on, but for want of memory
         # torch's own class, by name: torch is not imported for --help
         if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):
             sys.excepthook = _unexpected  # typer has put its own there

@@ -272,7 +272,7 @@ def _of_the_hub(data: DataConfig) -> Dataset:
     try:
         with hub.asked_once(path):
             return datasets.load_dataset(path, name or None, split=data.split)
-    except Exception:
+    except Exception:  # of whichever client this version of datasets has
         if not hub.may_be_id(path) or (why_not := hub.why_not()) is None:
             raise
         raise DataError(

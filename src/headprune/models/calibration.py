@@ -287,12 +287,12 @@ def _listening(attentions: Sequence[Attention]) -> Iterator[None]:
         own = LayerConfig(
             config, {**kept, "_attn_implementation": _LISTENING, "headprune_repeats": repeats}
         )
-        attention.module.config = own  # type: ignore[assignment]
+        attention.module.config = own  # type: ignore[assignment]  # torch: Tensor | Module
     try:
         yield
     finally:
         for attention, config in zip(attentions, before, strict=True):
-            attention.module.config = config  # type: ignore[assignment]
+            attention.module.config = config  # type: ignore[assignment]  # as above
 
 
 def _setting(

@@ -38,6 +38,7 @@ def restore_ids(
                 f"'{attention.path}', and the weights hold {attention.query_heads} and "
                 f"{attention.kv_heads}: they do not belong together. Get the folder again."
             )
+        # torch's types know tensors and modules only as attributes
         attention.module.headprune_ids = (heads.query_heads, heads.kv_heads)  # type: ignore[assignment]
 
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.parsing import read_json, validated
+from headprune.parsing import read_as, read_json, validated
 from headprune.records import Recorded
 from headprune.runtime import MANIFEST
 
@@ -76,7 +76,7 @@ def read_record(folder: Path) -> Recorded | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    return validated(Recorded, read_json(path), path)
+    return read_as(Recorded, path)
 
 
 @contextmanager

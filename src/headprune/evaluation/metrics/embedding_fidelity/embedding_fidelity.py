@@ -9,7 +9,7 @@ import numpy as np
 _ROUNDING = 1e-12  # variance that rounding in float32 leaves where all similarities are the same
 
 
-class EmbeddingFidelity(evaluate.Metric):  # type: ignore[misc]
+class EmbeddingFidelity(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     def _info(self) -> evaluate.MetricInfo:
         vector = datasets.Sequence(datasets.Value("float64"))
         return evaluate.MetricInfo(

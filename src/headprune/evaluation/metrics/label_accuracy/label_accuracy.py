@@ -4,7 +4,7 @@ import datasets
 import evaluate
 
 
-class LabelAccuracy(evaluate.Metric):  # type: ignore[misc]
+class LabelAccuracy(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     def _info(self) -> evaluate.MetricInfo:
         features = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
         return evaluate.MetricInfo(

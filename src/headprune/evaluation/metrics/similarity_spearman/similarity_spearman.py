@@ -7,7 +7,7 @@ import numpy as np
 from headprune.evaluation.comparison import rank_correlation
 
 
-class SimilaritySpearman(evaluate.Metric):  # type: ignore[misc]
+class SimilaritySpearman(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     def _info(self) -> evaluate.MetricInfo:
         features = {
             "similarities": datasets.Value("float64"),

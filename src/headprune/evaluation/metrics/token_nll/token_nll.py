@@ -16,7 +16,7 @@ Args:
 """
 
 
-class TokenNll(evaluate.Metric):  # type: ignore[misc]
+class TokenNll(evaluate.Metric):  # type: ignore[misc]  # evaluate has no types
     def _info(self) -> evaluate.MetricInfo:
         features = {
             "nll_nats": datasets.Value("float64"),
