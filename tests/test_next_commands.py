@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from headprune.cli.next_commands import _free
-from headprune.commands import command
+from headprune.command_line import command
 from headprune.config import Dtype
+from headprune.console.next_commands import _free
 from headprune.models import attention
 from tests import tiny
 from tests.dying import write

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headprune import processes
 from headprune.checkpoint.gates import read_metadata
 from headprune.cli import app as cli
 from headprune.config import ConvertConfig, DataConfig, HealConfig, Method, Train, TrainGatesConfig
@@ -23,7 +24,6 @@ from headprune.pipelines.heal import heal
 from headprune.pipelines.prune import prune
 from headprune.pipelines.train_gates import train_gates
 from headprune.pipelines.verify import verify
-from headprune.training import processes
 from tests import tiny
 
 SETTINGS: dict[str, Any] = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}

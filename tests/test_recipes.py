@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from headprune.pipelines.steps import ROWS, Watch
 from safetensors.torch import load_file
 
 from headprune.checkpoint.runs import digest_of_data
@@ -21,7 +22,6 @@ from headprune.errors import HeadpruneError, RecipeError
 from headprune.pipelines import estimates
 from headprune.pipelines.forecast import forecast
 from headprune.pipelines.run import run as run_recipe
-from headprune.pipelines.steps import ROWS, Watch
 from headprune.recipe import STEPS, read_recipe
 from tests import forked, tiny
 from tests.test_cli import headprune, run

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from headprune.cli.options import memory_bytes
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from headprune import config as cfg
-from headprune.cli.options import memory_bytes
 from headprune.config import DataConfig, HealConfig, Train, TrainGatesConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
 from headprune.pipelines import heal as healing

@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any
 
-from headprune.cli.render import families_markdown
+from headprune.console.render import families_markdown
 from headprune.criteria import CRITERIA
 from headprune.families.capabilities import capabilities
 from headprune.merging import MERGES, NEEDS_CALIBRATION

@@ -1,26 +1,18 @@
-"""What a command is asked to do: frozen, validated, written beside every result."""
+"""What the stages of the work are asked to do: frozen, validated, written beside every result."""
 
 from __future__ import annotations
 
+import json
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from headprune.errors import HeadpruneError
-from headprune.parsing import read_yaml, shown
-from headprune.registry import did_you_mean
+from headprune.declaration import Options, Panel, Slot, option
+from headprune.parsing import shown
 from headprune.tensors.units import Unit
 from headprune.writing import write_whole
 
@@ -56,6 +48,10 @@ def memory_bytes(text: object) -> object:
 Memory = Annotated[Count, BeforeValidator(memory_bytes)]
 
 
+def _as_text(place: object) -> object:
+    return os.fspath(place) if isinstance(place, Path) else place
+
+
 def possible_place(text: str) -> str:
     """A name that a file, a folder or something on the hub can have.
 
@@ -70,7 +66,78 @@ def possible_place(text: str) -> str:
     return text
 
 
-Place = Annotated[str, AfterValidator(possible_place)]
+Place = Annotated[str, BeforeValidator(_as_text), AfterValidator(possible_place)]
+
+
+def share_or_count(value: object) -> object:
+    """A share (a float) or a count (an int), which may come as text.
+
+    Raises:
+        ValueError: If the text is neither.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value) if value.strip().lstrip("-").isdigit() else float(value)
+    except ValueError:
+        raise ValueError("give a share such as 0.75, or a count such as 202") from None
+
+
+def one_or_all(value: object) -> str | None:
+    """Says what 1 means, which is easily meant otherwise."""
+    if value == 1 and isinstance(value, int):
+        return "{} 1 keeps one head; {} 1.0 keeps all of them."
+    return None
+
+
+Kept = Annotated[float | int, BeforeValidator(share_or_count)]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+def _numbers(value: object) -> object:
+    """Numbers between commas."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise ValueError("give whole numbers, such as 1,8,32") from None
+
+
+Batches = Annotated[tuple[Few, ...], BeforeValidator(_numbers)]
+
+
+def kv_head_counts(value: object) -> object:
+    """One number, a list, or a file with a list.
+
+    Raises:
+        ValueError: If a text is none of these.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        listed = value
+        if Path(value).is_file():
+            listed = Path(value).read_text(encoding="utf-8")
+        content = json.loads(listed) if listed.lstrip().startswith("[") else listed
+        numbers = content if isinstance(content, list) else list(map(int, content.split(",")))
+        if not all(type(number) is int for number in numbers):
+            raise ValueError
+    except (ValueError, OSError, RecursionError):
+        raise ValueError(
+            "give a number such as 2, a list such as 4,4,2,2 with one per attention module, or a "
+            "JSON file that holds such a list"
+        ) from None
+    return numbers[0] if isinstance(content, str) and "," not in content else tuple(numbers)
+
+
+KvHeads = Annotated[Count | tuple[Count, ...], BeforeValidator(kv_head_counts)]
 
 
 class Objective(str, Enum):
@@ -95,7 +162,7 @@ class Train(str, Enum):
 class Method(str, Enum):
     """How training chooses the heads that go."""
 
-    L0 = "l0"  # hard-concrete gates, drawn, and a Lagrangian
+    L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
     CHEAPEST = "cheapest"  # gates are plain factors; what costs least to close goes, bit by bit
 
 
@@ -117,107 +184,124 @@ class ShapeOption(str, Enum):
     RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+COMPUTED = (
+    "Element type to compute in. auto: float32 for a checkpoint in half precision, since its "
+    "weights are float32 numbers as well."
+)
+MEASURED = "Element type that the model is measured in. auto: the checkpoint's."
+WRITTEN = "Element type to write. auto: the checkpoint's, tensor by tensor."
 
 
-class DataConfig(_Config):
-    """Where examples come from.
+class DataConfig(Options):
+    """Where examples come from."""
 
-    Attributes:
-        source: A file (text, JSONL, CSV, TSV or parquet, also .gz), a folder of them, or a hub id
-            with an optional configuration: ``wikitext:wikitext-2-raw-v1``.
-        split: Split of a hub data set.
-        text_column: Column with the text; two, comma-separated, for sentence pairs. By default
-            the column named "text", or the only one that holds text.
-        label_column: Column with the label or, for pairs, the similarity score.
-    """
-
-    source: Place
-    split: str = "train"
-    text_column: str | None = None
-    label_column: str | None = None
+    source: Place = option(
+        "A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id such as "
+        "wikitext:wikitext-2-raw-v1."
+    )
+    split: str = option("Split of a hub data set.", "train")
+    text_column: str | None = option(
+        "Column with the text; two, comma-separated, for pairs. Default: the one named 'text', or "
+        "the only one that holds text.",
+        None,
+    )
+    label_column: str | None = option("Column with the label or the similarity score.", None)
 
 
-class TrainGatesConfig(_Config):
-    """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set.
+class TrainGatesConfig(Options):
+    """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
 
-    Attributes:
-        target_heads: Query heads to keep: a share (a float up to 1.0) or a count.
-        l0_penalty: Constant penalty per expected open head (Voita et al. 2019), instead of a
-            target; the count is then what training ends with.
-        attention: Kinds of attention that get gates ("encoder", "decoder", "cross"); the heads of
-            the others all stay. Empty for all kinds.
-        unit: What is removed as one piece; None for "head" with one query per KV head and
-            "kv-group" otherwise.
-        method: How heads are chosen; "cheapest" has neither draws nor rounds, nor a penalty.
-        train: What moves beside the gates: "channels" is a factor per channel of what enters W_O,
-            with weights frozen, the others are weights.
-        objective: The loss; "auto" is "task" for a classifier with labels, "lm" or "mlm" for a
-            language model, and "distill" otherwise.
-        steps: Optimiser steps; None for as many as ``epochs`` take.
-        epochs: Passes over the data, where ``steps`` is not given.
-        batch_size: Sequences per step, of all processes together.
-        seq_len: Tokens per sequence; documents are packed for language models and cut off at
-            this length otherwise.
-        gate_lr: Learning rate of drawn gates.
-        scale_lr: Learning rate of the factors: of heads once they are chosen, and of channels.
-        weight_lr: Learning rate of the weights, if any move.
-        temperature: beta of the hard-concrete distribution.
-        init_log_alpha: Where the gates start; 3 is open with probability 0.99.
-        rounds: How often heads are chosen, each time an equal part of those to be removed; None
-            for as many rounds as keep each from removing more than a quarter of all heads. A
-            constant penalty, and units of unequal size, take one.
-        warmup: Share of a round's choosing in which the target falls to that of the round.
-        settle: Share of every round, at its end, in which its heads are chosen and only the
-            factors of those that stay are trained; None for 0.6, and for 0.3 with "cheapest", which
-            trains them all the way.
-        gradient_checkpointing: Recompute activations in the backward pass, to save memory.
-        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
-            On a GPU a bfloat16 checkpoint stays in bfloat16 where its weights do not move.
-        seed: Seed of the gates' noise and the order of the data.
-        save_every: Steps between checkpoints that ``--resume`` can go on from; None for a tenth
-            of the run.
-    """
-
-    target_heads: float | int | None = None
-    l0_penalty: Positive | None = None
-    attention: tuple[str, ...] = ()
-    unit: Unit | None = None
-    method: Method = Method.L0
-    train: Train = Train.GATES
-    objective: Objective = Objective.AUTO
-    steps: Steps | None = None
-    epochs: Positive = 1.0
-    batch_size: Few = 4
-    seq_len: Length = 256
-    gate_lr: Positive = 0.5
-    scale_lr: Positive = 0.02
-    weight_lr: Positive = 5e-5
-    temperature: Positive = 2 / 3
-    init_log_alpha: Annotated[float, Field(ge=-100, le=100)] = 3.0
-    rounds: Few | None = None
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.75
-    settle: Annotated[float, Field(ge=0, lt=1)] | None = None
-    gradient_checkpointing: bool = False
-    dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
-    save_every: Steps | None = None
+    target_heads: Kept | None = option(
+        "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",
+        None,
+        Panel.MAIN,
+        note=one_or_all,
+    )
+    l0_penalty: Positive | None = option(
+        "Instead of a target: Voita's constant penalty per open head (Voita et al. 2019).",
+        None,
+        Panel.CUT,
+    )
+    attention: Names = option(
+        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable). The others stay as they are.",
+        (),
+        Panel.CUT,
+    )
+    unit: Unit | None = option(
+        "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
+    )
+    method: Method = option(
+        "How heads are chosen. l0: hard-concrete gates. cheapest: gates are plain factors, and "
+        "what costs the loss least goes, a few heads at a time.",
+        Method.L0,
+        Panel.CUT,
+    )
+    train: Train = option(
+        "What is trained beside the gates. channels: a factor per channel of what enters W_O, with "
+        "weights frozen.",
+        Train.GATES,
+        Panel.TRAINING,
+    )
+    objective: Objective = option(
+        "The loss. auto: task for a classifier with labels, lm or mlm for a language model, else "
+        "distill, which needs no labels: it matches the ungated model.",
+        Objective.AUTO,
+        Panel.TRAINING,
+    )
+    steps: Steps | None = option(
+        "Optimiser steps. Default: as many as --epochs take.", None, Panel.MAIN
+    )
+    epochs: Positive = option("Passes over the data, without --steps.", 1.0, Panel.TRAINING)
+    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
+    seq_len: Length = option(
+        "Tokens per sequence; documents are packed for language models, and cut off otherwise.",
+        256,
+        Panel.TRAINING,
+    )
+    gate_lr: Positive = option("Learning rate of gates that are sampled (l0).", 0.5)
+    scale_lr: Positive = option("Learning rate of the factors of heads and channels.", 0.02)
+    weight_lr: Positive = option("Learning rate of the weights, if any move.", 5e-5)
+    temperature: Positive = option("beta of the hard-concrete gates (l0).", 2 / 3)
+    init_log_alpha: Annotated[float, Field(ge=-100, le=100)] = option(
+        "Where sampled gates start (l0); 3 is open with probability 0.99.", 3.0
+    )
+    rounds: Few | None = option(
+        "How often heads are chosen, each time an equal part of those to be removed. Default: one "
+        "per quarter of all heads.",
+        None,
+    )
+    warmup: Annotated[float, Field(ge=0, le=1)] = option(
+        "Share of a round's choosing in which its target is reached.", 0.75
+    )
+    settle: Annotated[float, Field(ge=0, lt=1)] | None = option(
+        "Share of every round, at its end, with its heads chosen. Default: 0.6, and 0.3 with "
+        "--method cheapest.",
+        None,
+    )
+    gradient_checkpointing: bool = option(
+        "Save memory, at a third more time.", False, Panel.TRAINING
+    )
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+    seed: Seed = option("Seed of the gates' noise and the order of the data.", 0)
+    save_every: Steps | None = option(
+        "Steps between checkpoints. Default: a tenth.", None, Panel.TRAINING
+    )
 
     @model_validator(mode="after")
     def _one_goal(self) -> TrainGatesConfig:
         if (self.target_heads is None) == (self.l0_penalty is None):
-            raise ValueError("give exactly one of target_heads and l0_penalty")
+            raise ValueError("give exactly one of `target_heads` and `l0_penalty`")
         return self
 
     @model_validator(mode="after")
     def _fitting_method(self) -> TrainGatesConfig:
         if self.method is Method.CHEAPEST and self.l0_penalty is not None:
-            raise ValueError("l0_penalty goes with method l0; give target_heads")
+            raise ValueError("`l0_penalty` goes with `method` l0; give `target_heads`")
         if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
-            raise ValueError("rounds goes with method l0; cheapest has none")
+            raise ValueError("`rounds` goes with `method` l0; cheapest has none")
         if self.method is Method.CHEAPEST and self.objective is Objective.DISTILL:
-            raise ValueError("objective distill goes with method l0")
+            raise ValueError("`objective` distill goes with `method` l0")
         return self
 
 
@@ -228,39 +312,47 @@ class Grouping(str, Enum):
     SIMILAR = "similar"  # those that lose least by it
 
 
-class ConvertConfig(_Config):
-    """How KV heads are merged. One of ``kv_heads`` and ``kv_budget`` is set.
+class ConvertConfig(Options):
+    """How KV heads are merged. One of ``kv_heads`` and ``kv_budget`` is set."""
 
-    Attributes:
-        kv_heads: KV heads of every attention module, or one number per module in order.
-        kv_budget: Share of all KV heads to keep, spread over the modules by what merging costs
-            each of them.
-        merge: How the heads of a group become one; None for "lowrank" with calibration text and
-            "mean" without.
-        grouping: Which heads share.
-        attention: Kinds of attention to convert ("encoder", "decoder", "cross"); empty for all.
-        calibration_tokens: How much of the calibration text is used.
-        seq_len: Tokens per calibration window.
-        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
-        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
-        seed: Seed of merges that draw.
-    """
-
-    kv_heads: Count | tuple[Count, ...] | None = None
-    kv_budget: Annotated[float, Field(gt=0, le=1)] | None = None
-    merge: str | None = None
-    grouping: Grouping = Grouping.ADJACENT
-    attention: tuple[str, ...] = ()
-    calibration_tokens: Count = 16_384
-    seq_len: Length = 512
-    dtype: Dtype = Dtype.AUTO
-    out_dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
+    kv_heads: KvHeads | None = option(
+        "KV heads per layer: one number, a comma-separated list with one per attention module, or "
+        "a JSON file with such a list.",
+        None,
+        Panel.MAIN,
+    )
+    kv_budget: Annotated[float, Field(gt=0, le=1)] | None = option(
+        "Instead: the share of all KV heads to keep, spread over the layers.", None, Panel.MAIN
+    )
+    merge: str | None = option(
+        "How the heads of a group become one: mean, first, random, medoid, norm-mean, procrustes, "
+        "lowrank. Default: lowrank with --calibrate, mean without.",
+        None,
+        Panel.CUT,
+    )
+    grouping: Grouping = option(
+        "Which heads share: neighbours, or those that lose least by it.",
+        Grouping.ADJACENT,
+        Panel.CUT,
+    )
+    attention: Names = option(
+        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable). The others stay as they are.",
+        (),
+        Panel.CUT,
+    )
+    calibration_tokens: Count = option(
+        "How much of the text is used, spread evenly.", 16_384, Panel.CALIBRATION
+    )
+    seq_len: Length = option("Tokens per sequence.", 512, Panel.CALIBRATION)
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+    seed: Seed = option("Seed of what is random.", 0)
 
     @model_validator(mode="after")
     def _one_goal(self) -> ConvertConfig:
         if (self.kv_heads is None) == (self.kv_budget is None):
-            raise ValueError("give exactly one of kv_heads and kv_budget")
+            raise ValueError("give exactly one of `kv_heads` and `kv_budget`")
         return self
 
 
@@ -272,242 +364,179 @@ class HealTrain(str, Enum):
     ALL = "all"
 
 
-class HealConfig(_Config):
-    """How a converted or cut model is trained to match the one it came from.
+class HealConfig(Options):
+    """How a converted or cut model is trained to match the one it came from."""
 
-    Attributes:
-        steps: Optimiser steps.
-        train: Which weights move; "lora" trains low-rank additions to the attention projections
-            and merges them at the end.
-        lora_rank: Rank of these additions.
-        batch_size: Sequences per step, of all processes together.
-        seq_len: Tokens per sequence.
-        learning_rate: Highest learning rate, reached after a tenth of the steps and then lowered
-            to zero along a cosine.
-        bf16: Compute in bfloat16 (autocast); weights and optimiser stay in float32.
-        gradient_checkpointing: Recompute activations in the backward pass, to save memory.
-        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
-        seed: Seed of the order of the data.
-        save_every: Steps between checkpoints that ``--resume`` can go on from; None for a tenth
-            of the run.
-    """
-
-    steps: Steps
-    train: HealTrain = HealTrain.ATTENTION
-    lora_rank: Few = 16
-    batch_size: Few = 4
-    seq_len: Length = 256
-    learning_rate: Positive = 5e-4
-    bf16: bool = False
-    gradient_checkpointing: bool = False
-    out_dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
-    save_every: Steps | None = None
-
-
-class CalibrationConfig(_Config):
-    """Which part of the data shows what the heads do.
-
-    Attributes:
-        tokens: How much of it is used, spread evenly over all of it.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per forward pass; no result depends on it.
-        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
-        seed: Seed of masked positions and of what is random.
-    """
-
-    tokens: Annotated[Count, Field(ge=2)] = 16_384
-    seq_len: Length = 512
-    batch_size: Few = 4
-    dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
+    steps: Steps = option("Optimiser steps.", panel=Panel.MAIN)
+    train: HealTrain = option(
+        "What is trained. lora: low-rank additions to the attention projections, merged at the "
+        "end.",
+        HealTrain.ATTENTION,
+        Panel.TRAINING,
+    )
+    lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
+    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
+    seq_len: Length = option("Tokens per sequence.", 256, Panel.TRAINING)
+    learning_rate: Positive = option(
+        "Highest learning rate, reached after a tenth of the steps and then lowered to zero along "
+        "a cosine.",
+        5e-4,
+        Panel.TRAINING,
+    )
+    bf16: bool = option(
+        "Compute in bfloat16 (autocast); weights and optimiser stay in float32.",
+        False,
+        Panel.TRAINING,
+    )
+    gradient_checkpointing: bool = option(
+        "Save memory, at a third more time.", False, Panel.TRAINING
+    )
+    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+    seed: Seed = option("Seed of the order of the data.", 0)
+    save_every: Steps | None = option(
+        "Steps between checkpoints. Default: a tenth.", None, Panel.TRAINING
+    )
 
 
-class BudgetConfig(_Config):
-    """What a plan may keep. At least one of ``keep`` and the three limits is set.
+class CalibrationConfig(Options):
+    """Which part of the data shows what the heads do."""
 
-    Attributes:
-        keep: Query heads: a share (a float up to 1.0) or a count, hit exactly.
-        per_layer: The same share in every module, instead of the best of all modules together.
-        min_per_layer: Query heads that every module keeps at least.
-        max_params: Parameters of the whole model.
-        max_kv_bytes: Bytes of KV cache per token, in the model's dtype.
-        min_speedup: Prefill speed over that of the whole model, measured here.
-    """
+    renamed: ClassVar = {"tokens": "calibration_tokens"}
 
-    keep: float | int | None = None
-    per_layer: bool = False
-    min_per_layer: Annotated[int, Field(ge=0)] = 0
-    max_params: Count | None = None
-    max_kv_bytes: Annotated[int, Field(ge=0)] | None = None
-    min_speedup: Annotated[float, Field(ge=1)] | None = None
+    calibration_tokens: Annotated[Count, Field(ge=2)] = option(
+        "How much of the text is used, spread evenly.", 16_384, Panel.CALIBRATION
+    )
+    seq_len: Length = option(
+        "Tokens per sequence, about as many as the model will see.", 512, Panel.CALIBRATION
+    )
+    batch_size: Few = option("Sequences per pass; no result depends on it.", 4, Panel.CALIBRATION)
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+    seed: Seed = option("Seed of masked positions and of what is random.", 0)
+
+
+class BudgetConfig(Options):
+    """What a plan may keep. At least one of ``keep`` and the three limits is set."""
+
+    keep: Kept | None = option(
+        "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",
+        None,
+        Panel.MAIN,
+        note=one_or_all,
+    )
+    per_layer: bool = option(
+        "The same share in every layer, or the best of all layers together.",
+        False,
+        Panel.CUT,
+        flags="--per-layer/--global",
+    )
+    min_per_layer: Annotated[int, Field(ge=0)] = option(
+        "Query heads that every layer keeps at least.", 0, Panel.CUT
+    )
+    max_params: Count | None = option("Parameters of the whole model.", None, Panel.MAIN)
+    max_kv_bytes: Annotated[int, Field(ge=0)] | None = option(
+        "KV cache per token in bytes, in the model's dtype.", None, Panel.MAIN
+    )
+    min_speedup: Annotated[float, Field(ge=1)] | None = option(
+        "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
+    )
 
     @model_validator(mode="after")
     def _some_goal(self) -> BudgetConfig:
         goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
         if all(goal is None for goal in goals):
             raise ValueError(
-                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
+                "give what may stay: `keep`, `max_params`, `max_kv_bytes` or `min_speedup`"
             )
         if self.per_layer and self.keep is None:
-            raise ValueError("--per-layer needs --keep, the number or share of heads to keep")
+            raise ValueError("`per_layer` needs `keep`, the number or share of heads to keep")
         return self
 
 
-class EvaluateConfig(_Config):
-    """How a model is evaluated.
+class EvaluateConfig(Options):
+    """How a model is evaluated."""
 
-    Attributes:
-        seq_len: Tokens per window (language models) or at most per text (others).
-        batch_size: Sequences per forward pass.
-        max_windows: Use only the first so many windows or examples; None for all.
-        confidence: Level of the interval of a paired difference.
-        resamples: Bootstrap resamples behind it.
-        speed: Whether to time prefill and decoding.
-        decode_batches: Batch sizes at which decoding is timed.
-        memory: Bytes of memory, also as "24GiB"; the report then says how long a context fits.
-        dtype: Element type that the model is measured in; "auto" is the checkpoint's.
-        seed: Seed of masked positions and of the bootstrap.
-    """
-
-    seq_len: Length = 512
-    batch_size: Few = 4
-    max_windows: Count | None = None
-    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    resamples: Few = 2000
-    speed: bool = True
-    decode_batches: tuple[Few, ...] = (1, 8)
-    memory: Memory | None = None
-    dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
+    seq_len: Length = option(
+        "Tokens per window (language models) or at most per text (others).", 512
+    )
+    batch_size: Few = option("Sequences per forward pass.", 4)
+    max_windows: Count | None = option(
+        "Measure on the first so many windows or examples only.", None, Panel.MAIN
+    )
+    confidence: Annotated[float, Field(gt=0, lt=1)] = option("Level of the intervals.", 0.95)
+    resamples: Few = option("Bootstrap resamples behind them.", 2000)
+    speed: bool = option("Time prefill and decoding.", True, Panel.MAIN)
+    decode_batches: Batches = option(
+        "Batch sizes at which decoding is timed, comma-separated.", (1, 8), as_text=True
+    )
+    memory: Memory | None = option(
+        "Memory such as 24GiB: say how long a context fits beside the weights.", None
+    )
+    dtype: Dtype = option(MEASURED, Dtype.AUTO)
+    seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
 
 
-class CheckConfig(_Config):
-    """How a model is held to its limits.
+class CheckConfig(Options):
+    """How a model is held to its limits."""
 
-    Attributes:
-        model: The model that is checked: a folder or a hub id.
-        data: Where the examples come from: a file, a folder or a hub id.
-        split: Split of a hub data set.
-        text_column: Column with the text; two, comma-separated, for sentence pairs.
-        label_column: Column with the label or the similarity score.
-        baseline: File with the record of an earlier run, for limits such as ``<= +2 %``.
-        against: The original model, for limits such as ``>= 98 %``.
-        limits: What must hold; see ``headprune.regression.limits``.
-        confidence: Level of the intervals that decide.
-        resamples: Bootstrap resamples behind them.
-        strict: Whether a limit that is too close to call counts as broken.
-        seq_len: As for ``EvaluateConfig``; so are the settings after it.
-        batch_size: Sequences per forward pass.
-        max_windows: Use only the first so many windows or examples; None for all.
-        dtype: Element type that the model is measured in; "auto" is the checkpoint's.
-        seed: Seed of masked positions and of the bootstrap.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-    """
-
-    model: Place
-    data: Place
-    split: str = "test"
-    text_column: str | None = None
-    label_column: str | None = None
-    baseline: Place | None = None
-    against: Place | None = None
-    limits: tuple[str, ...] = ()
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.99
-    resamples: Annotated[Few, Field(ge=1000)] = 10_000
-    strict: bool = False
-    seq_len: Length = 512
-    batch_size: Few = 4
-    max_windows: Count | None = None
-    dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
-    drop_unexpected: bool = False
+    model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL)
+    data: Place = option(
+        "Text that it was not trained on: a file, a folder or a hub id.",
+        panel=Panel.MAIN,
+        slot=Slot.DATA,
+    )
+    split: str = option("Split of a hub data set.", "test", Panel.INPUT, in_recipes=False)
+    text_column: str | None = option(
+        "Column with the text; two, comma-separated, for pairs.",
+        None,
+        Panel.INPUT,
+        in_recipes=False,
+    )
+    label_column: str | None = option(
+        "Column with the label or the similarity score.", None, Panel.INPUT, in_recipes=False
+    )
+    baseline: Place | None = option(
+        "Record of an earlier run, for limits such as '<= +2 %'.", None, Panel.MAIN, slot=Slot.FILE
+    )
+    against: Place | None = option(
+        "The original model, for limits such as '>= 98 %'.", None, Panel.MAIN, slot=Slot.MODEL
+    )
+    limits: Names = option(
+        "What must hold (repeatable): 'perplexity <= 25', 'perplexity <= +2 %' (since the "
+        "baseline), 'perplexity recovery >= 98 %' (of the original), 'query_heads == 201', "
+        "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
+        "'load_route == native'.",
+        (),
+        Panel.MAIN,
+        flags="--limit",
+    )
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = option(
+        "Level of the intervals that decide.", 0.99
+    )
+    resamples: Annotated[Few, Field(ge=1000)] = option("Bootstrap resamples behind them.", 10_000)
+    strict: bool = option("Too close to call exits with 1, not with 0.", False, Panel.MAIN)
+    seq_len: Length = option(
+        "Tokens per window (language models) or at most per text (others).", 512
+    )
+    batch_size: Few = option("Sequences per forward pass.", 4)
+    max_windows: Count | None = option(
+        "Measure on the first so many windows or examples only.", None
+    )
+    dtype: Dtype = option(MEASURED, Dtype.AUTO)
+    seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
+    drop_unexpected: bool = option(
+        "Go on where the checkpoint has tensors that the model's class does not take.",
+        False,
+        in_recipes=False,
+    )
 
     def data_config(self) -> DataConfig:
         """Where the examples come from."""
-        return DataConfig(
-            source=self.data,
-            split=self.split,
-            text_column=self.text_column,
-            label_column=self.label_column,
-        )
+        return self.part(DataConfig, source=self.data)
 
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
         shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed")
         return EvaluateConfig(**{name: getattr(self, name) for name in shared}, speed=False)
-
-
-def build(model: type[BaseModel], values: dict[str, Any]) -> Any:
-    """Validates values into a config.
-
-    Raises:
-        HeadpruneError: Naming the first setting that is unknown or out of range.
-    """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        if name == "trust_remote_code":
-            raise HeadpruneError(
-                "A file cannot allow code that comes with a model: leave out 'trust_remote_code', "
-                "and give --trust-remote-code if you trust that code."
-            ) from None
-        if first["type"] == "extra_forbidden":
-            raise HeadpruneError(
-                f"There is no setting '{name}'.{did_you_mean(name, list(model.model_fields))}"
-            ) from None
-        message = first["msg"].removeprefix("Value error, ")
-        if not name:  # of several settings; all that was given would say nothing more
-            raise HeadpruneError(f"These settings: {message}.") from None
-        option = f"--{name.replace('_', '-')}"
-        raise HeadpruneError(f"{option}: {message} (got {shown(first['input'])}).") from None
-
-
-def read_train_gates(path: Path) -> dict[str, Any]:
-    """Reads the ``train_gates`` settings of a YAML file, without those that are not set.
-
-    Raises:
-        HeadpruneError: If the file is missing, has no such section, or misspells a setting.
-    """
-    settings = read_section(path, "train_gates")
-    build(TrainGatesConfig, settings)
-    return settings
-
-
-def read_check(path: Path) -> dict[str, Any]:
-    """Reads the ``check`` settings of a YAML file, without those that are not set.
-
-    Raises:
-        HeadpruneError: If the file is missing, has no such section, or misspells a setting.
-    """
-    settings = read_section(path, "check")
-    if isinstance(settings.get("limits"), str):
-        settings["limits"] = [settings["limits"]]
-    needed = {"model": "", "data": ""}  # may come as options
-    build(CheckConfig, {**needed, **settings})
-    return settings
-
-
-def read_section(path: Path, name: str) -> dict[str, Any]:
-    """Reads one section of a YAML file, without the settings that are not set.
-
-    Raises:
-        HeadpruneError: If the file is missing or has no such section; near misses are named.
-    """
-    try:
-        content = read_yaml(path, HeadpruneError)
-    except FileNotFoundError:
-        raise HeadpruneError(f"--config: there is no file '{path}'.") from None
-    section = content.get(name) if isinstance(content, dict) else None
-    if not isinstance(section, dict):
-        found = [str(key)[:60] for key in content] if isinstance(content, dict) else []
-        others = [key for key in found if key != name]
-        near = next((f" It has '{k}'.{d}" for k in others if (d := did_you_mean(k, [name]))), "")
-        raise HeadpruneError(f"--config {path}: it has no section '{name}' with settings.{near}")
-    return {str(key): value for key, value in section.items() if value is not None}
 
 
 def write_yaml(content: dict[str, Any], path: Path) -> None:

@@ -31,7 +31,8 @@ def assert_no_regression() -> Callable[..., CheckReport]:
 def _assert_no_regression(
     model: str | Path, baseline: str | Path, *limits: str, **settings: Any
 ) -> CheckReport:
-    from headprune.config import CheckConfig, build
+    from headprune.config import CheckConfig
+    from headprune.declaration import build
     from headprune.pipelines.check import check
     from headprune.regression.baseline import read_baseline
     from headprune.regression.verdicts import Verdict

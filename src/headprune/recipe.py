@@ -12,82 +12,49 @@
 
 A step works on the model that the step before it made, and takes the evidence that was made for
 that model; ``model``, ``gates``, ``plan`` and so on name another step, ``original`` the recipe's
-own model. A new kind of step is a class here, and a row of ``pipelines.steps``.
+own model. A command that can be a step says so in its own file.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
+    create_model,
 )
 
-from headprune.config import (
-    BudgetConfig,
-    CalibrationConfig,
-    ConvertConfig,
-    DataConfig,
-    Dtype,
-    EvaluateConfig,
-    HealConfig,
-    Place,
-    ShapeOption,
-    TrainGatesConfig,
-    possible_place,
+from headprune.config import DataConfig, Place, possible_place
+from headprune.declaration import (
+    COMMANDS,
+    Command,
+    Door,
+    InRecipe,
+    Made,
+    Options,
+    Slot,
+    appearance,
+    build,
+    option,
+    warn_of_old_names,
 )
-from headprune.errors import RecipeError
+from headprune.errors import HeadpruneError, RecipeError
 from headprune.parsing import Loader, parse_yaml, read_yaml, shown
-from headprune.registry import Registry, did_you_mean
-from headprune.tensors.units import Unit
+from headprune.registry import did_you_mean
 
 ORIGINAL = "original"
-
-C = TypeVar("C", bound=BaseModel)
-
-
-class Made(str, Enum):
-    """What a step's output is to the steps after it."""
-
-    MODEL = "model"
-    GATES = "gates"
-    SCORES = "scores"
-    PLAN = "plan"
-    REPORT = "report"
-
-
-class Slot(str, Enum):
-    """What a field of a step names, where it names an input."""
-
-    MODEL = "model"  # a step that makes a model, or the original
-    GATES = "gates"  # a step that trains gates, or a folder of them
-    SCORES = "scores"  # a step that scores heads, or a folder of scores
-    PLAN = "plan"  # a step that makes a plan, or a file
-    FILE = "file"  # a file
-    DATA = "data"  # one of the recipe's sources
-
-
-OfModel = Annotated[Place | None, Slot.MODEL]
-OfGates = Annotated[Place | None, Slot.GATES]
-OfScores = Annotated[Place | None, Slot.SCORES]
-OfPlan = Annotated[Place | None, Slot.PLAN]
-OfData = Annotated[str, Slot.DATA]
+LOADING = ("trust_remote_code", "assume_supported", "drop_unexpected")
 EVIDENCE = (Made.GATES, Made.SCORES, Made.PLAN)
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _possible(path: Path) -> Path:
@@ -95,213 +62,62 @@ def _possible(path: Path) -> Path:
     return path
 
 
-# one, or several
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
-
-
-class Step(BaseModel):
-    """One step; its other fields are the settings of the command.
+class Step(Options):
+    """One step; its other fields are the settings of its command.
 
     Attributes:
-        makes: What its output is to later steps.
-        file: The file of its output that they read; None for the folder.
-        takes_all: Whether it takes the outputs of all steps before it.
-        step: Which kind of step it is.
+        command: Its command.
+        step: The command's name.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    makes: ClassVar[Made]
-    file: ClassVar[str | None] = None
-    takes_all: ClassVar[bool] = False
+    command: ClassVar[Command[Any, Any]]
 
     step: str
 
     @classmethod
     def slots(cls) -> dict[str, Slot]:
         """The fields that name inputs."""
+        looks = {name: appearance(info) for name, info in cls.model_fields.items()}
+        return {name: look.slot for name, look in looks.items() if look.slot is not None}
+
+    @classmethod
+    def kind(cls) -> InRecipe[Any, Any]:
+        """What its command is in a recipe."""
+        assert cls.command.step is not None
+        return cls.command.step
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are no inputs."""
         return {
-            name: kind
-            for name, field in cls.model_fields.items()
-            for kind in field.metadata
-            if isinstance(kind, Slot)
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name != "step" and name not in self.slots()
         }
 
-    def config(self, kind: type[C]) -> C:
-        """The settings of this step that belong to a command's config."""
-        return kind(**{name: getattr(self, name) for name in kind.model_fields})
+
+@cache
+def kinds() -> dict[str, type[Step]]:
+    """The commands that can be steps, as classes of steps."""
+    return {name: _kind(command) for name, command in COMMANDS.items() if command.step is not None}
 
 
-class ModelStep(Step):
-    """A step that works on a model.
-
-    Attributes:
-        model: An earlier step, or "original"; by default the model that was made last.
-    """
-
-    model: OfModel = None
-
-
-class ScoreStep(ModelStep, CalibrationConfig):
-    """``headprune score``.
-
-    Attributes:
-        criterion: One criterion, or several in one pass.
-        data: The recipe's source of examples; None for criteria that need none.
-        unit: What one score stands for.
-        attention: Kinds of attention to score.
-        gates: With the criterion "gates": a step that trains them, or a folder.
-    """
-
-    makes = Made.SCORES
-    criterion: Names
-    data: Annotated[str | None, Slot.DATA] = "train"
-    unit: Unit | None = None
-    attention: tuple[str, ...] = ()
-    gates: OfGates = None
-
-
-class PlanStep(ModelStep, BudgetConfig):
-    """``headprune plan``.
-
-    Attributes:
-        scores: A step that scores heads, or a folder of scores; by default the last one.
-        criterion: Which of the scores, where there are several.
-        rounds: How often heads are scored.
-    """
-
-    makes = Made.PLAN
-    file = "plan.json"
-    scores: OfScores = None
-    criterion: str | None = None
-    rounds: Annotated[int, Field(ge=1)] = 1
-
-
-class TrainGatesStep(ModelStep, TrainGatesConfig):
-    """``headprune train-gates``."""
-
-    makes = Made.GATES
-    data: OfData = "train"
-
-
-class PruneStep(ModelStep):
-    """``headprune prune``, with the gates, scores or plan that were made last.
-
-    Attributes:
-        gates: A step that trains gates, or a folder of them.
-        scores: A step that scores heads, or a folder of scores; needs ``keep``.
-        criterion: With scores: which of them.
-        plan: A step that makes a plan, or a plan file.
-        keep: A share or count of heads to keep; with gates, another than they were trained for.
-        refit: The recipe's source of text on which W_O makes up for the heads that go.
-        calibration: How much of that text is used.
-        shape: What the result may look like.
-        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
-        out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
-    """
-
-    makes = Made.MODEL
-    gates: OfGates = None
-    scores: OfScores = None
-    criterion: str | None = None
-    plan: OfPlan = None
-    keep: float | int | None = None
-    refit: Annotated[str | None, Slot.DATA] = None
-    calibration: CalibrationConfig = CalibrationConfig()
-    shape: ShapeOption = ShapeOption.AUTO
-    dtype: Dtype = Dtype.AUTO
-    out_dtype: Dtype = Dtype.AUTO
-
-
-class ConvertStep(ModelStep, ConvertConfig):
-    """``headprune convert-gqa``.
-
-    Attributes:
-        calibrate: The recipe's source of calibration text; None for none.
-        shape: What the result may look like.
-    """
-
-    makes = Made.MODEL
-    calibrate: Annotated[str | None, Slot.DATA] = None
-    shape: ShapeOption = ShapeOption.AUTO
-
-
-class HealStep(ModelStep, HealConfig):
-    """``headprune heal``.
-
-    Attributes:
-        data: The recipe's source of text.
-        teacher: The model to match: an earlier step, or "original".
-    """
-
-    makes = Made.MODEL
-    data: OfData = "train"
-    teacher: OfModel = ORIGINAL
-
-
-class EvaluateStep(ModelStep, EvaluateConfig):
-    """``headprune evaluate``.
-
-    Attributes:
-        data: The recipe's source of examples.
-        against: The model to compare with: an earlier step, "original", or None for none.
-    """
-
-    makes = Made.REPORT
-    file = "report.json"
-    data: OfData = "test"
-    against: OfModel = ORIGINAL
-
-
-class CheckStep(ModelStep):
-    """``headprune check``; a broken limit lets the run end with exit code 1.
-
-    Attributes:
-        limits: What must hold, a line each.
-        data: The recipe's source of examples.
-        against: The model that ``>= 98 %`` refers to: an earlier step, or "original".
-        baseline: File that ``<= +2 %`` refers to.
-        confidence: Level of the intervals that decide.
-        resamples: Bootstrap resamples behind them.
-        strict: Whether a limit that is too close to call counts as broken.
-        seq_len: As for evaluate; so are the settings after it.
-    """
-
-    makes = Made.REPORT
-    file = "check.json"
-    limits: Names
-    data: OfData = "test"
-    against: OfModel = ORIGINAL
-    baseline: Annotated[Place | None, Slot.FILE] = None
-    confidence: float = 0.99
-    resamples: int = 10_000
-    strict: bool = False
-    seq_len: int = 512
-    batch_size: int = 4
-    max_windows: int | None = None
-    dtype: Dtype = Dtype.AUTO
-    seed: int = 0
-
-
-class ReportStep(Step):
-    """``headprune report`` on all steps before it, as a page and as Markdown."""
-
-    makes = Made.REPORT
-    file = "report.html"
-    takes_all = True
-
-
-STEPS: Registry[type[Step]] = Registry("kind of step", RecipeError)
-STEPS.add("score", ScoreStep)
-STEPS.add("train-gates", TrainGatesStep)
-STEPS.add("plan", PlanStep)
-STEPS.add("prune", PruneStep)
-STEPS.add("convert-gqa", ConvertStep)
-STEPS.add("heal", HealStep)
-STEPS.add("evaluate", EvaluateStep)
-STEPS.add("check", CheckStep)
-STEPS.add("report", ReportStep)
-STEPS.freeze()
+def _kind(command: Command[Any, Any]) -> type[Step]:
+    fields: dict[str, Any] = {}
+    assert command.step is not None
+    for name, info in command.options.model_fields.items():
+        look = appearance(info)
+        if look.slot is not None:  # an input may be left out: it is what was made last
+            default = command.step.defaults.get(name)
+            described = option(info.description or "", default, slot=look.slot)
+            fields[name] = (Place | None, described)
+        elif look.in_recipes:
+            default = ... if info.is_required() else info.default
+            described = Field(default, description=info.description)
+            fields[name] = (Annotated[(info.annotation, *info.metadata)], described)
+    made: type[Step] = create_model(f"{command.options.__name__}Step", __base__=Step, **fields)
+    made.command = command
+    made.renamed, made.flattened = command.options.renamed, command.options.flattened
+    return made
 
 
 class Recipe(BaseModel):
@@ -452,8 +268,65 @@ def _recipe(content: dict[str, Any], name: str) -> Recipe:
         steps[step] = _step(step, settings)
     recipe: Recipe = _validated(Recipe, {"name": name, **content, "steps": steps}, "")
     if not recipe.steps:
-        raise RecipeError(f"It has no steps. There are: {', '.join(STEPS)}.")
-    return recipe.model_copy(update={"steps": _resolved(recipe)})
+        raise RecipeError(f"It has no steps. There are: {', '.join(kinds())}.")
+    recipe = recipe.model_copy(update={"steps": _resolved(recipe)})
+    for step in recipe.steps:
+        _refuse(recipe, step)
+    return recipe
+
+
+def _refuse(recipe: Recipe, name: str) -> None:
+    """Refuses settings that do not go together, or ask for what there is not."""
+    kind = recipe.steps[name].kind()
+    try:
+        kind.refuse(options_of(recipe, name, recipe.output / name))
+    except HeadpruneError as error:
+        options = recipe.steps[name].command.options
+        told = Door.KEY.translate(str(error), options)
+        raise RecipeError(f"Step '{name}': {told}") from None
+
+
+def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) -> Options:
+    """The options of a step's command.
+
+    Args:
+        recipe: The recipe.
+        name: The step.
+        output: Folder that it writes.
+        resume: Whether it goes on from what lies there.
+
+    Raises:
+        HeadpruneError: If they do not go together.
+    """
+    step = recipe.steps[name]
+    options, kind = step.command.options, step.kind()
+    values = step.settings()
+    for slot, input_kind in step.slots().items():
+        source = getattr(step, slot)
+        if source is not None and input_kind is Slot.DATA:
+            data = recipe.data[source]
+            values |= {**data.model_dump(exclude={"source"}), slot: data.source}
+        elif source is not None:
+            values[slot] = place_of(recipe, source)
+    if kind.about_all is not None:
+        values[kind.about_all] = (recipe.output,)
+    given = {
+        **{option: output / file for option, file in kind.outputs.items()},
+        **{name: getattr(recipe, name) for name in LOADING},
+        "overwrite": True,
+        "resume": resume,
+    }
+    values |= {name: value for name, value in given.items() if name in options.model_fields}
+    made: Options = build(options, values, Door.KEY)
+    return made
+
+
+def place_of(recipe: Recipe, source: str) -> str:
+    """Where a model, or evidence, lies that a step names."""
+    step = recipe.steps.get(source)
+    if step is not None:
+        return str(recipe.output / source / step.kind().file)
+    return recipe.model if source == ORIGINAL else source
 
 
 def _step(name: Any, settings: Any) -> Step:
@@ -469,13 +342,18 @@ def _step(name: Any, settings: Any) -> Step:
     kind = settings.get("step", name)
     if not isinstance(kind, str):
         raise RecipeError(f"steps.{name}: 'step' is the name of a kind, not {shown(kind)}.")
-    if kind not in STEPS and "step" not in settings:
-        known = list(STEPS)
+    known = list(kinds())
+    if kind not in known:
+        shared = f"{did_you_mean(kind, known)} There are {', '.join(known)}"
+        if "step" in settings:
+            raise RecipeError(f"steps.{name}: there is no kind of step '{kind}'.{shared}.")
         raise RecipeError(
-            f"There is no step '{name}'.{did_you_mean(str(name), known)} There are "
-            f"{', '.join(known)}; under another name, 'step' says which of them it is."
+            f"There is no step '{name}'.{shared}; under another name, 'step' says which of them it "
+            "is."
         )
-    step: Step = _validated(STEPS[kind], {"step": kind, **settings}, f"steps.{name}")
+    chosen = kinds()[kind]
+    warn_of_old_names(chosen, settings, Door.KEY)
+    step: Step = _validated(chosen, {"step": kind, **settings}, f"steps.{name}")
     return step
 
 
@@ -492,7 +370,7 @@ def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> An
             raise RecipeError(f"{place} no setting '{key}'.{did_you_mean(key, known)}") from None
         if first["type"] == "missing":
             raise RecipeError(f"'{path}' is missing.") from None
-        message = first["msg"].removeprefix("Value error, ")
+        message = Door.KEY.translate(first["msg"].removeprefix("Value error, "), model)
         found = "" if first["type"] == "value_error" else f" (got {shown(first['input'])})"
         raise RecipeError(f"{path or 'It'}: {message}{found}.") from None
 
@@ -515,27 +393,39 @@ def _resolved(recipe: Recipe) -> dict[str, Step]:
             else:
                 _check_reference(recipe, name, slot, kind, done)
         chosen: dict[str, Any] = {}
-        if isinstance(step, ModelStep):
-            chosen["model"] = step.model or _latest(done, Made.MODEL) or ORIGINAL
-        if isinstance(step, PruneStep | PlanStep):
-            chosen |= _evidence(recipe, name, step, chosen["model"], done)
-        if isinstance(step, HealStep):
-            chosen["teacher"] = step.teacher or ORIGINAL
-        if isinstance(step, HealStep) and (step.teacher or ORIGINAL) == chosen["model"]:
-            raise RecipeError(
-                f"Step '{name}' would train '{chosen['model']}' to match itself: put a step that "
-                "changes the model before it, such as prune or convert-gqa."
-            )
-        if isinstance(step, EvaluateStep | CheckStep) and step.against == chosen["model"]:
-            chosen["against"] = None
-        if step.takes_all and not done:
+        if "model" in step.slots():
+            chosen["model"] = getattr(step, "model", None) or _latest(done, Made.MODEL) or ORIGINAL
+        if step.kind().by_evidence:
+            chosen |= _evidence(name, step, recipe, chosen["model"], done)
+        for slot in _others(step):
+            chosen |= _other_model(name, step, slot, chosen["model"])
+        if step.kind().about_all is not None and not done:
             raise RecipeError(f"Step '{name}' is about the steps before it, and there are none.")
         done[name] = step.model_copy(update=chosen)
     return done
 
 
+def _others(step: Step) -> list[str]:
+    """The slots of models beside the one that the step works on."""
+    return [slot for slot, kind in step.slots().items() if kind is Slot.MODEL and slot != "model"]
+
+
+def _other_model(name: str, step: Step, slot: str, model: str) -> dict[str, Any]:
+    """A second model, which has to be another than the first."""
+    needed = step.command.options.model_fields[slot].is_required()
+    other = getattr(step, slot) or (ORIGINAL if needed else None)
+    if other != model:
+        return {slot: other}
+    if not needed:
+        return {slot: None}
+    raise RecipeError(
+        f"Step '{name}' would train '{model}' to match itself: put a step that changes the model "
+        "before it, such as prune or convert-gqa."
+    )
+
+
 def _latest(done: dict[str, Step], *made: Made) -> str | None:
-    return next((name for name in reversed(done) if done[name].makes in made), None)
+    return next((name for name in reversed(done) if done[name].kind().makes in made), None)
 
 
 def _check_data(recipe: Recipe, name: str, slot: str, asked: str | None) -> None:
@@ -562,10 +452,10 @@ def _check_reference(
         also = "itself" if asked == name else f"'{asked}', which takes that of '{name}'"
         raise RecipeError(f"Step '{name}' takes the output of {also}: that is circular.")
     if asked in done:
-        if done[asked].makes.value != kind.value:
+        if done[asked].kind().makes.value != kind.value:
             raise RecipeError(
                 f"Step '{name}' takes its {slot} from '{asked}', which makes a "
-                f"{done[asked].makes.value}."
+                f"{done[asked].kind().makes.value}."
             )
     elif asked in recipe.steps:
         raise RecipeError(
@@ -591,7 +481,7 @@ def _ancestors(recipe: Recipe, name: str) -> Iterator[str]:
 
 
 def _evidence(
-    recipe: Recipe, name: str, step: PruneStep | PlanStep, model: str, done: dict[str, Step]
+    name: str, step: Step, recipe: Recipe, model: str, done: dict[str, Step]
 ) -> dict[str, str]:
     """What says which heads stay: what the step names, or what was made last."""
     evidence = [made.value for made in EVIDENCE]
@@ -606,7 +496,9 @@ def _evidence(
         makes = [made for made in EVIDENCE if made.value in slots]
         latest = _latest(done, *makes)
         if latest is None:
-            later = [n for n, s in recipe.steps.items() if s.makes in makes and n not in done]
+            later = [
+                n for n, s in recipe.steps.items() if s.kind().makes in makes and n not in done
+            ]
             what = (
                 f"'{later[0]}' comes after it: move it up" if later else "add score or train-gates"
             )
@@ -614,17 +506,13 @@ def _evidence(
                 f"Step '{name}' needs {wanted} to say which heads stay, and no step before it "
                 f"makes them; {what}, or name a place ({slots[-1]}: PATH)."
             )
-        given = {done[latest].makes.value: latest}
-    ((slot, source),) = given.items()
-    if isinstance(step, PruneStep) and slot == "scores" and step.keep is None:
-        raise RecipeError(f"Step '{name}' cuts by scores: say how many heads to 'keep'.")
-    if isinstance(step, PruneStep) and slot == "plan" and step.keep is not None:
-        raise RecipeError(f"Step '{name}' has a 'keep', but its plan says already what stays.")
-    maker = done.get(source)
-    if isinstance(maker, ModelStep) and maker.model != model:
+        given = {done[latest].kind().makes.value: latest}
+    (source,) = given.values()
+    studied = getattr(done.get(source), "model", model)
+    if studied != model:
         raise RecipeError(
             f"Step '{name}' would cut '{model}' by what '{source}' found out about "
-            f"'{maker.model}', which is another model: put '{name}' right after '{source}', or a "
+            f"'{studied}', which is another model: put '{name}' right after '{source}', or a "
             f"step of that kind before '{name}'."
         )
     return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
@@ -24,12 +25,19 @@ class Registry(Mapping[str, T], Generic[T]):
         kind: What an entry is, for messages: "family", "criterion".
         error: The error to raise for an unknown name.
         listed_by: The command that lists the entries, where there are too many for a message.
+        package: The package that adds the entries when it is imported, which waits until the first
+            of them is asked for.
     """
 
     def __init__(
-        self, kind: str, error: type[HeadpruneError] = HeadpruneError, listed_by: str | None = None
+        self,
+        kind: str,
+        error: type[HeadpruneError] = HeadpruneError,
+        listed_by: str | None = None,
+        package: str | None = None,
     ) -> None:
         self.kind = kind
+        self._package = package
         self._listed_by = listed_by
         self._error = error
         self._entries: dict[str, T] = {}
@@ -63,10 +71,16 @@ class Registry(Mapping[str, T], Generic[T]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._entries  # files hold what is no name
+        return isinstance(name, str) and name in self._all()  # files hold what is no name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._all())
+
+    def _all(self) -> dict[str, T]:
+        if self._package is not None:
+            package, self._package = self._package, None
+            importlib.import_module(package)
+        return self._entries

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -27,12 +27,12 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
+from headprune import processes
+from headprune.declaration import Context
 from headprune.errors import HeadpruneError
 from headprune.markup import inert, json_safe, sentence
-from headprune.training import processes
 
-if TYPE_CHECKING:
-    from headprune.pipelines.score import Watch
+A = TypeVar("A")
 
 
 class _Line:
@@ -95,16 +95,6 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-@contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """A spinner with a few words on what is being done; a line each where there is no terminal."""
-    if not err.is_terminal:
-        yield lambda stage: err.print(f"{stage} ...", markup=False)
-        return
-    with err.status("starting") as status:
-        yield lambda stage: status.update(f"{_escaped(stage)} ...")
-
-
 @dataclass(frozen=True)
 class Bar:
     """Where a command tells how far it is.
@@ -112,10 +102,21 @@ class Bar:
     Attributes:
         stage: Called with a few words before every stage.
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
+        pause: Takes the bar away, so that something can be asked.
     """
 
     stage: Callable[[str], None]
     step: Callable[..., None]
+    pause: Callable[[], None] = lambda: None
+
+    def asking(self, question: Callable[..., A]) -> Callable[..., A]:
+        """A question that is not asked over the bar."""
+
+        def asked(*arguments: Any) -> A:
+            self.pause()
+            return question(*arguments)
+
+        return asked
 
 
 @contextmanager
@@ -150,7 +151,7 @@ def bar() -> Iterator[Bar]:
             progress.update(progress.task_ids[-1], completed=done, total=total, numbers=numbers)
 
         stage("starting")
-        yield Bar(stage, step)
+        yield Bar(stage, step, progress.stop)
 
 
 def _no_step(done: int, total: int, numbers: str = "") -> None:
@@ -158,20 +159,38 @@ def _no_step(done: int, total: int, numbers: str = "") -> None:
 
 
 @contextmanager
-def counted(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar of one stage, that is told how much is done, and of how much."""
+def context(answers: bool) -> Iterator[Context]:
+    """What a command runs in, at a terminal.
+
+    Args:
+        answers: Whether somebody is there to answer questions.
+    """
     with bar() as shown:
-        shown.stage(what)
-        yield shown.step
+
+        def line(text: str, good: bool | None = None) -> None:
+            mark = {None: "", True: "[green]✓[/] ", False: "[bold red]✗[/] "}[good]
+            err.print(f"{mark}{_escaped(text)}", soft_wrap=True)
+
+        yield Context(
+            stage=shown.stage,
+            step=shown.step,
+            line=line,
+            ask=shown.asking(_ask) if answers else None,
+            confirm=shown.asking(_confirm) if answers else None,
+        )
 
 
-@contextmanager
-def watched() -> Iterator[Watch]:
-    """A progress bar for a pipeline that tells its stages and steps."""
-    from headprune.pipelines.score import Watch
+def _ask(question: str, default: str | None) -> str:
+    answer: str = typer.prompt(question, default=default)
+    return answer
 
-    with bar() as shown:
-        yield Watch(stage=shown.stage, step=shown.step)
+
+def _confirm(lines: Iterable[str], question: str) -> bool:
+    for line in lines:
+        out.print(line, soft_wrap=True, markup=False)
+    if not sys.stdin.isatty():
+        raise HeadpruneError("Nothing was removed: say --yes to remove these, or --dry-run.")
+    return typer.confirm(question)
 
 
 def warn(sentences: Iterable[str]) -> None:

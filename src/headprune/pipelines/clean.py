@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from headprune.checkpoint.ownership import SWEEP, is_training
 from headprune.errors import CheckpointError
 from headprune.writing import abandoned, adopt, is_work_folder, write_error
@@ -53,6 +55,16 @@ class Cleaned:
     def bytes(self) -> int:
         """Size of all leftovers."""
         return sum(leftover.bytes for leftover in self.leftovers)
+
+    def lines(self) -> tuple[str, ...]:
+        """What was found, for people."""
+        left = [f"{decimal(one.bytes):>10}  {one.path}  ({one.what})" for one in self.leftovers]
+        total = f"{decimal(self.bytes):>10}  in all" if left else "No run left anything."
+        kept = [
+            f"kept: {path}, an interrupted training that --resume goes on from"
+            for path in self.resumable
+        ]
+        return (*left, total, *kept)
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""

@@ -7,10 +7,10 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headprune.pipelines.estimates import Estimate, rule_of_thumb, sizes_of
+from headprune.estimates import Estimate
 from headprune.pipelines.run import UNKNOWN, digest_of_model, look, open_run
-from headprune.pipelines.steps import ROWS
-from headprune.recipe import Recipe
+from headprune.pipelines.sizes import sizes_of
+from headprune.recipe import Recipe, options_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def forecast(recipe: Recipe, trust_remote_code: bool = False) -> Forecast:
         if not outlook.cached:  # so that what stands on it counts as unknown
             left = {n: s for n, s in record.steps.items() if n != name}
             record = record.model_copy(update={"steps": left})
-        estimate = ROWS[type(step)].estimate(step, recipe, sizes)
+        options = options_of(recipe, name, recipe.output / name)
+        estimate = step.kind().estimate(options, sizes)
         steps.append(StepForecast(name, outlook.cached, why, estimate))
     above = next(p for p in recipe.output.absolute().parents if p.exists())
-    return Forecast(tuple(steps), shutil.disk_usage(above).free, rule_of_thumb(sizes))
+    return Forecast(tuple(steps), shutil.disk_usage(above).free, sizes.rule())

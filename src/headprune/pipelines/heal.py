@@ -12,8 +12,9 @@ from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
+from headprune import processes
 from headprune.checkpoint.outputs import place_of
-from headprune.commands import command
+from headprune.command_line import command
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, HeadpruneError
@@ -31,7 +32,6 @@ from headprune.pipelines.prune import (
     write_proven,
 )
 from headprune.tensors.units import Unit
-from headprune.training import processes
 from headprune.training.batches import batches
 from headprune.training.heal import (
     HealedModel,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict
 
 from headprune.checkpoint.outputs import claimed_file
 from headprune.checkpoint.ownership import RECIPE
+from headprune.declaration import Options
 from headprune.errors import RecipeError
 from headprune.recipe import Recipe, read_recipe
 from headprune.writing import write_whole
@@ -34,7 +34,7 @@ class Hardware(str, Enum):
     GPU = "gpu"
 
 
-class Answers(BaseModel):
+class Answers(Options):
     """What init asks.
 
     Attributes:
@@ -45,8 +45,6 @@ class Answers(BaseModel):
         hardware: Where it runs.
         output: The recipe's output folder.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = MODEL
     goal: Goal = Goal.KV_CACHE

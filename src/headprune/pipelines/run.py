@@ -6,13 +6,14 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from headprune import processes
 from headprune.checkpoint.manifest import versions
 from headprune.checkpoint.outputs import refuse_input
 from headprune.checkpoint.ownership import is_ours, part_of
@@ -31,12 +32,12 @@ from headprune.checkpoint.runs import (
     write_lock,
 )
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context, Door, Slot
 from headprune.errors import CheckpointError, HeadpruneError
+from headprune.estimates import duration
 from headprune.markup import sentence
 from headprune.models.loading import load_config
-from headprune.pipelines.steps import ROWS, Job, Watch
-from headprune.recipe import ORIGINAL, Recipe, Slot, Step
-from headprune.training import processes
+from headprune.recipe import LOADING, ORIGINAL, Recipe, Step, options_of
 from headprune.training.slim import Interrupted
 from headprune.writing import adopt, put, write_error, write_whole
 
@@ -92,7 +93,7 @@ class Run:
         }
 
 
-def run(recipe: Recipe, watch: Watch | None = None, trust_remote_code: bool = False) -> Run:
+def run(recipe: Recipe, context: Context | None = None, trust_remote_code: bool = False) -> Run:
     """Runs the steps of a recipe whose output is not there yet.
 
     A step's output is a folder of its name in ``recipe.output``; it appears whole or not at all.
@@ -100,7 +101,7 @@ def run(recipe: Recipe, watch: Watch | None = None, trust_remote_code: bool = Fa
 
     Args:
         recipe: The recipe.
-        watch: Who is told how it goes on.
+        context: Who is told how it goes on.
         trust_remote_code: Allow code that comes with the model. A recipe may say that its model
             needs some, which allows none.
 
@@ -111,7 +112,7 @@ def run(recipe: Recipe, watch: Watch | None = None, trust_remote_code: bool = Fa
         ProofError: If a step's result does not compute what it should.
         Interrupted: After Ctrl-C in a training.
     """
-    watch, recipe = watch or Watch(), recipe.trusted(trust_remote_code)
+    context, recipe = context or Context(), recipe.trusted(trust_remote_code)
     _refuse_several()
     record = open_run(recipe)
     with _alone(recipe.output):
@@ -125,11 +126,11 @@ def run(recipe: Recipe, watch: Watch | None = None, trust_remote_code: bool = Fa
         original = digest_of_model(recipe)
         for name in recipe.steps:
             outlook = look(recipe, name, record, original)
-            watch.on_step(name, outlook.cached)
             if outlook.cached:
                 cached.append(name)
+                context.line(f"{name}: done before", True)
                 continue
-            record = _do(recipe, name, record, outlook.inputs, watch)
+            record = _run_step(recipe, name, record, outlook.inputs, context)
         order = {name: record.steps[name] for name in recipe.steps}
         record = record.model_copy(update={"steps": order})
         record.write(recipe.output)
@@ -144,11 +145,6 @@ def open_run(recipe: Recipe) -> RunRecord:
         HeadpruneError: If a step asks for what there is not: a file, a criterion, a metric.
         CheckpointError: If the output folder is another recipe's, or none of ours.
     """
-    for name, step in recipe.steps.items():
-        try:
-            ROWS[type(step)].refuse(step)
-        except HeadpruneError as error:
-            raise type(error)(f"Step '{name}': {error}") from None
     for data in recipe.data.values():
         refuse_missing_file(data.source)
     output = recipe.output
@@ -206,13 +202,10 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
     inputs: dict[str, Any] = {
         "step": step.step,
         "settings": _settings(step),
-        "loading": {
-            name: getattr(recipe, name)
-            for name in ("trust_remote_code", "assume_supported", "drop_unexpected")
-        },
+        "loading": {name: getattr(recipe, name) for name in LOADING},
         "versions": versions(),
     }
-    if step.takes_all:
+    if step.kind().about_all is not None:
         names = list(recipe.steps)
         earlier = names[: names.index(name)]
         inputs["steps"] = {source: _made(record, source) for source in earlier}
@@ -253,7 +246,7 @@ def _made(record: RunRecord, name: str) -> str:
 
 def _settings(step: Step) -> dict[str, Any]:
     """The settings that are no inputs."""
-    return step.model_dump(mode="json", exclude={"step", *step.slots()})
+    return step.model_dump(mode="json", include=set(step.settings()))
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -312,17 +305,16 @@ def _begin(recipe: Recipe, record: RunRecord) -> None:
     write_lock(recipe.output)
 
 
-def _do(
-    recipe: Recipe, name: str, record: RunRecord, inputs: dict[str, Any], watch: Watch
+def _run_step(
+    recipe: Recipe, name: str, record: RunRecord, inputs: dict[str, Any], context: Context
 ) -> RunRecord:
     """Runs a step, moves its output into place, and records it."""
     step = recipe.steps[name]
-    row, partial = ROWS[type(step)], recipe.output / PARTIAL
+    kind, command, partial = step.kind(), step.command, recipe.output / PARTIAL
     before, key = record.steps.get(name), key_of(inputs)
     interrupted = before is not None and not before.done and before.key == key
-    resume = (
-        interrupted and row.work is not None and (partial / row.work.format(name=name)).exists()
-    )
+    work = partial / f"{name}-checkpoints" / "config.yaml"  # of a training
+    resume = interrupted and kind.resumes and work.exists()
     if not resume:
         shutil.rmtree(partial, ignore_errors=True)
     _refuse_others(recipe.output / name, before)
@@ -330,45 +322,43 @@ def _do(
     unfinished = StepRecord(step=step.step, key=key, inputs=inputs, started=started)
     record = record.with_step(name, unfinished)
     record.write(recipe.output)
-    job = Job(recipe, step, _inputs(recipe, step), partial / name, resume, watch)
+    output = partial / name
+    if kind.file:  # what is in a folder of its own
+        output.mkdir(parents=True)
     start = time.monotonic()
     try:
-        result = row.run(job)
+        options = options_of(recipe, name, output, resume)
+        result = command.run(options, _told_for(name, context))
     except Interrupted:
         raise Interrupted(
             f"Stopped in step '{name}'; what is done is kept. Run the same command again, and it "
             "goes on from there."
         ) from None
     except HeadpruneError as error:
-        raise type(error)(f"Step '{name}': {error}") from error
+        told = Door.KEY.translate(str(error), command.options)
+        raise type(error)(f"Step '{name}': {told}") from error
     seconds = time.monotonic() - start
-    files = hashes(job.output)
+    files = hashes(output)
     try:
-        put(job.output, recipe.output / name, _old(recipe, name))
+        put(output, recipe.output / name, _old(recipe, name))
     except OSError as error:
         raise write_error(recipe.output / name, error) from error
-    done = {"seconds": seconds, "files": files, **vars(result)}
+    summary, passed = kind.summary(result), command.passed(result)
+    done = {"seconds": seconds, "files": files, "summary": summary, "passed": passed}
     record = record.with_step(name, unfinished.model_copy(update=done))
     record.write(recipe.output)
-    watch.on_done(name, result.summary, result.passed, seconds)
+    context.line(f"{name}: {summary} ({duration(seconds)})", passed)
     return record
 
 
-def _inputs(recipe: Recipe, step: Step) -> dict[str, str]:
-    """Where what a step takes lies."""
-    places = {}
-    for slot, kind in step.slots().items():
-        source = getattr(step, slot)
-        if source is None or kind is Slot.DATA:
-            continue
-        if kind is Slot.MODEL and source == ORIGINAL:
-            places[slot] = recipe.model
-        else:
-            made = recipe.steps.get(source)
-            places[slot] = (
-                source if made is None else str(recipe.output / source / (made.file or ""))
-            )
-    return places
+def _told_for(name: str, context: Context) -> Context:
+    """The context, which tells which step a stage is of; nobody is asked anything."""
+    return replace(
+        context,
+        stage=lambda stage: context.stage(f"{name}: {stage}"),
+        ask=None,
+        confirm=None,
+    )
 
 
 def _refuse_others(place: Path, before: StepRecord | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from headprune import processes
 from headprune._version import __version__
 from headprune.checkpoint.gates import GatesMetadata, write_gates
 from headprune.checkpoint.outputs import place_of, whole_folder
@@ -42,7 +43,6 @@ from headprune.models.refusals import refuse_without_text
 from headprune.pipelines.prune import load
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
-from headprune.training import processes
 from headprune.training.batches import batches
 from headprune.training.channels import Channels
 from headprune.training.gates import Gates

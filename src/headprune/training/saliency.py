@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headprune.training import processes
+from headprune import processes
 
 
 class Saliency(nn.Module):

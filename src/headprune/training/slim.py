@@ -18,8 +18,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 
+from headprune import processes
 from headprune.errors import HeadpruneError, TrainingError
-from headprune.training import processes
 from headprune.training.checkpoints import (
     FOR_TRAINER,
     Checkpoint,

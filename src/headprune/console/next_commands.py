@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headprune.commands import command
+from headprune.command_line import command
 from headprune.config import CalibrationConfig, DataConfig, Dtype
 from headprune.writing import beside
 
@@ -65,7 +65,9 @@ def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
         used, usual = made.calibration, CalibrationConfig()
         options |= {
             "refit": made.data.source,
-            "calibration_tokens": used.tokens if used.tokens != usual.tokens else None,
+            "calibration_tokens": used.calibration_tokens
+            if used.calibration_tokens != usual.calibration_tokens
+            else None,
             "seq_len": used.seq_len if used.seq_len != usual.seq_len else None,
             **columns(made.data),
         }

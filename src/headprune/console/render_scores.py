@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.cli.render import module_table, next_line, plan_picture, table
+from headprune.console.render import module_table, next_line, plan_picture, table
 from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
 
@@ -97,7 +97,7 @@ def _file_part(name: str) -> str:
     return re.sub(r"[^\w-]", "_", name)
 
 
-def planned(console: Console, result: Planned, output: Path, next_command: str) -> None:
+def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
     """The plan, drawn, what it spends of every budget, and the command that comes next."""
     plan_picture(console, result.plan)
     plan = result.plan
@@ -114,8 +114,9 @@ def planned(console: Console, result: Planned, output: Path, next_command: str) 
         console.print(grid)
     for note in result.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
-    console.print(f"Written to {escape(str(output))}.")
-    next_line(console, next_command)
+    if output is not None:
+        console.print(f"Written to {escape(str(output))}.")
+        next_line(console, next_command)
 
 
 def sweep(console: Console, result: Sweep, output: Path) -> None:

@@ -7,20 +7,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from headprune.cli.render import table
+from headprune.console.render import table
+from headprune.estimates import duration
 
 if TYPE_CHECKING:
     from headprune.pipelines.forecast import Forecast
     from headprune.pipelines.run import Run
-
-
-def step_line(
-    console: Console, name: str, summary: str, passed: bool, seconds: float | None
-) -> None:
-    """One step that is done, as soon as it is."""
-    mark = "[green]✓[/]" if passed else "[bold red]✗[/]"
-    took = "" if seconds is None else f" ({duration(seconds)})"
-    console.print(f"{mark} [bold]{escape(name)}[/]: {escape(summary)}{took}")
 
 
 def finished(console: Console, run: Run) -> None:
@@ -55,13 +47,6 @@ def forecast(console: Console, outlook: Forecast) -> None:
     )
     console.print(f"[bright_black]{escape(outlook.rule)}[/]")
     console.print("Nothing was run (--dry-run).")
-
-
-def duration(seconds: float) -> str:
-    """A time to be read: ``45 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def size(count: float | int) -> str:

@@ -1,0 +1,199 @@
+"""From the declaration of a command to its options at the command line."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+from rich.markup import escape
+
+from headprune.cli import terminal
+from headprune.declaration import (
+    Command,
+    Door,
+    Options,
+    appearance,
+    build,
+    flags,
+    retold,
+    warn_of_old_names,
+)
+from headprune.errors import HeadpruneError
+from headprune.settings_file import read_settings
+
+_CONFIG, _JSON, _OLD = "config_file", "json_", "old_"  # parameters that are no options of a command
+
+
+def add(app: typer.Typer, command: Command[Any, Any]) -> None:
+    """Adds a command to the application."""
+    app.command(command.name, rich_help_panel=command.chapter.value)(callback(command))
+
+
+def callback(command: Command[Any, Any]) -> Callable[..., None]:
+    """The function that typer calls, with the signature that it reads."""
+
+    def call(context: typer.Context, **given: Any) -> None:
+        _call(command, context, given)
+
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *parameters_of(command)]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    call.__doc__ = command.options.__doc__
+    call.__name__ = command.name
+    return call
+
+
+def parameters_of(command: Command[Any, Any]) -> Iterator[inspect.Parameter]:
+    """A parameter for every option, with those that all commands have."""
+    for name, info in command.fields():
+        yield _parameter(name, info)
+    yield _named(
+        _CONFIG,
+        Path | None,
+        None,
+        typer.Option(
+            "--config",
+            is_eager=True,
+            callback=_settings_of(command),
+            help=f"YAML whose section '{command.section}' has settings; options given here win.",
+            rich_help_panel="Advanced",
+        ),
+    )
+    described = typer.Option("--json", help="Print machine-readable JSON on stdout.")
+    described.rich_help_panel = "Output"
+    yield _named(_JSON, bool, False, described)
+    for old, new in command.options.renamed.items():
+        kind, _ = _kind(command.options.model_fields[new])
+        spelt = f"--{old.replace('_', '-')}"
+        yield _named(_OLD + old, kind | None, None, typer.Option(spelt, hidden=True))
+
+
+def _named(name: str, kind: Any, default: Any, described: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, described],
+    )
+
+
+def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
+    look = appearance(info)
+    kind, several = _kind(info)
+    described: Any
+    settings: dict[str, Any] = {"help": escape(info.description or ""), "metavar": look.metavar}
+    settings["rich_help_panel"] = look.panel.value
+    if look.positional:
+        settings.pop("rich_help_panel")
+        described = typer.Argument(**settings)
+    else:
+        described = typer.Option("/".join(flags(name, info)), **settings)
+    required = info.is_required()
+    default = inspect.Parameter.empty if required else _shown(info.default, look.as_text)
+    if several:
+        kind, default = types.GenericAlias(list, (kind,)), default or None
+    optional = default is None and not required
+    return _named(name, kind | None if optional else kind, default, described)
+
+
+def _shown(default: Any, as_text: bool) -> Any:
+    if as_text and isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _kind(info: FieldInfo) -> tuple[Any, bool]:
+    """The type that a word at the command line is read as, and whether there may be several.
+
+    What is more than a word (a share or a count, a list) comes as text, and is read by the option.
+    """
+    kind = _bare(info.annotation)
+    if get_origin(kind) is tuple and not appearance(info).as_text:
+        return _plain(_bare(get_args(kind)[0])), True
+    return _plain(kind), False
+
+
+def _plain(kind: Any) -> Any:
+    if isinstance(kind, type) and (kind in (bool, int, float, Path) or issubclass(kind, Enum)):
+        return kind
+    return str
+
+
+def _bare(kind: Any) -> Any:
+    """A type without ``None`` and without what is annotated."""
+    if get_origin(kind) is Annotated:
+        return _bare(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        parts = [part for part in get_args(kind) if part is not types.NoneType]
+        return _bare(parts[0]) if len(parts) == 1 else kind
+    return kind
+
+
+def _settings_of(
+    command: Command[Any, Any],
+) -> Callable[[typer.Context, Path | None], Path | None]:
+    """A callback that makes the settings of a file the defaults of the options."""
+
+    def settings(context: typer.Context, path: Path | None) -> Path | None:
+        if path is not None:
+            read = read_settings(path, command)
+            context.obj = read
+            context.default_map = {**(context.default_map or {}), **_as_words(read)}
+        return path
+
+    return settings
+
+
+def _as_words(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as they would be given at the command line; the option itself reads them later."""
+    return {name: str(v) if isinstance(v, dict) else v for name, v in values.items()}
+
+
+def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> None:
+    asked_json = given.pop(_JSON)
+    given.pop(_CONFIG)
+    try:
+        options = _options(command, context, given)
+        for name, info in command.options.model_fields.items():
+            note = appearance(info).note(getattr(options, name))
+            if note is not None:
+                terminal.note(note.replace("{}", Door.OPTION.spell(name, command.options)))
+        terminal.quiet_libraries()
+        with terminal.context(answers=not asked_json) as running:
+            result = command.run(options, running)
+        terminal.warn(command.warnings(result))
+        if asked_json:
+            terminal.show_json(command.as_json(result))
+        else:
+            command.show(result, options, terminal.out)
+        command.tell(result, terminal.show_command)
+    except HeadpruneError as error:
+        told = retold(error, command.options, Door.OPTION)
+        command.tell(told, terminal.show_command)
+        raise told from error
+    if not command.passed(result):
+        raise typer.Exit(1)
+
+
+def _options(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> Options:
+    """What was given: at the command line, else in the file; the rest has its default."""
+    by_file: Mapping[str, Any] = context.obj or {}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        source = getattr(context.get_parameter_source(name), "name", "DEFAULT")
+        if source == "DEFAULT_MAP":
+            values[name] = by_file[name]
+        elif source != "DEFAULT":
+            old = name.startswith(_OLD) and name.removeprefix(_OLD)
+            if old:
+                warn_of_old_names(command.options, [old], Door.OPTION)
+            values[old or name] = value
+    options: Options = build(command.options, values, Door.OPTION)
+    return options

@@ -1,0 +1,9 @@
+"""The commands, a file each."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")

@@ -1,0 +1,223 @@
+"""headprune check."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.evaluate import estimate
+from headprune.commands.shared import Trust
+from headprune.config import CheckConfig
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    declare,
+    option,
+)
+from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.pipelines.check import CheckReport
+    from headprune.regression.baseline import Baseline
+
+
+class CheckOptions(CheckConfig, Trust):
+    """Hold a model to limits, against a stored baseline and the original. For CI.
+
+    Exit codes: 0 passed (or too close to call, with a warning), 1 a limit is broken (with --strict
+    also too close to call), 2 it could not run.
+    """
+
+    update_baseline: bool = option(
+        "Write --baseline instead of checking.", False, Panel.MAIN, in_recipes=False
+    )
+    allow_dirty: bool = option(
+        "Write it although tracked files are not committed.", False, in_recipes=False
+    )
+    allow_other: bool = option(
+        "Replace a baseline of other data, settings or another model.", False, in_recipes=False
+    )
+    output: Path | None = option(
+        "Write the report as JSON, also over an earlier one.", None, Panel.OUTPUT, in_recipes=False
+    )
+    junit: Path | None = option(
+        "Write JUnit XML there, also over an earlier one.", None, Panel.OUTPUT, in_recipes=False
+    )
+
+
+def run(options: CheckOptions, context: Context) -> CheckReport | Baseline:
+    """Checks, or writes the baseline."""
+    config = options.part(CheckConfig)
+    with _never_one(context):
+        from headprune.pipelines import check
+
+        context.stage("evaluating")
+        if options.update_baseline:
+            return check.update_baseline(
+                config,
+                options.allow_dirty,
+                options.allow_other,
+                options.trust_remote_code,
+                context.step,
+            )
+        with _files(options):
+            report = check.check(config, options.trust_remote_code, context.step)
+            _write(report, options)
+            return report
+
+
+@contextmanager
+def _never_one(context: Context) -> Iterator[None]:
+    """Keeps an exit code of 1 for broken limits: whatever else goes wrong could not run."""
+    try:
+        yield
+    except HeadpruneError:
+        raise
+    except Exception as error:  # any would end with 1, which says that a limit is broken
+        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
+            raise
+        context.line("".join(traceback.format_exception(error)).rstrip())
+        raise HeadpruneError(
+            f"The check itself failed: {type(error).__name__}: {error}. Please report this."
+        ) from error
+
+
+@contextmanager
+def _files(options: CheckOptions) -> Iterator[None]:
+    """Keeps the files for this run; if the check cannot run, that of JUnit says so.
+
+    An old one would look like this run's.
+    """
+    from headprune.checkpoint.outputs import claimed_file
+    from headprune.checkpoint.ownership import CHECK, JUNIT
+    from headprune.regression.junit import junit_error
+    from headprune.writing import write_whole
+
+    inputs = (options.model, options.data, options.baseline, options.against)
+    with ExitStack() as claims:
+        for path, kind in ((options.junit, JUNIT), (options.output, CHECK)):
+            if path is not None:
+                claims.enter_context(claimed_file(path, kind, overwrite=True, inputs=inputs))
+        try:
+            yield
+        except BaseException as error:  # also by Ctrl-C
+            if options.junit is not None:
+                text = junit_error(options.model, str(error) or type(error).__name__)
+                write_whole(options.junit, text)
+            raise
+
+
+def _write(report: CheckReport, options: CheckOptions) -> None:
+    from headprune.regression.junit import junit_xml
+    from headprune.writing import write_whole
+
+    if options.output is not None:
+        write_whole(options.output, report.model_dump_json(indent=2) + "\n")
+    if options.junit is not None:
+        seconds = report.evaluate_s + report.judge_s
+        write_whole(options.junit, junit_xml(report.model, report.limits, report.strict, seconds))
+
+
+def show(result: CheckReport | Baseline, options: CheckOptions, console: Console) -> None:
+    """Prints limit by limit."""
+    from headprune.console import render_check
+    from headprune.regression.baseline import Baseline
+
+    if isinstance(result, Baseline):
+        render_check.recorded(console, result, str(options.baseline))
+    else:
+        render_check.checked(console, result)
+
+
+def _tell(result: CheckReport | Baseline | HeadpruneError, say: Callable[[str], None]) -> None:
+    """Tells GitHub Actions, where it runs there."""
+    from headprune.pipelines.check import CheckReport
+    from headprune.regression import actions
+
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        if isinstance(result, HeadpruneError):
+            say(actions.annotation("error", f"could not run: {result}"))
+        elif isinstance(result, CheckReport):
+            for command in actions.workflow_commands(result.limits, result.strict):
+                say(command)
+    summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if summary and isinstance(result, CheckReport):
+        text = actions.step_summary(result.model, result.limits, result.verdict)
+        try:
+            with Path(summary).open("a", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise HeadpruneError(f"GITHUB_STEP_SUMMARY cannot be written: {error}.") from None
+
+
+def _as_json(result: CheckReport | Baseline) -> str:
+    return result.model_dump_json(indent=2, exclude={"samples"})
+
+
+def _passed(result: CheckReport | Baseline) -> bool:
+    return getattr(result, "passed", True)  # a baseline is none that could fail
+
+
+def _summary(result: CheckReport | Baseline) -> str:
+    from headprune.pipelines.check import CheckReport
+    from headprune.regression.verdicts import Verdict
+
+    assert isinstance(result, CheckReport)  # a step writes no baseline
+    held = sum(limit.verdict is Verdict.PASSED for limit in result.limits)
+    return f"{result.verdict.value}: {held} of {len(result.limits)} limits hold"
+
+
+def _estimate(options: CheckOptions, sizes: Sizes) -> Estimate:
+    """An evaluation without timing."""
+    models = 1 + (options.against is not None)
+    return estimate(options.evaluate_config(), options.data, models, sizes)
+
+
+def _refuse(options: CheckOptions) -> None:
+    from headprune.regression.limits import parse_limit
+
+    if not options.limits:
+        raise HeadpruneError("give what must hold: `limits`, a line each.")
+    for limit in map(parse_limit, options.limits):
+        if limit.needs_baseline and options.baseline is None:
+            raise HeadpruneError(
+                f"The limit '{limit.text}' is about a change since a baseline: give `baseline`."
+            )
+        if limit.needs_original and options.against is None:
+            raise HeadpruneError(
+                f"The limit '{limit.text}' is about the original, and the model that is checked is "
+                "the original."
+            )
+
+
+declare(
+    Command(
+        "check",
+        Chapter.JUDGE,
+        CheckOptions,
+        run,
+        show,
+        as_json=_as_json,
+        passed=_passed,
+        tell=_tell,
+        step=InRecipe(
+            Made.REPORT,
+            _summary,
+            _estimate,
+            outputs={"output": "check.json", "junit": "junit.xml"},
+            defaults={"data": "test", "against": "original"},
+            refuse=_refuse,
+        ),
+    )
+)

@@ -1,0 +1,172 @@
+"""headprune convert-gqa."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, output
+from headprune.config import ConvertConfig, HealConfig, HealTrain, Length, Place, ShapeOption, Steps
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
+from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.pipelines.convert_gqa import Converted
+    from headprune.pipelines.heal import Healed
+
+_HEAL = HealConfig(steps=1)  # for its other settings
+
+
+class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
+    """Share KV heads among more queries (GQA, MQA), prove the result, and write it."""
+
+    calibrate: Place | None = option(
+        "Text that shows what the heads do; as --data elsewhere.",
+        None,
+        Panel.MAIN,
+        slot=Slot.DATA,
+        metavar="DATA",
+    )
+    heal_steps: Steps | None = option(
+        "Then train the result to match the original, so many steps.",
+        None,
+        Panel.MAIN,
+        flags="--heal",
+        in_recipes=False,
+    )
+    output: Path = output("Folder for the result.")
+    shape: ShapeOption = option(
+        "native: refuse what a plain config of the family cannot hold.",
+        ShapeOption.AUTO,
+        Panel.CUT,
+    )
+    train: HealTrain = option(
+        "With --heal: what is trained.", _HEAL.train, Panel.TRAINING, in_recipes=False
+    )
+    learning_rate: float = option(
+        "With --heal: highest learning rate.", _HEAL.learning_rate, Panel.TRAINING, in_recipes=False
+    )
+    heal_seq_len: Length = option(
+        "With --heal: tokens per sequence.", _HEAL.seq_len, Panel.TRAINING, in_recipes=False
+    )
+    bf16: bool = option(
+        "With --heal: compute in bfloat16.", False, Panel.TRAINING, in_recipes=False
+    )
+
+    def healing(self, steps: int) -> HealConfig:
+        """How the result is healed."""
+        return self.part(HealConfig, steps=steps, seq_len=self.heal_seq_len)
+
+
+def run(options: ConvertOptions, context: Context) -> Converted | Healed:
+    """Converts, and heals if that was asked for."""
+    if options.heal_steps is not None and options.calibrate is None:
+        raise HeadpruneError("`heal_steps` trains on the text of `calibrate`: give it too.")
+    from headprune.checkpoint.outputs import claimed
+    from headprune.pipelines.heal import heal
+    from headprune.writing import beside
+
+    inputs = (options.model, options.calibrate)
+    with claimed(options.output, options.overwrite, inputs):
+        if options.heal_steps is None or options.calibrate is None:
+            return _converted(options, options.output, context)
+        healing = options.healing(options.heal_steps)
+        unhealed = beside(options.output, "{}-unhealed")
+        converted = _converted(options, unhealed, context)
+        context.line(f"converted to {converted.kv_heads} KV heads by {converted.merge}", True)
+        healed = heal(
+            unhealed,
+            options.model,
+            options.examples(options.calibrate),
+            options.output,
+            healing,
+            overwrite=options.overwrite,
+            **options.loading(),
+            on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
+            on_stage=context.stage,
+        )
+        shutil.rmtree(unhealed, ignore_errors=True)
+        return healed
+
+
+def _converted(options: ConvertOptions, output: Path, context: Context) -> Converted:
+    from headprune.pipelines.convert_gqa import convert_gqa
+
+    return convert_gqa(
+        options.model,
+        output,
+        options.part(ConvertConfig),
+        calibrate=options.source(options.calibrate),
+        shape=options.shape,
+        overwrite=options.overwrite,
+        **options.loading(),
+        on_stage=context.stage,
+        on_module=context.step,
+    )
+
+
+def show(result: Converted | Healed, options: ConvertOptions, console: Console) -> None:
+    """Prints how many KV heads are left, and what it cost."""
+    from headprune.console import render
+    from headprune.pipelines.heal import Healed
+
+    if isinstance(result, Healed):
+        render.healed(console, result)
+    else:
+        render.converted(console, result)
+
+
+def _warnings(result: Converted | Healed) -> Iterable[str]:
+    return result.pruned.warnings
+
+
+def _summary(result: Converted | Healed) -> str:
+    before, after = result.pruned.manifest.kv_heads
+    return f"{after} of {before} KV heads ({getattr(result, 'merge', 'healed')}), proved"
+
+
+def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
+    from headprune.estimates import Estimate
+
+    seconds = sizes.writing(options.out_dtype)
+    if options.calibrate is not None:
+        seconds += 3 * sizes.forward(options.calibration_tokens)
+    held = options.calibration_tokens * sizes.hidden * 4 * 8
+    memory = 2 * sizes.computed(options.dtype) + held
+    return Estimate(seconds, memory, sizes.stored(options.out_dtype))
+
+
+def _refuse(options: ConvertOptions) -> None:
+    from headprune.merging import MERGES
+
+    if options.merge is not None:
+        MERGES[options.merge]
+
+
+declare(
+    Command(
+        "convert-gqa",
+        Chapter.CUT,
+        ConvertOptions,
+        run,
+        show,
+        warnings=_warnings,
+        step=InRecipe(Made.MODEL, _summary, _estimate, refuse=_refuse),
+    ),
+)

@@ -1,0 +1,121 @@
+"""headprune evaluate."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import DATA, Columns, Loading, OneModel, output, split
+from headprune.config import EvaluateConfig, Place
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.evaluation.report import Report
+
+
+class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading):
+    """Measure quality, size and speed, also against another model."""
+
+    data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
+    against: Place | None = option(
+        "Base model: report paired differences to it.", None, Panel.MAIN, slot=Slot.MODEL
+    )
+    output: Path | None = output("Write the report as JSON, also over an earlier one.", None)
+    split: str = split("test")
+
+
+def run(options: EvaluateOptions, context: Context) -> Report:
+    """Measures it, and writes the report if that was asked for."""
+    from headprune.checkpoint.outputs import claimed_file
+    from headprune.checkpoint.ownership import EVALUATION
+    from headprune.pipelines.evaluate import evaluate
+
+    context.stage("evaluating")
+    inputs = (options.model, options.data, options.against)
+    claim: AbstractContextManager[None] = nullcontext()
+    if options.output is not None:
+        claim = claimed_file(options.output, EVALUATION, overwrite=True, inputs=inputs)
+    with claim:
+        report = evaluate(
+            options.model,
+            options.examples(options.data),
+            options.part(EvaluateConfig),
+            against=options.against,
+            **options.loading(),
+            progress=context.step,
+        )
+        if options.output is not None:
+            report.write(options.output)
+    return report
+
+
+def show(result: Report, options: EvaluateOptions, console: Console) -> None:
+    """Prints metrics, sizes and speed."""
+    from headprune.console.render import evaluation
+
+    evaluation(console, result)
+
+
+def _summary(result: Report) -> str:
+    found = [f"{m.name.replace('_', ' ')} {m.value:.4f}" for m in result.model.metrics[:1]]
+    for difference in result.differences[:1]:
+        i = difference.interval
+        found.append(f"{difference.kind} {i.estimate:.4f} ({i.low:.4f} to {i.high:.4f})")
+    return ", ".join(found)
+
+
+def estimate(options: EvaluateConfig, data: str, models: int, sizes: Sizes) -> Estimate:
+    """What an evaluation takes."""
+    from headprune.estimates import (
+        OVERHEAD_SECONDS,
+        RECORD_BYTES,
+        SPEED_SECONDS,
+        Estimate,
+        tokens_in,
+    )
+
+    tokens = tokens_in(data)
+    if options.max_windows is not None:
+        tokens = min(tokens or math.inf, float(options.max_windows * options.seq_len))
+    one = None if tokens is None else sizes.forward(tokens) + SPEED_SECONDS * options.speed
+    batch = options.batch_size * options.seq_len
+    held = sizes.activations(batch, sizes.itemsize_of(options.dtype), trained=False)
+    seconds = None if one is None else OVERHEAD_SECONDS + models * one
+    return Estimate(seconds, models * sizes.stored(options.dtype) + held, RECORD_BYTES)
+
+
+def _estimate(options: EvaluateOptions, sizes: Sizes) -> Estimate:
+    return estimate(options, options.data, 1 + (options.against is not None), sizes)
+
+
+declare(
+    Command(
+        "evaluate",
+        Chapter.JUDGE,
+        EvaluateOptions,
+        run,
+        show,
+        step=InRecipe(
+            Made.REPORT,
+            _summary,
+            _estimate,
+            outputs={"output": "report.json"},
+            defaults={"data": "test", "against": "original"},
+        ),
+    ),
+)

@@ -1,0 +1,100 @@
+"""headprune heal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Resuming, output
+from headprune.config import HealConfig, HealTrain, Place
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.pipelines.heal import Healed
+
+
+class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting):
+    """Train a cut or converted model to match the model it came from, on plain text."""
+
+    teacher: Place = option(
+        "The model it came from: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL
+    )
+    data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
+    output: Path = output("Folder for the result.")
+
+
+def run(options: HealOptions, context: Context) -> Healed:
+    """Trains it."""
+    from headprune.pipelines.heal import heal
+
+    return heal(
+        options.model,
+        options.teacher,
+        options.examples(options.data),
+        options.output,
+        options.part(HealConfig),
+        resume=options.resume,
+        overwrite=options.overwrite,
+        **options.loading(),
+        on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
+        on_stage=context.stage,
+    )
+
+
+def show(result: Healed, options: HealOptions, console: Console) -> None:
+    """Prints how near it came."""
+    from headprune.console.render import healed
+
+    healed(console, result)
+
+
+def _summary(result: Healed) -> str:
+    return f"divergence {result.before:.4f} before, {result.after:.4f} after, proved"
+
+
+def _estimate(options: HealOptions, sizes: Sizes) -> Estimate:
+    from dataclasses import replace
+
+    trained = {
+        HealTrain.ATTENTION: sizes.attention_parameters,
+        HealTrain.LORA: 0,
+        HealTrain.ALL: sizes.parameters,
+    }[options.train]
+    batch = options.batch_size * options.seq_len
+    teacher = sizes.parameters * (2 if options.bf16 else 4)
+    tokens = float(options.steps * batch)
+    needs = sizes.training(tokens, batch, trained, 4, options.gradient_checkpointing, teacher)
+    return replace(needs, disk_bytes=needs.disk_bytes + sizes.stored(options.out_dtype))
+
+
+declare(
+    Command(
+        "heal",
+        Chapter.CUT,
+        HealOptions,
+        run,
+        show,
+        warnings=lambda result: result.pruned.warnings,
+        together=True,
+        step=InRecipe(
+            Made.MODEL,
+            _summary,
+            _estimate,
+            defaults={"data": "train", "teacher": "original"},
+            resumes=True,
+        ),
+    ),
+)

@@ -1,0 +1,34 @@
+"""headprune inspect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import Loading, OneModel
+from headprune.declaration import Chapter, Command, Context, declare
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.pipelines.inspect import Inspection
+
+
+class InspectOptions(OneModel, Loading):
+    """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
+
+
+def run(options: InspectOptions, context: Context) -> Inspection:
+    """Measures it."""
+    from headprune.pipelines.inspect import inspect
+
+    return inspect(options.model, **options.loading())
+
+
+def show(result: Inspection, options: InspectOptions, console: Console) -> None:
+    """Prints a table."""
+    from headprune.console.render import inspection
+
+    inspection(console, result)
+
+
+declare(Command("inspect", Chapter.CHOOSE, InspectOptions, run, show))

@@ -1,0 +1,113 @@
+"""headprune plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from headprune.commands.shared import Cutting, OneModel, Replacing, output
+from headprune.config import BudgetConfig
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.pipelines.plan import Planned
+
+
+class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting):
+    """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
+
+    scores: Path = option("Folder from score.", panel=Panel.MAIN, slot=Slot.SCORES)
+    output: Path | None = output("The plan file to write.", None)
+    criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
+    rounds: Annotated[int, Field(ge=1)] = option(
+        "How often to score: again after each part of the heads has gone.", 1, Panel.CUT
+    )
+    refit: bool = option(
+        "Between rounds, refit W_O as prune --refit will do at the end.", False, Panel.CUT
+    )
+
+
+def run(options: PlanOptions, context: Context) -> Planned:
+    """Chooses, and writes the plan if that was asked for."""
+    from headprune.pipelines.plan import plan
+    from headprune.pipelines.score import Watch
+
+    return plan(
+        options.model,
+        options.scores,
+        options.part(BudgetConfig),
+        options.output,
+        options.criterion,
+        options.rounds,
+        options.refit,
+        overwrite=options.overwrite,
+        **options.loading(),
+        watch=Watch(stage=context.stage, step=context.step),
+    )
+
+
+def show(result: Planned, options: PlanOptions, console: Console) -> None:
+    """Prints the plan, and the command that cuts by it."""
+    from headprune.console import next_commands, render_scores
+
+    following = ""
+    if options.output is not None:
+        following = next_commands.after_plan(
+            result, options.output, options.model, **options.loading()
+        )
+    render_scores.planned(console, result, options.output, following)
+
+
+def _as_json(result: Planned) -> str:
+    content = {
+        "criterion": result.criterion,
+        "rounds": result.rounds,
+        "notes": list(result.notes),
+        "spent": {said: list(pair) for said, pair in result.spent.items()},
+        "plan": result.plan.model_dump(mode="json"),
+    }
+    return json.dumps(content, indent=2)
+
+
+def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
+    """The model is loaded, and timed where a speed-up is asked for."""
+    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, SPEED_SECONDS, Estimate
+
+    timed = SPEED_SECONDS * (options.min_speedup is not None)
+    return Estimate(options.rounds * OVERHEAD_SECONDS + timed, sizes.computed(), RECORD_BYTES)
+
+
+def _summary(result: Planned) -> str:
+    made = result.plan
+    return f"{made.kept_heads} of {made.query_heads} heads stay, by {result.criterion}"
+
+
+declare(
+    Command(
+        "plan",
+        Chapter.CHOOSE,
+        PlanOptions,
+        run,
+        show,
+        as_json=_as_json,
+        step=InRecipe(
+            Made.PLAN, _summary, _estimate, outputs={"output": "plan.json"}, by_evidence=True
+        ),
+    ),
+)

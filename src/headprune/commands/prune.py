@@ -1,0 +1,147 @@
+"""headprune prune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, output
+from headprune.config import (
+    WRITTEN,
+    CalibrationConfig,
+    Dtype,
+    Kept,
+    Place,
+    ShapeOption,
+    one_or_all,
+)
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
+from headprune.errors import HeadpruneError
+from headprune.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.pipelines.prune import Preview, Pruned
+
+
+class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
+    """Cut heads out for real, prove that the result is the gated model, and write it."""
+
+    flattened = ("calibration",)
+
+    gates: Path | None = option("Folder from train-gates.", None, Panel.MAIN, slot=Slot.GATES)
+    scores: Path | None = option(
+        "Folder from score; needs --keep.", None, Panel.MAIN, slot=Slot.SCORES
+    )
+    plan: Path | Plan | None = option(
+        "plan.json, or a JSON map from module path to the heads to remove, as "
+        '{"model.layers.0.self_attn": [0, 3]}.',
+        None,
+        Panel.MAIN,
+        slot=Slot.PLAN,
+        metavar="PATH",
+    )
+    keep: Kept | None = option(
+        "Share (1.0 is all) or count (1 is one) of heads to keep: with --scores, or another than "
+        "the gates were trained for.",
+        None,
+        Panel.MAIN,
+        note=one_or_all,
+    )
+    refit: Place | None = option(
+        "Refit W_O by least squares on this text, layer after layer, so that the heads that stay "
+        "make up for those that go.",
+        None,
+        Panel.MAIN,
+        slot=Slot.DATA,
+        metavar="DATA",
+    )
+    output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
+    dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN, in_recipes=False)
+    criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
+    shape: ShapeOption = option(
+        "auto: other counts in every layer, equal groups within a layer. native: the same counts "
+        "everywhere, so that a plain config holds the result. ragged: any head, also where that "
+        "leaves KV heads with unequal numbers of queries.",
+        ShapeOption.AUTO,
+        Panel.CUT,
+    )
+    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+
+
+def run(options: PruneOptions, context: Context) -> Pruned | Preview:
+    """Cuts, or says what would be cut."""
+    if options.output is None and not options.dry_run:
+        raise HeadpruneError("prune needs `output`, the folder to write (or `dry_run`).")
+    from headprune.pipelines import prune
+
+    evidence = ("gates", "plan", "scores", "criterion", "keep", "shape", "dtype")
+    what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
+    if options.output is None or options.dry_run:
+        return prune.preview(options.model, **what)
+    return prune.prune(
+        options.model,
+        options.output,
+        refit=options.source(options.refit),
+        calibration=options.part(CalibrationConfig),
+        overwrite=options.overwrite,
+        out_dtype=options.out_dtype,
+        on_stage=context.stage,
+        on_module=context.step,
+        **what,
+    )
+
+
+def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
+    """Prints what was cut, or would be."""
+    from headprune.console import render
+    from headprune.pipelines.prune import Preview
+
+    if isinstance(result, Preview):
+        render.preview(console, result)
+    else:
+        render.pruned(console, result)
+
+
+def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
+    """Loaded, cut and read back."""
+    from headprune.estimates import Estimate
+
+    stored = sizes.stored(options.out_dtype)
+    return Estimate(sizes.writing(options.out_dtype), 2 * sizes.computed(options.dtype), stored)
+
+
+def _summary(result: Pruned | Preview) -> str:
+    return f"{result.plan.kept_heads} of {result.plan.query_heads} heads, proved"
+
+
+def _refuse(options: PruneOptions) -> None:
+    if options.scores is not None and options.keep is None:
+        raise HeadpruneError("it cuts by scores: say how many heads to `keep`.")
+    if options.plan is not None and options.keep is not None:
+        raise HeadpruneError("it has a `keep`, but its plan says already what stays.")
+
+
+declare(
+    Command(
+        "prune",
+        Chapter.CUT,
+        PruneOptions,
+        run,
+        show,
+        warnings=lambda result: getattr(result, "warnings", ()),
+        step=InRecipe(Made.MODEL, _summary, _estimate, by_evidence=True, refuse=_refuse),
+    ),
+)

@@ -1,0 +1,86 @@
+"""headprune report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator
+
+from headprune.commands.shared import Replacing, output
+from headprune.declaration import Chapter, Command, Context, InRecipe, Made, Panel, declare, option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.pipelines.report import Reported
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str | Path) else value
+
+
+class ReportOptions(Replacing):
+    """Show runs: heads, quality, memory, speed, proof and provenance, on one page."""
+
+    runs: Annotated[tuple[Path, ...], BeforeValidator(_listed)] = option(
+        "Folders of runs: results, gates, scores, or folders that hold several of them and reports "
+        "of evaluate; or such reports.",
+        panel=Panel.INPUT,
+        positional=True,
+        metavar="RUN...",
+        in_recipes=False,
+    )
+    output: Path = output("The page to write (.html), or Markdown (.md).")
+    figures: Path | None = option(
+        "Folder for all figures, as PNG and SVG files.", None, Panel.MAIN, in_recipes=False
+    )
+    summary: Path | None = option(
+        "Also write a summary for a pull request, as Markdown.", None, Panel.MAIN, in_recipes=False
+    )
+
+
+def run(options: ReportOptions, context: Context) -> Reported:
+    """Writes the page."""
+    from headprune.pipelines.report import report
+
+    context.stage("drawing")
+    if options.summary is not None:
+        report(options.runs, options.summary, None, options.overwrite)
+    return report(options.runs, options.output, options.figures, options.overwrite)
+
+
+def show(result: Reported, options: ReportOptions, console: Console) -> None:
+    """Prints what is on it."""
+    from rich.markup import escape
+
+    for one in result.runs:
+        console.print(f"[bold]{escape(one.name)}[/]: {escape(one.asked)}")
+    figures = escape(str(options.figures))
+    beside = f", {len(result.figures)} figures to {figures}" if options.figures else ""
+    console.print(f"Written to {escape(str(options.output))}{beside}.")
+
+
+def _estimate(options: ReportOptions, sizes: Sizes) -> Estimate:
+    from headprune.estimates import OVERHEAD_SECONDS, Estimate
+
+    return Estimate(2 * OVERHEAD_SECONDS, 2**28, 2_000_000)
+
+
+declare(
+    Command(
+        "report",
+        Chapter.JUDGE,
+        ReportOptions,
+        run,
+        show,
+        step=InRecipe(
+            Made.REPORT,
+            lambda result: "report.html and report.md",
+            _estimate,
+            outputs={"output": "report.html", "summary": "report.md"},
+            about_all="runs",
+        ),
+    ),
+)

@@ -1,0 +1,149 @@
+"""headprune score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import Columns, Cutting, Replacing, Units, model, output
+from headprune.config import CalibrationConfig, Names, Place
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
+from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.checkpoint.scores import Scores
+    from headprune.estimates import Estimate, Sizes
+
+
+class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting):
+    """Score every head by one or more criteria, without training."""
+
+    model: Place | None = model(None, "[MODEL]")
+    data: Place | None = option(
+        "Text (or labelled examples) that shows what the heads do.",
+        None,
+        Panel.MAIN,
+        slot=Slot.DATA,
+    )
+    criterion: Names = option(
+        "compensated, gradient, fisher, fluctuation, wanda, reconstruction, leave-one-out, "
+        "confidence, magnitude, random or gates (repeatable: what needs the same pass shares it).",
+        ("compensated",),
+        Panel.MAIN,
+    )
+    gates: Path | None = option(
+        "With --criterion gates: folder from train-gates.", None, Panel.INPUT, slot=Slot.GATES
+    )
+    output: Path | None = output("Folder for the scores.", None)
+    show: Path | None = option(
+        "Draw the scores of this folder instead.", None, Panel.OUTPUT, in_recipes=False
+    )
+    figure: Path | None = option(
+        "With --show: also as .svg or .png, a file per criterion.",
+        None,
+        Panel.OUTPUT,
+        in_recipes=False,
+    )
+
+
+def run(options: ScoreOptions, context: Context) -> Scores:
+    """Scores, or reads scores to be shown."""
+    if options.show is not None:
+        return _drawn(options, options.show, context)
+    if options.model is None or options.output is None:
+        raise HeadpruneError("score needs a `model` and `output`, the folder for the scores.")
+    if options.figure is not None:
+        raise HeadpruneError("`figure` goes with `show` DIR, which draws scores.")
+    from headprune.pipelines.score import Watch, score
+
+    return score(
+        options.model,
+        options.output,
+        options.criterion,
+        options.source(options.data),
+        options.part(CalibrationConfig),
+        unit=options.unit,
+        attention=options.attention,
+        gates=options.gates,
+        overwrite=options.overwrite,
+        **options.loading(),
+        watch=Watch(stage=context.stage, step=context.step),
+    )
+
+
+def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
+    if options.model is not None or options.output is not None:
+        raise HeadpruneError("`show` draws a scores folder: leave out `model` and `output`.")
+    from headprune.checkpoint.scores import read_scores
+    from headprune.console.render_scores import figures
+
+    found = read_scores(folder)
+    if options.figure is not None:
+        for path in figures(found, options.figure, options.overwrite):
+            context.line(f"Drawn to {path}.", True)
+    return found
+
+
+def show(result: Scores, options: ScoreOptions, console: Console) -> None:
+    """Prints the ranks, and the command that cuts by them."""
+    from headprune.console import next_commands, render_scores
+
+    if options.model is None or options.output is None:
+        render_scores.heat_maps(console, result)
+        return
+    following = next_commands.after_scores(
+        result, options.output, options.model, **options.loading()
+    )
+    render_scores.scores(console, result, options.output, following)
+
+
+def _as_json(result: Scores) -> str:
+    from headprune.console.render_scores import scores_json
+
+    return scores_json(result)
+
+
+def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
+    """Forward and backward over the calibration text."""
+    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, Estimate
+
+    batch = options.batch_size * options.seq_len
+    held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True)
+    tokens = options.calibration_tokens if options.data else 0
+    seconds = OVERHEAD_SECONDS + 2 * sizes.forward(tokens)
+    return Estimate(seconds, sizes.computed(options.dtype) + held, RECORD_BYTES)
+
+
+def _refuse(options: ScoreOptions) -> None:
+    from headprune.pipelines.score import needs_of
+
+    needs_of(options.criterion)
+
+
+def _summary(result: Scores) -> str:
+    return f"scores by {', '.join(result.scores)}"
+
+
+declare(
+    Command(
+        "score",
+        Chapter.CHOOSE,
+        ScoreOptions,
+        run,
+        show,
+        as_json=_as_json,
+        step=InRecipe(Made.SCORES, _summary, _estimate, defaults={"data": "train"}, refuse=_refuse),
+    ),
+)

@@ -1,0 +1,131 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headprune.config import DataConfig, Names, Place
+from headprune.declaration import Options, Panel, Slot, option
+from headprune.tensors.units import Unit
+
+DATA = (
+    "A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id such as "
+    "wikitext:wikitext-2-raw-v1."
+)
+
+
+def model(default: Any = ..., metavar: str = "MODEL") -> Any:
+    """The option of the model that a command works on."""
+    return option(
+        "A model folder or a hub id.",
+        default,
+        Panel.INPUT,
+        positional=True,
+        metavar=metavar,
+        slot=Slot.MODEL,
+    )
+
+
+def split(default: str) -> Any:
+    """The option of the split."""
+    return option("Split of a hub data set.", default, Panel.INPUT, in_recipes=False)
+
+
+def output(description: str, default: Any = ...) -> Any:
+    """The option of what is written."""
+    return option(description, default, Panel.MAIN, in_recipes=False)
+
+
+class OneModel(Options):
+    """What a command works on."""
+
+    model: Place = model()
+
+
+class Trust(Options):
+    """What a model may bring."""
+
+    trust_remote_code: bool = option(
+        "Allow code that comes with the model.", False, in_recipes=False
+    )
+
+
+class Loading(Trust):
+    """What a model may bring to be measured."""
+
+    drop_unexpected: bool = option(
+        "Go on where the checkpoint has tensors that the model's class does not take; they will be "
+        "missing from a result.",
+        False,
+        in_recipes=False,
+    )
+
+    def loading(self) -> dict[str, bool]:
+        """Arguments of every function that loads a model."""
+        return {name: getattr(self, name) for name in Loading.model_fields}
+
+
+class Cutting(Loading):
+    """What a model may bring to be looked into."""
+
+    assume_supported: bool = option(
+        "Go on where the model's config has settings that headprune's table does not know. The "
+        "risk: heads may mean something else there, and the proof sees only its probe inputs.",
+        False,
+        in_recipes=False,
+    )
+
+    def loading(self) -> dict[str, bool]:
+        """Arguments of every function that loads a model to look at its heads."""
+        return {name: getattr(self, name) for name in Cutting.model_fields}
+
+
+class Replacing(Options):
+    """Whether an output may take the place of another."""
+
+    overwrite: bool = option("Replace an existing output.", False, Panel.OUTPUT, in_recipes=False)
+
+
+class Resuming(Replacing):
+    """Whether a training goes on."""
+
+    resume: bool = option("Go on from the last checkpoint.", False, Panel.OUTPUT, in_recipes=False)
+
+
+class Columns(Options):
+    """Which part of the data is meant."""
+
+    split: str = split("train")
+    text_column: str | None = option(
+        "Column with the text; two, comma-separated, for pairs.",
+        None,
+        Panel.INPUT,
+        in_recipes=False,
+    )
+    label_column: str | None = option(
+        "Column with the label or the similarity score.", None, Panel.INPUT, in_recipes=False
+    )
+
+    def source(self, place: str | None) -> DataConfig | None:
+        """Where the examples of a place come from; None for none."""
+        return None if place is None else self.part(DataConfig, source=place)
+
+    def examples(self, place: str) -> DataConfig:
+        """Where the examples of a place come from."""
+        return self.part(DataConfig, source=place)
+
+
+class Units(Options):
+    """What one decision is about."""
+
+    attention: Names = option(
+        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable). The others stay as they are.",
+        (),
+        Panel.CUT,
+    )
+    unit: Unit | None = option(
+        "What is removed, and scored, as one piece. Default: head for MHA, kv-group for GQA.",
+        None,
+        Panel.CUT,
+    )

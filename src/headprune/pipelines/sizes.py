@@ -1,0 +1,45 @@
+"""What estimates are made of: the sizes of a recipe's model, and the speed of this machine."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from headprune.estimates import Sizes
+from headprune.models.attention import attention_of
+from headprune.models.cost import attention_parameters
+from headprune.models.loading import load_config, native_of
+from headprune.models.sizes import without_weights
+from headprune.recipe import Recipe
+
+
+def sizes_of(recipe: Recipe) -> Sizes:
+    """Measures the recipe's model without its weights, and how fast this machine is."""
+    config = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    net = without_weights(native_of(config), config)
+    text = config.get_text_config()
+    attentions = attention_of(net)
+    return Sizes(
+        parameters=net.num_parameters(),
+        attention_parameters=sum(map(attention_parameters, attentions)),
+        layers=len(attentions),
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        itemsize=(getattr(config, "dtype", None) or torch.float32).itemsize,
+        flops=_flops(),
+    )
+
+
+def _flops(seconds: float = 0.3) -> float:
+    """FLOP/s that matrix products reach on the device that would be used."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width = 8192 if device == "cuda" else 1024
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a = torch.ones(width, width, device=device, dtype=dtype)
+    float((a @ a)[0, 0])  # the first one is slow
+    start, count = time.perf_counter(), 0
+    while (took := time.perf_counter() - start) < seconds:
+        float((a @ a)[0, 0])
+        count += 1
+    return 2 * width**3 * count / took
