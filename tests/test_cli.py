@@ -254,7 +254,7 @@ def test_bad_targets(
         (["--target-heads", "25"], "has 24 query heads; 25 cannot be kept"),
         (["--target-heads", "7"], "nearest counts are 6 and 8"),
         (["--target-heads", "many"], "give a share such as 0.75"),
-        ([], "exactly one of target_heads and l0_penalty"),
+        ([], "exactly one of --target-heads and --l0-penalty"),
         (["--target-heads", "0.5", "--l0-penalty", "1"], "exactly one of"),
         (["--target-heads", "0.5", "--temperature", "0"], "--temperature: Input should be greater"),
         (["--target-heads", "0.5", "--seq-len", "999"], "the model has 128 positions"),

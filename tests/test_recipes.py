@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from headprune.pipelines.steps import ROWS, Watch
 from safetensors.torch import load_file
 
 from headprune.checkpoint.runs import digest_of_data
 from headprune.config import DataConfig
+from headprune.declaration import COMMANDS, Context
 from headprune.errors import HeadpruneError, RecipeError
-from headprune.pipelines import estimates
+from headprune.pipelines import sizes
 from headprune.pipelines.forecast import forecast
 from headprune.pipelines.run import run as run_recipe
-from headprune.recipe import STEPS, read_recipe
+from headprune.recipe import kinds, read_recipe
 from tests import forked, tiny
 from tests.test_cli import headprune, run
 
@@ -82,9 +82,12 @@ def did(path: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.quick
-def test_every_kind_of_step_has_its_row() -> None:
-    assert set(ROWS) == {STEPS[name] for name in STEPS}
-    assert all(STEPS[name].__name__.endswith("Step") for name in STEPS)
+def test_a_step_has_the_settings_of_its_command() -> None:
+    assert set(kinds()) == {name for name, command in COMMANDS.items() if command.step}
+    for name, kind in kinds().items():
+        ours, theirs = set(kind.model_fields) - {"step"}, set(COMMANDS[name].options.model_fields)
+        assert ours < theirs, name  # without what the recipe itself says, such as the output
+        assert not ours & {"output", "overwrite", "trust_remote_code", "split"}, name
 
 
 @pytest.mark.slow
@@ -139,8 +142,10 @@ def killing(path: Path, step: str, after: int) -> None:
         if names[-1] == step and done == after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    watch = Watch(on_step=lambda name, cached: names.append(name), on_progress=progress)
-    run_recipe(read_recipe(path), watch)
+    def stage(what: str) -> None:
+        names.append(what.partition(":")[0])
+
+    run_recipe(read_recipe(path), Context(stage=stage, step=progress))
 
 
 def killed_in(path: Path, step: str, after: int) -> None:
@@ -209,7 +214,7 @@ def test_dry_run_counts_and_writes_nothing(
     assert prune["disk_bytes"] == 4 * built.num_parameters()
     assert all(s["estimate"]["seconds"] > 0 for s in ahead["steps"])
 
-    monkeypatch.setattr(estimates, "_flops", lambda: 1e9)  # whatever this machine reaches
+    monkeypatch.setattr(sizes, "_flops", lambda: 1e9)  # whatever this machine reaches
 
     def seconds(*overrides: str) -> float:
         (gates, *_) = forecast(read_recipe(job, overrides)).steps
@@ -251,7 +256,10 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
         (["steps.heal.teacher=heel"], "there is no such step. Did you mean 'heal'?"),
         (["steps.heal.teacher=train-gates"], "from 'train-gates', which makes a gates"),
         (["steps.heal.model=original"], "would train 'original' to match itself"),
-        (["steps.prune.calibration.tokns=3"], "no setting 'tokns'. Did you mean 'tokens'?"),
+        (
+            ["steps.prune.calibration.tokns=3"],
+            "no setting 'tokns'. Did you mean 'calibration_tokens'?",
+        ),
         (["steps.prune.plan=heads.json"], "there is no such step or file"),
         (["data.test=nowhere.txt"], "There is no file 'nowhere.txt'"),
         (["model="], "model: Input should be a valid string"),
@@ -291,13 +299,13 @@ GATES = {"target_heads": 0.5}
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ({}, "It has no steps. There are: score, train-gates"),
+        ({}, "It has no steps. There are: plan, score, train-gates"),
         ({"prune": {}}, "needs gates or scores or plan"),
         ({"plan": {"keep": 0.5}, "score": {"criterion": "random"}}, "'score' comes after it"),
-        ({"score": {"criterion": "random"}, "prune": {}}, "say how many heads to 'keep'"),
+        ({"score": {"criterion": "random"}, "prune": {}}, "say how many heads to keep"),
         ({"prune": {"plan": "job.yaml", "keep": 3}}, "its plan says already what stays"),
         ({"report": {}}, "is about the steps before it, and there are none"),
-        ({"score": {"criterion": []}}, "steps.score.criterion: Value should have at least 1"),
+        ({"score": {"criterion": []}}, "Step 'score': Name a criterion"),
         ({"prune": {}, "train-gates": GATES}, "'train-gates' comes after it: move it up"),
         ({"heal": {"steps": 1}}, "put a step that changes the model before it"),
         ({"prun": {}}, "There is no step 'prun'. Did you mean 'prune'?"),
@@ -491,7 +499,7 @@ def test_a_step_that_fails_says_which_and_keeps_the_others(
 ) -> None:
     more = ("--set", "steps.heal.seq_len=999")
     code, _, err = run(capsys, "run", done_job, *more)
-    assert (code, "Step 'heal': --seq-len 999: the model has 128" in err) == (2, True), err
+    assert (code, "Step 'heal': seq_len 999: the model has 128" in err) == (2, True), err
     assert did(done_job) == ["heal"]  # as it was, so that the evaluation still stands
 
 
@@ -501,7 +509,10 @@ def test_a_step_that_fails_says_which_and_keeps_the_others(
         ({"score": {"criterion": "fischer"}}, "Step 'score': No criterion named 'fischer'."),
         ({"convert-gqa": {"kv_heads": 1, "merge": "meen"}}, "Did you mean 'mean'?"),
         ({"check": {"limits": "perplexity 3"}}, "Step 'check': The limit 'perplexity 3' has no"),
-        ({"check": {"limits": "perplexity <= 3", "confidence": 2}}, "Step 'check': --confidence"),
+        (
+            {"check": {"limits": "perplexity <= 3", "confidence": 2}},
+            "steps.check.confidence: Input should be",
+        ),
         ({"check": {"limits": "perplexity <= +1 %", "baseline": "b.json"}}, "is no file"),
     ],
 )
@@ -518,7 +529,7 @@ def test_what_there_is_not_is_refused_before_anything_runs(
 def test_scores_to_a_plan_and_a_broken_limit(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calibration = {"tokens": 512, "seq_len": 16}
+    calibration = {"calibration_tokens": 512, "seq_len": 16}
     steps = {
         "score": {"criterion": ["fluctuation", "magnitude"], **calibration},
         "plan": {"keep": 0.75, "criterion": "fluctuation"},

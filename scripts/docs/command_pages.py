@@ -1,102 +1,124 @@
-"""The reference page of every command, read from the typer app: one row per option."""
+"""The reference page of every command, from its declaration: one row per option."""
 
 from __future__ import annotations
 
 import enum
 import inspect
-import types
-import typing
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import typer
-from typer.models import ArgumentInfo, OptionInfo
+from pydantic.fields import FieldInfo
 
-from headprune.cli.app import app
+from headprune.cli.adapter import kind_of
+from headprune.declaration import COMMANDS, Command, Panel, Slot, appearance, flags
 
-_VALUES = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
+_VALUES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
+_EVERYWHERE = (
+    (
+        "`--config`{ .option }",
+        "`PATH`",
+        "",
+        "YAML whose section of the command's name has settings.",
+    ),
+    ("`--json`{ .option }", "", "", "Print machine-readable JSON on stdout."),
+)
 
 
 def names() -> list[str]:
     """The commands in the order in which ``headprune --help`` lists them."""
-    return list(_callbacks())
+    return [command.name for command in Command.listed()]
 
 
 def page(name: str) -> str:
     """The page of a command, in Markdown."""
-    callback = _callbacks()[name]
-    arguments, options = [], []
-    for parameter, hint in _parameters(callback):
-        (info,) = (x for x in hint.__metadata__ if isinstance(x, OptionInfo | ArgumentInfo))
-        if not getattr(info, "hidden", False):
-            is_option = isinstance(info, OptionInfo)
-            (options if is_option else arguments).append(_row(parameter, hint.__origin__, info))
-    usage = " ".join(["headprune", name, *(row[0].strip("`") for row in arguments), "[OPTIONS]"])
-    parts = [f"# headprune {name}", inspect.getdoc(callback) or "", f"```text\n{usage}\n```"]
+    command = COMMANDS[name]
+    fields = dict(command.fields())
+    arguments = {n: info for n, info in fields.items() if appearance(info).positional}
+    metavars = [appearance(info).metavar or n.upper() for n, info in arguments.items()]
+    usage = " ".join(["headprune", name, *metavars, "[OPTIONS]"])
+    parts = [f"# headprune {name}", inspect.getdoc(command.options) or "", f"```text\n{usage}\n```"]
     if arguments:
-        rows = [(row[0], row[3]) for row in arguments]
-        parts += ["## Arguments", _table(("argument", "meaning"), rows)]
-    parts += ["## Options", _table(("option", "value", "default", "meaning"), options)]
+        texts = [_cell(info.description) for info in arguments.values()]
+        shown = [f"`{metavar}`" for metavar in metavars]
+        parts += [
+            "## Arguments",
+            _table(("argument", "meaning"), list(zip(shown, texts, strict=True))),
+        ]
+    for panel in Panel:
+        rows = [
+            _row(n, info)
+            for n, info in fields.items()
+            if appearance(info).panel is panel and n not in arguments
+        ]
+        rows += _EVERYWHERE if panel is Panel.ADVANCED else ()
+        if rows:
+            parts += [f"## {panel.value}", _table(("option", "value", "default", "meaning"), rows)]
+    parts += ["## In Python", f"```python\n{_python(command)}\n```"]
+    if command.step is not None:
+        parts += ["## In a recipe", _recipe(command)]
     return "\n\n".join(parts) + "\n"
 
 
-def _callbacks() -> dict[str, Callable[..., None]]:
-    return {str(c.name): c.callback for c in app.registered_commands if c.callback is not None}
+def _python(command: Command[Any, Any]) -> str:
+    """The call with all its settings, a line each, where they have defaults."""
+    lines = [f"headprune.{command.section}("]
+    star = False
+    for parameter in command.signature().parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not star:
+            lines, star = [*lines, "    *,"], True
+        default = parameter.default
+        if isinstance(default, enum.Enum | Path):
+            default = default.value if isinstance(default, enum.Enum) else str(default)
+        given = "" if default is inspect.Parameter.empty else f"={default!r}"
+        lines.append(f"    {parameter.name}{given},")
+    return "\n".join([*lines, ")"])
 
 
-def _parameters(callback: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Any]]:
-    hints = typing.get_type_hints(callback, include_extras=True)
-    for parameter in inspect.signature(callback).parameters.values():
-        if hints[parameter.name] is not typer.Context:
-            yield parameter, hints[parameter.name]
+def _recipe(command: Command[Any, Any]) -> str:
+    """What a step makes, and the inputs that it takes from other steps."""
+    assert command.step is not None
+    slots = {
+        name: look.slot
+        for name, info in command.options.model_fields.items()
+        if (look := appearance(info)).slot is not None
+    }
+    taken = []
+    for name, slot in slots.items():
+        what = "a source of the section `data`" if slot is Slot.DATA else "a step, or a place"
+        default = command.step.defaults.get(name)
+        taken.append(f"`{name}` names {what}{f' (default `{default}`)' if default else ''}")
+    inputs = f" Of its settings, {'; '.join(taken)}." if taken else ""
+    return f"A step `{command.name}` makes a {command.step.makes.value}.{inputs}"
 
 
-def _row(
-    parameter: inspect.Parameter, kind: Any, info: OptionInfo | ArgumentInfo
-) -> tuple[str, str, str, str]:
-    if isinstance(info, ArgumentInfo):
-        shown = f"`{info.metavar or parameter.name.upper()}`"
-        return shown, "", "", _cell(info.help)
-    # within Annotated, Option's first argument, called default, is the first declaration
-    given = [info.default, *(info.param_decls or ())]
-    texts = [text for text in given if isinstance(text, str) and text.startswith("-")]
-    declared = [part for text in texts for part in text.split("/")]  # "--yes/--no"
-    plain = parameter.name.strip("_").replace("_", "-")
-    both = [f"--{plain}", f"--no-{plain}"] if kind is bool else [f"--{plain}"]
-    declared = declared or both
-    value, several = _value(kind, info)
-    default = parameter.default
-    if default is inspect.Parameter.empty:
-        default = "required"
-    elif default in (None, False, (), ""):
-        default = ""
-    else:
-        default = f"`{default.value if isinstance(default, enum.Enum) else default}`"
-    if several:
-        value += ", repeatable"
-    shown = ", ".join(f"`{text}`{{ .option }}" for text in declared)
-    return shown, value, default, _cell(info.help)
+def _row(name: str, info: FieldInfo) -> tuple[str, str, str, str]:
+    default: Any = "required" if info.is_required() else ""
+    if not info.is_required() and info.default not in (None, False, (), ""):
+        value = info.default.value if isinstance(info.default, enum.Enum) else info.default
+        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        default = f"`{value}`"
+    shown = ", ".join(f"`{flag}`{{ .option }}" for flag in flags(name, info))
+    return shown, _value(info), default, _cell(info.description)
 
 
-def _value(kind: Any, info: OptionInfo) -> tuple[str, bool]:
+def _value(info: FieldInfo) -> str:
     """The kind of value that an option takes, and whether it may be given several times."""
-    several = False
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-    if typing.get_origin(kind) is list:
-        several, (kind,) = True, typing.get_args(kind)
+    kind, several = kind_of(info)
+    metavar = appearance(info).metavar
     if kind is bool:
-        return "", False
-    if info.metavar:
-        return f"`{info.metavar}`", several
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return ", ".join(f"`{member.value}`" for member in kind), several
-    return f"`{_VALUES.get(kind, 'PATH')}`", several
+        return ""
+    if metavar:
+        value = f"`{metavar}`"
+    elif issubclass(kind, enum.Enum):
+        value = ", ".join(f"`{member.value}`" for member in kind)
+    else:
+        value = f"`{_VALUES[kind]}`"
+    return f"{value}, repeatable" if several else value
 
 
 def _cell(text: str | None) -> str:
-    """A help text in a cell of a Markdown table; rich's escaped brackets are brackets."""
-    return " ".join((text or "").replace("\\[", "[").split()).replace("|", "\\|")
+    """A help text in a cell of a Markdown table."""
+    return " ".join((text or "").split()).replace("|", "\\|")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -291,17 +291,17 @@ class TrainGatesConfig(Options):
     @model_validator(mode="after")
     def _one_goal(self) -> TrainGatesConfig:
         if (self.target_heads is None) == (self.l0_penalty is None):
-            raise ValueError("give exactly one of `target_heads` and `l0_penalty`")
+            raise ValueError("give exactly one of --target-heads and --l0-penalty")
         return self
 
     @model_validator(mode="after")
     def _fitting_method(self) -> TrainGatesConfig:
         if self.method is Method.CHEAPEST and self.l0_penalty is not None:
-            raise ValueError("`l0_penalty` goes with `method` l0; give `target_heads`")
+            raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
         if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
-            raise ValueError("`rounds` goes with `method` l0; cheapest has none")
+            raise ValueError("--rounds goes with --method l0; cheapest has none")
         if self.method is Method.CHEAPEST and self.objective is Objective.DISTILL:
-            raise ValueError("`objective` distill goes with `method` l0")
+            raise ValueError("--objective distill goes with --method l0")
         return self
 
 
@@ -352,7 +352,7 @@ class ConvertConfig(Options):
     @model_validator(mode="after")
     def _one_goal(self) -> ConvertConfig:
         if (self.kv_heads is None) == (self.kv_budget is None):
-            raise ValueError("give exactly one of `kv_heads` and `kv_budget`")
+            raise ValueError("give exactly one of --kv-heads and --kv-budget")
         return self
 
 
@@ -445,10 +445,10 @@ class BudgetConfig(Options):
         goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
         if all(goal is None for goal in goals):
             raise ValueError(
-                "give what may stay: `keep`, `max_params`, `max_kv_bytes` or `min_speedup`"
+                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
             )
         if self.per_layer and self.keep is None:
-            raise ValueError("`per_layer` needs `keep`, the number or share of heads to keep")
+            raise ValueError("--per-layer needs --keep, the number or share of heads to keep")
         return self
 
 
@@ -469,7 +469,7 @@ class EvaluateConfig(Options):
         "Batch sizes at which decoding is timed, comma-separated.", (1, 8), as_text=True
     )
     memory: Memory | None = option(
-        "Memory such as 24GiB: say how long a context fits beside the weights.", None
+        "Memory such as 24GiB: say how long a context fits beside the weights.", None, as_text=True
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)

@@ -79,7 +79,7 @@ class Appearance:
         flags: How it is spelt, where that is not its name with dashes.
         metavar: What stands for its value.
         positional: Whether it is an argument.
-        as_text: Whether a list is one text with commas, and not an option that is repeated.
+        as_text: Whether the option itself reads its value from text, as 1,8 or 24GiB.
         in_recipes: Whether a step of a recipe has it as a setting.
         slot: What it names in a recipe, if it names an input.
         note: A remark on how a value was understood, which names the option as "{}".
@@ -112,7 +112,7 @@ class Options(BaseModel):
         flattened: Sections that settings were in before.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     renamed: ClassVar[Mapping[str, str]] = {}
     flattened: ClassVar[tuple[str, ...]] = ()
@@ -127,6 +127,13 @@ class Options(BaseModel):
                 values = {**values[section], **values}
                 del values[section]
         return {cls.renamed.get(name, name): value for name, value in values.items()}
+
+    @classmethod
+    def near(cls, name: str) -> str:
+        """Which setting may be meant by a name, as a question."""
+        said = did_you_mean(name, [*cls.model_fields, *cls.renamed])
+        old = next((old for old in cls.renamed if f"'{old}'" in said), None)
+        return said if old is None else f" Did you mean '{cls.renamed[old]}'?"
 
     def part(self, kind: type[Asked], **others: Any) -> Asked:
         """The settings that belong to a stage of the command.
@@ -176,16 +183,16 @@ class Door(Enum):
         return flags(setting, info)[0]
 
     def translate(self, message: str, options: type[BaseModel]) -> str:
-        """A message whose settings, marked like `text_column`, are called as they are there."""
+        """A message, which names settings as at the command line, for who came by this door."""
+        if self is Door.OPTION:
+            return message
+        known = {
+            flag: name for name, info in options.model_fields.items() for flag in flags(name, info)
+        }
+        return re.sub(r"--[a-z][a-z0-9-]*", lambda found: known.get(found[0], found[0]), message)
 
-        def called(match: re.Match[str]) -> str:
-            known = match[1] in options.model_fields
-            return self.spell(match[1], options) if known else match[0]
 
-        return re.sub(r"`([a-z][a-z0-9_]*)`", called, message)
-
-
-def build(options: type[Asked], values: Mapping[str, Any], door: Door = Door.ARGUMENT) -> Asked:
+def build(options: type[Asked], values: Mapping[str, Any], door: Door = Door.OPTION) -> Asked:
     """Validates values.
 
     Raises:
@@ -197,11 +204,11 @@ def build(options: type[Asked], values: Mapping[str, Any], door: Door = Door.ARG
         raise HeadpruneError(_sentence(error, options, door)) from None
 
 
-def _sentence(error: ValidationError, options: type[BaseModel], door: Door) -> str:
+def _sentence(error: ValidationError, options: type[Options], door: Door) -> str:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":
-        return f"There is no setting '{name}'.{did_you_mean(name, list(options.model_fields))}"
+        return f"There is no setting '{name}'.{options.near(name)}"
     called = door.spell(name, options)
     if first["type"] == "missing":
         return f"{called} is missing."
@@ -335,7 +342,7 @@ class Command(Generic[Asked, Result]):
                 f"as in {next(reversed(self.options.model_fields))}=..."
             ) from None
         warn_of_old_names(self.options, settings, Door.ARGUMENT)
-        options = build(self.options, {**bound.arguments, **settings})
+        options = build(self.options, {**bound.arguments, **settings}, Door.ARGUMENT)
         try:
             return self.run(options, context or Context())
         except HeadpruneError as error:
@@ -345,6 +352,12 @@ class Command(Generic[Asked, Result]):
     def section(self) -> str:
         """Its name where dashes cannot be: in Python, and as a section of YAML."""
         return self.name.replace("-", "_")
+
+    @staticmethod
+    def listed() -> list[Command[Any, Any]]:
+        """All commands in the order in which ``--help`` lists them."""
+        chapters = list(Chapter)
+        return sorted(COMMANDS.values(), key=lambda one: (chapters.index(one.chapter), one.name))
 
     def fields(self) -> Iterator[tuple[str, FieldInfo]]:
         """Its options: arguments, then panel by panel, its own before those that others share."""

@@ -32,7 +32,7 @@ def _assert_no_regression(
     model: str | Path, baseline: str | Path, *limits: str, **settings: Any
 ) -> CheckReport:
     from headprune.config import CheckConfig
-    from headprune.declaration import build
+    from headprune.declaration import Door, build
     from headprune.pipelines.check import check
     from headprune.regression.baseline import read_baseline
     from headprune.regression.verdicts import Verdict
@@ -46,7 +46,7 @@ def _assert_no_regression(
     asked = {"model": str(model), "baseline": str(baseline), **settings}
     if limits:
         asked["limits"] = limits
-    report = check(build(CheckConfig, {**defaults, **asked}))
+    report = check(build(CheckConfig, {**defaults, **asked}, Door.ARGUMENT))
     close = [one.sentence() for one in report.limits if one.verdict is Verdict.TOO_CLOSE]
     if report.passed and close:
         warnings.warn("\n".join(close), stacklevel=2)

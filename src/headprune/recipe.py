@@ -26,8 +26,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import yaml
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     SerializeAsAny,
     ValidationError,
@@ -36,7 +34,6 @@ from pydantic import (
 
 from headprune.config import DataConfig, Place, possible_place
 from headprune.declaration import (
-    COMMANDS,
     Command,
     Door,
     InRecipe,
@@ -98,7 +95,7 @@ class Step(Options):
 @cache
 def kinds() -> dict[str, type[Step]]:
     """The commands that can be steps, as classes of steps."""
-    return {name: _kind(command) for name, command in COMMANDS.items() if command.step is not None}
+    return {one.name: _kind(one) for one in Command.listed() if one.step is not None}
 
 
 def _kind(command: Command[Any, Any]) -> type[Step]:
@@ -120,7 +117,7 @@ def _kind(command: Command[Any, Any]) -> type[Step]:
     return made
 
 
-class Recipe(BaseModel):
+class Recipe(Options):
     """The whole job.
 
     Attributes:
@@ -136,13 +133,11 @@ class Recipe(BaseModel):
         steps: The steps by name, in order.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     schema_version: Literal[1] = 1
     name: Annotated[str, Field(min_length=1)]
     model: Annotated[Place, Field(min_length=1)]
     output: Annotated[Path, AfterValidator(_possible)]
-    data: dict[str, DataConfig] = {}
+    data: dict[str, DataConfig] = Field(default_factory=dict)
     trust_remote_code: bool = False
     assume_supported: bool = False
     drop_unexpected: bool = False
@@ -346,7 +341,7 @@ def _step(name: Any, settings: Any) -> Step:
     if kind not in known:
         shared = f"{did_you_mean(kind, known)} There are {', '.join(known)}"
         if "step" in settings:
-            raise RecipeError(f"steps.{name}: there is no kind of step '{kind}'.{shared}.")
+            raise RecipeError(f"steps.{name}: No kind of step named '{kind}'.{shared}.")
         raise RecipeError(
             f"There is no step '{name}'.{shared}; under another name, 'step' says which of them it "
             "is."
@@ -357,7 +352,7 @@ def _step(name: Any, settings: Any) -> Step:
     return step
 
 
-def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> Any:
+def _validated(model: type[Options], values: dict[str, Any], where: str) -> Any:
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -365,9 +360,9 @@ def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> An
         path = ".".join(map(str, [*filter(None, [where]), *first["loc"]]))
         if first["type"] == "extra_forbidden":
             section, _, key = path.rpartition(".")
-            known = list(_at(model, first["loc"]).model_fields)
+            near = _at(model, first["loc"]).near(key)
             place = f"'{section}' has" if section else "It has"
-            raise RecipeError(f"{place} no setting '{key}'.{did_you_mean(key, known)}") from None
+            raise RecipeError(f"{place} no setting '{key}'.{near}") from None
         if first["type"] == "missing":
             raise RecipeError(f"'{path}' is missing.") from None
         message = Door.KEY.translate(first["msg"].removeprefix("Value error, "), model)
@@ -375,12 +370,12 @@ def _validated(model: type[BaseModel], values: dict[str, Any], where: str) -> An
         raise RecipeError(f"{path or 'It'}: {message}{found}.") from None
 
 
-def _at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+def _at(model: type[Options], loc: tuple[int | str, ...]) -> type[Options]:
     """The model that a misspelt setting is in."""
     if len(loc) == 1:
         return model
     inner = model.model_fields[str(loc[0])].annotation
-    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else DataConfig
+    return inner if isinstance(inner, type) and issubclass(inner, Options) else DataConfig
 
 
 def _resolved(recipe: Recipe) -> dict[str, Step]:

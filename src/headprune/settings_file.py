@@ -49,5 +49,4 @@ def _refuse_unknown(settings: dict[str, Any], command: Command[Any, Any]) -> Non
     known = [*command.options.model_fields, *command.options.renamed]
     for key in settings:
         if key not in known:
-            near = did_you_mean(key, list(command.options.model_fields))
-            raise HeadpruneError(f"There is no setting '{key}'.{near}")
+            raise HeadpruneError(f"There is no setting '{key}'.{command.options.near(key)}")

@@ -306,3 +306,17 @@ def write_error(path: Path, error: Exception) -> CheckpointError:
         f"Could not write '{path}': {why}. Nothing was left there; free some space or choose "
         "another place."
     )
+
+
+def refuse_strange_name(path: str | Path) -> None:
+    """Refuses a folder whose path is no UTF-8, which safetensors cannot open.
+
+    Raises:
+        CheckpointError: If it is such a one.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"The path '{path}' is no UTF-8, and safetensors opens no such files. Rename it."
+        ) from None

@@ -74,15 +74,21 @@ def _recipe() -> object:
 
 
 def _check() -> object:
-    from headprune.config import read_check
-
-    return read_check(Path("check.yaml"))
+    return _settings("check", "check.yaml")
 
 
 def _train() -> object:
-    from headprune.config import read_train_gates
+    return _settings("train-gates", "train.yaml")
 
-    return read_train_gates(Path("train.yaml"))
+
+def _settings(command: str, file: str) -> object:
+    """What --config gives a command."""
+    from headprune.declaration import COMMANDS, build
+    from headprune.settings_file import read_settings
+
+    asked = COMMANDS[command]
+    inputs = {"model": "m", "data": "d", "output": "o"}
+    return build(asked.options, {**inputs, **read_settings(Path(file), asked)})
 
 
 def _baseline() -> object:

@@ -25,6 +25,7 @@ from headprune.writing import (
     is_work_folder,
     put,
     real,
+    refuse_strange_name,
     reserved,
     work_folder,
     write_error,
@@ -245,6 +246,7 @@ def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
 
 
 def _refuse_place(path: Path, place: Path) -> None:
+    refuse_strange_name(path)
     _refuse_unwritable(path, place)
     _refuse_dangling(path, place)
     if place.is_file():

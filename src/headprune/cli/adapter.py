@@ -70,7 +70,7 @@ def parameters_of(command: Command[Any, Any]) -> Iterator[inspect.Parameter]:
     described.rich_help_panel = "Output"
     yield _named(_JSON, bool, False, described)
     for old, new in command.options.renamed.items():
-        kind, _ = _kind(command.options.model_fields[new])
+        kind, _ = kind_of(command.options.model_fields[new])
         spelt = f"--{old.replace('_', '-')}"
         yield _named(_OLD + old, kind | None, None, typer.Option(spelt, hidden=True))
 
@@ -86,7 +86,7 @@ def _named(name: str, kind: Any, default: Any, described: Any) -> inspect.Parame
 
 def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     look = appearance(info)
-    kind, several = _kind(info)
+    kind, several = kind_of(info)
     described: Any
     settings: dict[str, Any] = {"help": escape(info.description or ""), "metavar": look.metavar}
     settings["rich_help_panel"] = look.panel.value
@@ -109,13 +109,15 @@ def _shown(default: Any, as_text: bool) -> Any:
     return list(default) if isinstance(default, tuple) else default
 
 
-def _kind(info: FieldInfo) -> tuple[Any, bool]:
+def kind_of(info: FieldInfo) -> tuple[Any, bool]:
     """The type that a word at the command line is read as, and whether there may be several.
 
     What is more than a word (a share or a count, a list) comes as text, and is read by the option.
     """
     kind = _bare(info.annotation)
-    if get_origin(kind) is tuple and not appearance(info).as_text:
+    if appearance(info).as_text:
+        return str, False
+    if get_origin(kind) is tuple:
         return _plain(_bare(get_args(kind)[0])), True
     return _plain(kind), False
 

@@ -10,7 +10,7 @@ from headprune import processes
 from headprune._version import __version__
 from headprune.cli import terminal
 from headprune.cli.adapter import add
-from headprune.declaration import COMMANDS, Chapter
+from headprune.declaration import COMMANDS, Command
 from headprune.errors import HeadpruneError
 
 app = typer.Typer(
@@ -40,7 +40,7 @@ def _main(
         )
 
 
-for _command in sorted(COMMANDS.values(), key=lambda c: (list(Chapter).index(c.chapter), c.name)):
+for _command in Command.listed():
     add(app, _command)
 
 

@@ -188,11 +188,11 @@ def _refuse(options: CheckOptions) -> None:
     from headprune.regression.limits import parse_limit
 
     if not options.limits:
-        raise HeadpruneError("give what must hold: `limits`, a line each.")
+        raise HeadpruneError("give what must hold: --limit, a line each.")
     for limit in map(parse_limit, options.limits):
         if limit.needs_baseline and options.baseline is None:
             raise HeadpruneError(
-                f"The limit '{limit.text}' is about a change since a baseline: give `baseline`."
+                f"The limit '{limit.text}' is about a change since a baseline: give --baseline."
             )
         if limit.needs_original and options.against is None:
             raise HeadpruneError(

@@ -30,7 +30,7 @@ class CleanOptions(Options):
 def run(options: CleanOptions, context: Context) -> Cleaned:
     """Finds what was left, and removes it if that was asked for or is agreed to."""
     if options.yes and options.dry_run:
-        raise HeadpruneError("`yes` removes and `dry_run` does not; give one of them.")
+        raise HeadpruneError("--yes removes and --dry-run does not; give one of them.")
     from headprune.pipelines import clean
 
     found = clean.survey(options.folder)

@@ -62,8 +62,11 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
     learning_rate: float = option(
         "With --heal: highest learning rate.", _HEAL.learning_rate, Panel.TRAINING, in_recipes=False
     )
-    heal_seq_len: Length = option(
-        "With --heal: tokens per sequence.", _HEAL.seq_len, Panel.TRAINING, in_recipes=False
+    heal_seq_len: Length | None = option(
+        "With --heal: tokens per sequence. Default: --seq-len, up to 256.",
+        None,
+        Panel.TRAINING,
+        in_recipes=False,
     )
     bf16: bool = option(
         "With --heal: compute in bfloat16.", False, Panel.TRAINING, in_recipes=False
@@ -71,13 +74,14 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
 
     def healing(self, steps: int) -> HealConfig:
         """How the result is healed."""
-        return self.part(HealConfig, steps=steps, seq_len=self.heal_seq_len)
+        length = self.heal_seq_len or min(self.seq_len, _HEAL.seq_len)
+        return self.part(HealConfig, steps=steps, seq_len=length)
 
 
 def run(options: ConvertOptions, context: Context) -> Converted | Healed:
     """Converts, and heals if that was asked for."""
     if options.heal_steps is not None and options.calibrate is None:
-        raise HeadpruneError("`heal_steps` trains on the text of `calibrate`: give it too.")
+        raise HeadpruneError("--heal trains on the text of --calibrate: give it too.")
     from headprune.checkpoint.outputs import claimed
     from headprune.pipelines.heal import heal
     from headprune.writing import beside
@@ -89,7 +93,7 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed:
         healing = options.healing(options.heal_steps)
         unhealed = beside(options.output, "{}-unhealed")
         converted = _converted(options, unhealed, context)
-        context.line(f"converted to {converted.kv_heads} KV heads by {converted.merge}", True)
+        context.line(_summary(converted), True)
         healed = heal(
             unhealed,
             options.model,

@@ -84,7 +84,7 @@ class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
 def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
-        raise HeadpruneError("prune needs `output`, the folder to write (or `dry_run`).")
+        raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
     from headprune.pipelines import prune
 
     evidence = ("gates", "plan", "scores", "criterion", "keep", "shape", "dtype")
@@ -129,9 +129,9 @@ def _summary(result: Pruned | Preview) -> str:
 
 def _refuse(options: PruneOptions) -> None:
     if options.scores is not None and options.keep is None:
-        raise HeadpruneError("it cuts by scores: say how many heads to `keep`.")
+        raise HeadpruneError("it cuts by scores: say how many heads to --keep.")
     if options.plan is not None and options.keep is not None:
-        raise HeadpruneError("it has a `keep`, but its plan says already what stays.")
+        raise HeadpruneError("it has a --keep, but its plan says already what stays.")
 
 
 declare(

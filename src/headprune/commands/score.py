@@ -63,9 +63,9 @@ def run(options: ScoreOptions, context: Context) -> Scores:
     if options.show is not None:
         return _drawn(options, options.show, context)
     if options.model is None or options.output is None:
-        raise HeadpruneError("score needs a `model` and `output`, the folder for the scores.")
+        raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
     if options.figure is not None:
-        raise HeadpruneError("`figure` goes with `show` DIR, which draws scores.")
+        raise HeadpruneError("--figure goes with --show DIR, which draws scores.")
     from headprune.pipelines.score import Watch, score
 
     return score(
@@ -85,7 +85,7 @@ def run(options: ScoreOptions, context: Context) -> Scores:
 
 def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
     if options.model is not None or options.output is not None:
-        raise HeadpruneError("`show` draws a scores folder: leave out `model` and `output`.")
+        raise HeadpruneError("--show draws a scores folder: leave out MODEL and --output.")
     from headprune.checkpoint.scores import read_scores
     from headprune.console.render_scores import figures
 

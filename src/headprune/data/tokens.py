@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from headprune.errors import DataError
 
 Ids = NDArray[np.int32]
+_LARGEST_ID = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,13 @@ class _Chunk:
 
     def __init__(self, start: int, stop: int, is_last: bool, encoded: Any) -> None:
         self.start, self.stop, self.is_last = start, stop, is_last
-        self.ids: Ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+        ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+        if ids.size and ids.max() > _LARGEST_ID:
+            raise DataError(
+                f"The tokenizer gives a token the number {ids.max():,}, which no vocabulary has: "
+                "its files are damaged. Get them again."
+            )
+        self.ids: Ids = ids.astype(np.int32)
         self._encoded = encoded
 
     @cached_property

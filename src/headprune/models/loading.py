@@ -29,7 +29,6 @@ from headprune.models.refusals import (
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
-    refuse_strange_name,
     refuse_unexpected,
 )
 from headprune.models.sizes import (
@@ -40,6 +39,7 @@ from headprune.models.sizes import (
 from headprune.models.stored import stored_tensors
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
+from headprune.writing import refuse_strange_name
 
 Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
 

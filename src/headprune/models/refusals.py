@@ -44,20 +44,6 @@ def refuse_pickles(model: str | Path) -> None:
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
 
 
-def refuse_strange_name(model: str | Path) -> None:
-    """Refuses a folder whose path is no UTF-8, which safetensors cannot open.
-
-    Raises:
-        CheckpointError: If it is such a one.
-    """
-    try:
-        str(model).encode()
-    except UnicodeEncodeError:
-        raise CheckpointError(
-            f"The path '{model}' is no UTF-8, and safetensors opens no such files. Rename it."
-        ) from None
-
-
 def refuse_links(model: str | Path) -> None:
     """Refuses a folder with links that lead out of it; the hub's own cache is built of such.
 

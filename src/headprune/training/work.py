@@ -19,11 +19,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from headprune import processes
 from headprune.checkpoint.outputs import Input, claimed
 from headprune.config import Count, DataConfig, HealConfig, TrainGatesConfig
 from headprune.errors import CheckpointError
 from headprune.parsing import parse_json, read_yaml, validated
-from headprune.training import checkpoints, processes
+from headprune.training import checkpoints
 from headprune.writing import beside, real, write_whole
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
