@@ -625,7 +625,7 @@ def test_the_command_passes_breaks_and_tells_actions(
         ),
         ("check: [", "not readable as YAML"),
         ("check: {confidence: 2}", "--confidence: Input should be less than 1 (got 2)"),
-        ("check: {model: x}", "check needs --data, or 'data' in the file of --config"),
+        ("check: {model: x}", "--data is missing: give it, or 'data' in the file of --config"),
         ("check: {model: x, data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
     ],
 )

@@ -464,7 +464,7 @@ def test_convert_heals_and_says_so(
     write(tmp_path / "out", 1)
     code, out, err = run(capsys, *command, *small, "--overwrite")
     assert code == 0, err
-    assert "lowrank" in out
+    assert "KV heads (lowrank), proved" in err
     assert "after 2 steps" in out
     assert not (tmp_path / "out-unhealed").exists()
     for wrong, message in (

@@ -14,6 +14,7 @@ import yaml
 
 import headprune
 from headprune.cli import app as cli
+from headprune.declaration import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -38,7 +39,7 @@ def test_every_option_is_on_its_page(scripts: None) -> None:
         )
         page = command_pages.page(info.name)
         for parameter in command.params:
-            if parameter.param_type_name == "option":
+            if parameter.param_type_name == "option" and not parameter.hidden:
                 for option in (*parameter.opts, *parameter.secondary_opts):
                     assert f"`{option}`" in page, (info.name, option)
         rows = [line for line in page.splitlines() if line.startswith("| `")]
@@ -70,7 +71,9 @@ def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: headprune\.(\w+)$", text, re.MULTILINE)
-    assert sorted(["__version__", *shown]) == sorted(headprune.__all__)
+    functions = [command.section for command in COMMANDS.values()]
+    assert sorted(["__version__", *shown, *functions]) == dir(headprune)
+    assert "<!-- generated: functions -->" in text
 
 
 def nav_pages(entries: list[object]) -> set[str]:

@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from headprune.cli import terminal
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig, TrainGatesConfig
+from headprune.declaration import COMMANDS
 from headprune.errors import HeadpruneError
 from headprune.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.pipelines.check import CheckReport, check, update_baseline
@@ -309,8 +310,9 @@ def test_on_a_terminal_only_styles_are_left(monkeypatch: pytest.MonkeyPatch) -> 
     with terminal.bar() as bar:
         bar.stage(START)
         bar.step(1, 2, "loss")
-    with terminal.stages() as stage:
-        stage(START)
+    with terminal.context(answers=False) as running:
+        running.stage(START)
+        running.line(START)
     for payload in ("\x1b]0", "\x1b[2J", "\x9b", "\u202e"):
         assert payload not in shown.getvalue()
 
@@ -324,15 +326,21 @@ def test_summaries_and_annotations_hold_no_controls(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headprune.cli.check import _tell
+    from headprune.commands.check import CheckOptions, _tell, _write, show
 
     found = CheckReport.model_validate_json((place / "run/check.json").read_text())
     limits = tuple(one.model_copy(update={"limit": START}) for one in found.limits)
     bad = found.model_copy(update={"model": START, "baseline": START, "limits": limits})
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    options = CheckOptions(model="m", data="d", junit=tmp_path / "junit.xml")
+    _write(bad, options)
     for json_ in (False, True):
-        _tell(bad, tmp_path / "junit.xml", json_)
+        if json_:
+            terminal.show_json(COMMANDS["check"].as_json(bad))
+        else:
+            show(bad, options, terminal.out)
+        _tell(bad, terminal.show_command)
         captured = capsys.readouterr()
         meant = [line for line in captured.err.split("\n") if line.startswith(MEANT)]
         assert len(meant) == 1  # perplexity is above its limit, the heads are as they should be

@@ -121,9 +121,9 @@ def test_every_block_of_commands_is_found() -> None:
 
 
 def test_the_python_example_runs(stand_ins: Path) -> None:
-    (example,) = blocks("python", "python")
+    example = "\n".join(blocks("python", "python"))
     shrunk = example.replace("steps=300", "steps=3, seq_len=16, batch_size=2")
-    shrunk = shrunk.replace("EvaluateConfig()", "EvaluateConfig(seq_len=16)")
+    shrunk = shrunk.replace("against=model)\nsmall", "against=model, seq_len=16)\nsmall")
     assert shrunk.count("seq_len=16") == 2
     scope: dict[str, object] = {}
     exec(compile(shrunk, "python.md", "exec"), scope)

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from headprune.cli.options import memory_bytes
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from headprune import config as cfg
 from headprune.config import DataConfig, HealConfig, Train, TrainGatesConfig
+from headprune.declaration import build
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
 from headprune.pipelines import heal as healing
 from headprune.pipelines import train_gates as training
@@ -521,7 +521,7 @@ def test_settings_that_no_run_could_have_are_refused(
     with pytest.raises(ValidationError):
         kind(**settings)
     with pytest.raises(HeadpruneError) as told:
-        cfg.build(kind, settings)
+        build(kind, settings)
     assert list(settings)[-1].replace("_", "-") in str(told.value)
     assert len(str(told.value)) < 300
 
@@ -529,8 +529,8 @@ def test_settings_that_no_run_could_have_are_refused(
 def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) -> None:
     with pytest.raises(HeadpruneError, match=r"--epochs 1e\+09 of .* Give fewer, or --steps"):
         gates(home, tmp_path / "g", steps=None, epochs=1e9)
-    with pytest.raises(HeadpruneError, match="--memory 1e400GiB: give a number"):
-        memory_bytes("1e400GiB")
+    with pytest.raises(HeadpruneError, match="--memory: give a number .*got '1e400GiB'"):
+        build(cfg.EvaluateConfig, {"memory": "1e400GiB"})
 
 
 # a full disk

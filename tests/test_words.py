@@ -15,8 +15,9 @@ from transformers.utils import logging as transformers_logging
 
 import headprune
 from headprune import hub
-from headprune.cli import render, terminal
+from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
+from headprune.console import render
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.models.attention import attention_of

@@ -59,6 +59,18 @@ def page(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def functions() -> str:
+    """The functions with what they take by place, and their pages."""
+    rows = []
+    for command in Command.listed():
+        parameters = command.signature().parameters.values()
+        first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        call = f"`headprune.{command.section}({', '.join([*first, '...'])})`"
+        does = (inspect.getdoc(command.options) or "").partition("\n")[0]
+        rows.append((f"[{call}](commands/{command.name}.md)", _cell(does)))
+    return _table(("function", "what it does"), rows)
+
+
 def _python(command: Command[Any, Any]) -> str:
     """The call with all its settings, a line each, where they have defaults."""
     lines = [f"headprune.{command.section}("]

@@ -28,6 +28,7 @@ GENERATED = {
     "families": registry_tables.families,
     "criteria": registry_tables.criteria,
     "merges": registry_tables.merges,
+    "functions": command_pages.functions,
 }
 _PLACE = "reference/commands/"
 

@@ -205,13 +205,15 @@ def build(options: type[Asked], values: Mapping[str, Any], door: Door = Door.OPT
 
 
 def _sentence(error: ValidationError, options: type[Options], door: Door) -> str:
-    first = error.errors()[0]
+    found = error.errors()  # what was given and is wrong comes before what was not given
+    first = next((each for each in found if each["type"] != "missing"), found[0])
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":
         return f"There is no setting '{name}'.{options.near(name)}"
     called = door.spell(name, options)
     if first["type"] == "missing":
-        return f"{called} is missing."
+        by_file = f": give it, or '{name}' in the file of --config" if door is Door.OPTION else ""
+        return f"{called} is missing{by_file}."
     message = door.translate(first["msg"].removeprefix("Value error, "), options)
     if not name:  # of several settings; all that was given would say nothing more
         return f"These settings: {message}."
@@ -379,19 +381,21 @@ class Command(Generic[Asked, Result]):
         first: list[tuple[str, FieldInfo]] = []
         others: list[tuple[str, FieldInfo]] = []
         for name, info in self.fields():
-            look, needed = appearance(info), info.is_required()
-            known = needed and (look.slot is not None or name == "output")
-            (first if look.positional or known else others).append((name, info))
+            look = appearance(info)
+            by_place = look.positional or name in ("data", "output")
+            needed = info.is_required() and look.slot is not None
+            (first if by_place or needed else others).append((name, info))
         first.sort(key=lambda one: (one[0] != "model", one[0] == "output"))
-        by_name = inspect.Parameter.KEYWORD_ONLY
-        by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [
             inspect.Parameter(
                 name,
                 kind,
                 default=inspect.Parameter.empty if info.is_required() else info.default,
             )
-            for fields, kind in ((first, by_place), (others, by_name))
+            for fields, kind in (
+                (first, inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                (others, inspect.Parameter.KEYWORD_ONLY),
+            )
             for name, info in fields
         ]
         return inspect.Signature(parameters)

@@ -88,19 +88,18 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     look = appearance(info)
     kind, several = kind_of(info)
     described: Any
-    settings: dict[str, Any] = {"help": escape(info.description or ""), "metavar": look.metavar}
-    settings["rich_help_panel"] = look.panel.value
-    if look.positional:
-        settings.pop("rich_help_panel")
-        described = typer.Argument(**settings)
-    else:
-        described = typer.Option("/".join(flags(name, info)), **settings)
-    required = info.is_required()
-    default = inspect.Parameter.empty if required else _shown(info.default, look.as_text)
+    text, required = escape(info.description or ""), info.is_required()
+    default = None if required else _shown(info.default, look.as_text)
     if several:
         kind, default = types.GenericAlias(list, (kind,)), default or None
-    optional = default is None and not required
-    return _named(name, kind | None if optional else kind, default, described)
+    if look.positional:
+        described = typer.Argument(help=text, metavar=look.metavar)
+        default = inspect.Parameter.empty if required else default
+    else:  # what is required may come from a file, so that its absence is told later
+        spelt, panel = "/".join(flags(name, info)), look.panel.value
+        text += " [red]\\[required][/]" if required else ""
+        described = typer.Option(spelt, help=text, metavar=look.metavar, rich_help_panel=panel)
+    return _named(name, kind | None if default is None else kind, default, described)
 
 
 def _shown(default: Any, as_text: bool) -> Any:
@@ -141,21 +140,14 @@ def _bare(kind: Any) -> Any:
 def _settings_of(
     command: Command[Any, Any],
 ) -> Callable[[typer.Context, Path | None], Path | None]:
-    """A callback that makes the settings of a file the defaults of the options."""
+    """A callback that reads the settings of a file."""
 
     def settings(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None:
-            read = read_settings(path, command)
-            context.obj = read
-            context.default_map = {**(context.default_map or {}), **_as_words(read)}
+            context.obj = read_settings(path, command)
         return path
 
     return settings
-
-
-def _as_words(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as they would be given at the command line; the option itself reads them later."""
-    return {name: str(v) if isinstance(v, dict) else v for name, v in values.items()}
 
 
 def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> None:
@@ -187,15 +179,14 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
 def _options(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> Options:
     """What was given: at the command line, else in the file; the rest has its default."""
     by_file: Mapping[str, Any] = context.obj or {}
-    values: dict[str, Any] = {}
+    values = dict(by_file)
     for name, value in given.items():
-        source = getattr(context.get_parameter_source(name), "name", "DEFAULT")
-        if source == "DEFAULT_MAP":
-            values[name] = by_file[name]
-        elif source != "DEFAULT":
-            old = name.startswith(_OLD) and name.removeprefix(_OLD)
-            if old:
-                warn_of_old_names(command.options, [old], Door.OPTION)
-            values[old or name] = value
+        source = context.get_parameter_source(name)
+        if source is None or source.name == "DEFAULT":
+            continue
+        old = name.startswith(_OLD) and name.removeprefix(_OLD)
+        if old:
+            warn_of_old_names(command.options, [old], Door.OPTION)
+        values[old or name] = value
     options: Options = build(command.options, values, Door.OPTION)
     return options
