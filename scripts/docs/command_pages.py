@@ -34,7 +34,7 @@ def page(name: str) -> str:
     command = COMMANDS[name]
     fields = dict(command.fields())
     arguments = {n: info for n, info in fields.items() if appearance(info).positional}
-    metavars = [appearance(info).metavar or n.upper() for n, info in arguments.items()]
+    metavars = [_metavar(n, info) for n, info in arguments.items()]
     usage = " ".join(["headprune", name, *metavars, "[OPTIONS]"])
     parts = [f"# headprune {name}", inspect.getdoc(command.options) or "", f"```text\n{usage}\n```"]
     if arguments:
@@ -59,6 +59,25 @@ def page(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def commands() -> str:
+    """The commands, and what each does."""
+    rows = []
+    for command in Command.listed():
+        fields = dict(command.fields())
+        metavars = [_metavar(n, i) for n, i in fields.items() if appearance(i).positional]
+        call = " ".join(["headprune", command.name, *metavars])
+        rows.append((command.chapter.value, f"[`{call}`]({command.name}.md)", _purpose(command)))
+    return _table(("", "command", "purpose"), rows)
+
+
+def _metavar(name: str, info: FieldInfo) -> str:
+    return appearance(info).metavar or name.upper()
+
+
+def _purpose(command: Command[Any, Any]) -> str:
+    return _cell((inspect.getdoc(command.options) or "").partition("\n")[0])
+
+
 def functions() -> str:
     """The functions with what they take by place, and their pages."""
     rows = []
@@ -66,8 +85,7 @@ def functions() -> str:
         parameters = command.signature().parameters.values()
         first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         call = f"`headprune.{command.section}({', '.join([*first, '...'])})`"
-        does = (inspect.getdoc(command.options) or "").partition("\n")[0]
-        rows.append((f"[{call}](commands/{command.name}.md)", _cell(does)))
+        rows.append((f"[{call}](commands/{command.name}.md)", _purpose(command)))
     return _table(("function", "what it does"), rows)
 
 

@@ -29,6 +29,7 @@ GENERATED = {
     "criteria": registry_tables.criteria,
     "merges": registry_tables.merges,
     "functions": command_pages.functions,
+    "commands": command_pages.commands,
 }
 _PLACE = "reference/commands/"
 

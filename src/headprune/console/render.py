@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -92,6 +93,29 @@ def shortened(paths: Sequence[str]) -> tuple[list[str], str]:
     names = [".".join(part[before : len(part) - after]) for part in parts]
     ends = parts[0][:before], parts[0][len(parts[0]) - after :]
     return names, ".".join([*ends[0], "*", *ends[1]])
+
+
+def folded(rows: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Neighbouring layers with the same cells as one: ``layers.0-29.self_attn`` for thirty."""
+    runs: list[tuple[re.Match[str] | None, str, int, Sequence[str]]] = []
+    latest: dict[str, int] = {}  # where the last run of a kind of module stands
+    for path, cells in rows.items():
+        layer = re.search(r"(?<=\.)\d+(?=\.)", path)
+        kind = path if layer is None else f"{path[: layer.start()]}*{path[layer.end() :]}"
+        place = latest.get(kind)
+        if layer is not None and place is not None:
+            first, start, last, before = runs[place]
+            if tuple(before) == tuple(cells) and int(layer[0]) == last + 1:
+                runs[place] = first, start, last + 1, before
+                continue
+        latest[kind] = len(runs)
+        runs.append((layer, path, int(layer[0]) if layer else 0, cells))
+    names = {}
+    for layer, path, last, cells in runs:
+        if layer is not None and int(layer[0]) != last:
+            path = f"{path[: layer.end()]}-{last}{path[layer.end() :]}"
+        names[path] = cells
+    return names
 
 
 def head_picture(part: AttentionPlan) -> Text:
@@ -303,7 +327,7 @@ def inspection(console: Console, report: Inspection) -> None:
     for a in report.attentions:
         numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
         rows[a.path] = (*((a.kind,) if several else ()), *map(str, numbers))
-    module_table(console, columns, rows, numbers_from=1 + several)
+    module_table(console, columns, folded(rows), numbers_from=1 + several)
     if report.kv_cache_bytes_per_token:
         sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())
         console.print(f"KV cache, bytes per token: {sizes}")

@@ -1,0 +1,172 @@
+"""What every command promises: one declaration, the same through every door."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from pydantic import ValidationError
+
+import headprune
+from headprune.cli import app as cli
+from headprune.declaration import (
+    COMMANDS,
+    Command,
+    Context,
+    Door,
+    Options,
+    Panel,
+    appearance,
+    build,
+    flags,
+    option,
+)
+from headprune.errors import HeadpruneError
+from headprune.recipe import kinds
+from headprune.settings_file import read_settings
+from tests.test_cli import run
+
+pytestmark = pytest.mark.quick
+ALL = list(COMMANDS)
+
+
+def at_the_command_line(name: str) -> dict[str, Any]:
+    (info,) = (c for c in cli.app.registered_commands if c.name == name)
+    command = typer.main.get_command_from_info(
+        info, pretty_exceptions_short=True, rich_markup_mode=None
+    )
+    return {parameter.name: parameter for parameter in command.params}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_defaults_are_the_same_through_every_door(name: str) -> None:
+    command, words = COMMANDS[name], at_the_command_line(name)
+    parameters = command.signature().parameters
+    for setting, info in command.options.model_fields.items():
+        by_python = parameters[setting].default
+        if info.is_required():
+            assert by_python is inspect.Parameter.empty, setting
+            continue
+        assert by_python == info.default, setting
+        shown = words[setting].default
+        if isinstance(info.default, tuple):
+            shown = tuple(shown or ()) if isinstance(shown, list) or not shown else shown
+            if appearance(info).as_text:
+                shown = build(command.options, {**needed(command), setting: shown})
+                shown = getattr(shown, setting)
+        assert shown == info.default, setting
+        if name in kinds() and setting in kinds()[name].model_fields and not appearance(info).slot:
+            assert kinds()[name].model_fields[setting].default == info.default, setting
+
+
+def needed(command: Command[Any, Any]) -> dict[str, Any]:
+    """Values without which a command cannot be asked for."""
+    usual = {"steps": 1, "runs": ["run"], "kv_heads": 1, "target_heads": 0.5, "max_params": 1}
+    fields = command.options.model_fields
+    given = {name: "x" for name, info in fields.items() if info.is_required()}
+    return {**given, **{name: value for name, value in usual.items() if name in fields}}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_option_is_described_and_has_its_own_flag(name: str) -> None:
+    fields = COMMANDS[name].options.model_fields
+    spelt = [flag for setting, info in fields.items() for flag in flags(setting, info)]
+    assert len(spelt) == len(set(spelt))
+    assert all(
+        (info.description or "").rstrip("\"'").endswith((".", ")")) for info in fields.values()
+    )
+    shown_first = [info for info in fields.values() if appearance(info).panel is Panel.MAIN]
+    assert len(shown_first) <= 10
+    assert inspect.getdoc(COMMANDS[name].options)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_misspelt_setting_is_named_through_every_door(name: str, tmp_path: Path) -> None:
+    command = COMMANDS[name]
+    setting = next(iter(command.options.model_fields))
+    wrong = setting + "x"
+    message = f"no setting '{wrong}'. Did you mean"
+    with pytest.raises(HeadpruneError, match=message):
+        getattr(headprune, command.section)(**{**needed(command), wrong: 1})
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{name}: {{{wrong}: 1}}")
+    with pytest.raises(HeadpruneError, match=message):
+        read_settings(file, command)
+
+
+def test_a_file_has_settings_and_the_command_line_wins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, recipe = tmp_path / "settings.yaml", tmp_path / "job.yaml"
+    file.write_text("init: {model: by/file, goal: study, hardware: gpu, data: some/text}")
+    code, out, err = run(capsys, "init", recipe, "--config", file, "--goal", "heads", "--json")
+    assert code == 0, err
+    made = json.loads(out)
+    assert (made["model"], made["name"]) == ("by/file", "job")
+    assert "prune" in made["steps"] and "score" not in made["steps"]  # heads, not a study
+    file.write_text("init: {model: [1]}")
+    code, _, err = run(capsys, "init", recipe, "--config", file, "--overwrite")
+    assert (code, "--model: Input should be a valid string (got [1])" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("setting", "given", "read"),
+    [
+        ("kv_heads", "2", 2),
+        ("kv_heads", "4,4,2", (4, 4, 2)),
+        ("kv_heads", "[4, 2]", (4, 2)),
+        ("kv_heads", [4, 2], (4, 2)),
+    ],
+)
+def test_a_value_is_the_same_as_text_and_as_itself(setting: str, given: Any, read: Any) -> None:
+    options = COMMANDS["convert-gqa"].options
+    made = build(options, {"model": "m", "output": Path("o"), setting: given})
+    assert getattr(made, setting) == read
+    with pytest.raises(HeadpruneError, match="--kv-heads: "):
+        build(options, {"model": "m", "output": "o", setting: "4,x"})
+
+
+class Renamed(Options):
+    """Options of which one had another name, in a section of its own."""
+
+    renamed = {"old_name": "name"}  # noqa: RUF012
+    flattened = ("section",)
+
+    name: int = option("A number.", 1)
+
+
+def test_old_names_are_read_and_new_ones_told() -> None:
+    assert Renamed(old_name=3).name == 3
+    assert Renamed(section={"old_name": 4}).name == 4
+    with pytest.raises(ValidationError):
+        Renamed(older_name=3)
+    with pytest.raises(HeadpruneError, match="Did you mean 'name'?"):
+        build(Renamed, {"old_nam": 3})
+
+
+def test_an_error_names_the_setting_as_its_door_calls_it() -> None:
+    options = COMMANDS["prune"].options
+    said = "cut with --refit DATA, or --keep less; --nothing is meant by --other"
+    assert Door.OPTION.translate(said, options) == said
+    for door in (Door.KEY, Door.ARGUMENT):
+        told = door.translate(said, options)
+        assert told == "cut with refit DATA, or keep less; --nothing is meant by --other"
+
+
+def test_python_is_told_what_happens(tmp_path: Path) -> None:
+    stages: list[str] = []
+    with pytest.raises(HeadpruneError):
+        headprune.verify(tmp_path / "nowhere", context=Context(stage=stages.append))
+    with pytest.raises(HeadpruneError, match="3 arguments without a name"):
+        headprune.verify("a", "b", "c")
+
+
+def test_a_file_cannot_allow_code(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("prune: {trust_remote_code: true}")
+    with pytest.raises(HeadpruneError, match="A file cannot allow code"):
+        read_settings(file, COMMANDS["prune"])
