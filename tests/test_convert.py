@@ -33,7 +33,7 @@ from headprune.pipelines.convert_gqa import Converted, convert_gqa
 from headprune.pipelines.heal import heal
 from headprune.pipelines.prune import prune
 from headprune.pipelines.verify import verify
-from headprune.plan import AttentionPlan, Plan, Shape
+from headprune.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting
@@ -302,6 +302,22 @@ def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> 
     left = attention_of(headprune.from_pretrained(folder / "both"))
     assert {(a.query_heads, a.kv_heads) for a in left} == {(4, 2) if first == "prune" else (3, 1)}
     assert verify(folder / "both").passed
+
+
+def test_a_plan_that_merges_is_refused_where_heads_are_cut(folder: Path) -> None:
+    """Else it would be cut without a merge, which its proof would refuse after all the work."""
+    model = saved("llama-mha", folder)
+    convert(folder, "llama-mha", 2, merge="norm-mean")
+    file = folder / "out" / "plan.json"
+    assert read_plan(file, {}).merge == "norm-mean"
+    with pytest.raises(PlanError, match=r"merges KV heads \(by norm-mean\).*--kv-heads 2,2,2,2"):
+        prune(model, folder / "cut", plan=file)
+    assert not (folder / "cut").exists()
+    content = json.loads(file.read_text())
+    for part in content["attentions"].values():
+        del part["groups"]
+    file.write_text(json.dumps({**content, "merge": None}))
+    assert prune(model, folder / "cut", plan=file).plan.merged == []
 
 
 @pytest.mark.parametrize("merge", ["procrustes", "lowrank"])

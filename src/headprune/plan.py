@@ -101,6 +101,8 @@ class Plan(BaseModel):
     Attributes:
         unit: What was removed as one piece.
         model: The model it was made for; None if it was written by hand.
+        merge: How the KV heads of a group become one; None where no group has several, and in
+            plans that were written before it was said.
         attentions: Per module path, what stays.
     """
 
@@ -109,6 +111,7 @@ class Plan(BaseModel):
     schema_version: Literal[1] = 1
     unit: Unit
     model: ModelIdentity | None = None
+    merge: str | None = None
     attentions: dict[str, AttentionPlan]
 
     @property
@@ -121,9 +124,16 @@ class Plan(BaseModel):
         """Query heads after the cut."""
         return sum(len(a.keep) for a in self.attentions.values())
 
+    @property
+    def merged(self) -> list[str]:
+        """The modules of which several KV heads become one."""
+        parts = self.attentions.items()
+        return [path for path, part in parts if any(len(g) > 1 for g in part.groups or ())]
+
     def write(self, path: Path) -> None:
         """Writes the plan as indented JSON, whole, with one line per module for readable diffs."""
-        head = self.model_dump(mode="json", exclude={"attentions"})
+        unsaid = {"attentions"} if self.merge else {"attentions", "merge"}
+        head = self.model_dump(mode="json", exclude=unsaid)
         rows = [
             f"    {json.dumps(name)}: {a.model_dump_json(exclude_none=True)}"
             for name, a in self.attentions.items()

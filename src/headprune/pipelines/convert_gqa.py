@@ -169,6 +169,7 @@ def convert_gqa(
             write_heads(attention, converted(attention, read_heads(attention), setting))
 
     plan = _plan(net, source, groups)
+    plan = plan.model_copy(update={"merge": name if plan.merged else None})
     # its weights are others by now than those of the model the plan names
     ragged = shape is ShapeOption.RAGGED
     cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)

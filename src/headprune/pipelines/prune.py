@@ -593,11 +593,19 @@ def _plan(
         return _plan_from_gates(net, source, evidence.gates, evidence.keep, shape)
     if evidence.scores is not None:
         return _plan_from_scores(net, source, evidence, shape), {}
-    if isinstance(plan, Plan):
-        return plan, {}
     assert plan is not None
-    present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
-    return read_plan(plan, present), {}
+    if not isinstance(plan, Plan):
+        present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
+        plan = read_plan(plan, present)
+    if plan.merged:
+        how = f" (by {plan.merge})" if plan.merge else ""
+        counts = [len(part.groups or range(part.kv_heads)) for part in plan.attentions.values()]
+        raise PlanError(
+            f"The plan merges KV heads{how}, the first in '{plan.merged[0]}', and a cut merges "
+            f"none: headprune convert-gqa with --kv-heads {','.join(map(str, counts))} makes such "
+            "a model."
+        )
+    return plan, {}
 
 
 def _plan_from_scores(
