@@ -93,10 +93,7 @@ def calibration(
         "features": Objective.DISTILL,
     }[task]
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    # some count fewer positions than their embeddings have, and the tokenizer knows
-    room = min(positions or config.seq_len, tokenizer.model_max_length, config.tokens)
-    fitting = config.model_copy(update={"seq_len": min(config.seq_len, room)})
+    fitting = config.model_copy(update={"seq_len": min(config.seq_len, config.tokens)})
     rows, collate = batches(objective, net, tokenizer, data, fitting)
     tokens = lengths(rows)
     count = min(len(rows), max(1, int(config.tokens / (int(tokens.sum()) / len(rows)))))

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from headprune.checkpoint.outputs import claims_output
 from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
+from headprune.data.lengths import usable_length
 from headprune.data.sources import read_examples, refuse_missing_file
 from headprune.data.windows import packed_windows
 from headprune.errors import DataError, PlanError
@@ -251,11 +252,9 @@ def _windows(
     trust_remote_code: bool,
 ) -> dict[str, Tensor]:
     """Calibration windows, spread evenly over the text; shape (windows, length)."""
-    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    # some count fewer positions than their embeddings have, and the tokenizer knows
-    room = min(positions or config.seq_len, tokenizer.model_max_length)
-    length = min(config.seq_len, room, config.calibration_tokens)
+    asked = min(config.seq_len, config.calibration_tokens)
+    length = usable_length(net.config, tokenizer, asked)
     specials = task_of(net) != "causal-lm"
     known = vocabulary_of(net)
     rows = packed_windows(

@@ -16,6 +16,7 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.data.lengths import usable_length
 from headprune.data.sources import read_examples
 from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError
@@ -33,15 +34,13 @@ def batches(
     """Rows of training text, and what makes a batch of some of them.
 
     Raises:
-        DataError: If the text is too short, or its windows too long for the model.
+        DataError: If the text is too short.
     """
     examples, vocabulary = read_examples(data), vocabulary_of(net)
     # calibration makes do with fewer sequences than a batch
     need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
-    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
-    if config.seq_len > positions:
-        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
-    if config.seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
+    seq_len = usable_length(net.config, tokenizer, config.seq_len)
+    if seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in windows of one token.")
     decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
     packed = objective is not Objective.TASK and not examples.rows_are_documents
@@ -49,7 +48,7 @@ def batches(
         rows = packed_windows(
             examples,
             tokenizer,
-            config.seq_len,
+            seq_len,
             need=need,
             specials=task_of(net) != "causal-lm",
             vocabulary=vocabulary,
@@ -72,11 +71,11 @@ def batches(
 
         return rows, collate
     if task_of(net) == "seq2seq-lm":
-        rows = translation_rows(examples, tokenizer, config.seq_len, vocabulary)
+        rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
     else:
         labels = net.config.label2id if objective is Objective.TASK else None
-        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels, vocabulary)
+        rows = tokenized_rows(examples, tokenizer, seq_len, labels, vocabulary)
         collator = DataCollatorWithPadding(tokenizer)
     if len(rows) < need:
         raise DataError(
