@@ -33,7 +33,7 @@ from headprune.data.windows import packed_windows, tokenized_rows, translation_r
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
-from headprune.merging.spec import Groups, Heads, Setting
+from headprune.merging.spec import Groups, HeadWeights, MergeContext
 from headprune.pipelines.convert_gqa import convert_gqa
 from headprune.pipelines.evaluate import evaluate
 from headprune.training.batches import batches
@@ -265,7 +265,7 @@ def test_a_difference_without_a_finite_interval_is_said(
 def test_a_merge_without_finite_weights_is_said_at_once(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def overflowing(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    def overflowing(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
         return replace(heads, v=heads.v * 1e38 * 1e38)
 
     monkeypatch.setattr("headprune.pipelines.convert_gqa.MERGES", {"mean": overflowing})

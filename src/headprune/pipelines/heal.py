@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from headprune.checkpoint.outputs import place_of
 from headprune.commands import command
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.data.samples import Collate
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, HeadpruneError
 from headprune.models.attention import attention_of
@@ -41,7 +42,6 @@ from headprune.training.heal import (
     refuse_without_peft,
     trainable,
 )
-from headprune.training.objectives import Batch
 from headprune.training.slim import HistoryCallback, Remedies, Step, stop_on_interrupt, train
 from headprune.training.work import HealSettings, at_work, settings_now
 
@@ -246,9 +246,7 @@ def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
 
 
 @torch.no_grad()
-def _divergence(
-    healed: HealedModel, rows: Dataset, collate: Callable[[list[dict[str, Any]]], Batch]
-) -> float:
+def _divergence(healed: HealedModel, rows: Dataset, collate: Collate) -> float:
     healed.eval()
     device = next(healed.parameters()).device
     total = 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -16,12 +15,13 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.data.batch import Batch
 from headprune.data.lengths import usable_length
+from headprune.data.samples import Collate
 from headprune.data.sources import read_examples
 from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError
 from headprune.models.loading import task_of, vocabulary_of
-from headprune.training.objectives import Batch
 
 
 def batches(
@@ -30,7 +30,7 @@ def batches(
     tokenizer: Any,
     data: DataConfig,
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
-) -> tuple[Dataset, Callable[[list[dict[str, Any]]], Batch]]:
+) -> tuple[Dataset, Collate]:
     """Rows of training text, and what makes a batch of some of them.
 
     Raises:
@@ -42,7 +42,6 @@ def batches(
     seq_len = usable_length(net.config, tokenizer, config.seq_len)
     if seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in windows of one token.")
-    decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
         rows = packed_windows(
@@ -56,8 +55,10 @@ def batches(
         )
 
         def collate(features: list[dict[str, Any]]) -> Batch:
-            batch = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
-            batch["labels"] = batch["input_ids"]
+            columns = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
+            batch = cast(Batch, {**columns, "labels": columns["input_ids"]})
+            if task_of(net) == "causal-lm":
+                batch["use_cache"] = False
             if objective is Objective.MLM:
                 batch["input_ids"], batch["labels"] = masked(
                     batch["input_ids"], tokenizer, config.seed
@@ -67,7 +68,7 @@ def batches(
                         "There is no token to mask in a whole batch, only special ones. Give other "
                         "text, or a larger --seq-len or --batch-size."
                     )
-            return {**batch, **decoder}
+            return batch
 
         return rows, collate
     if task_of(net) == "seq2seq-lm":
@@ -82,4 +83,4 @@ def batches(
             f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
             "Give more data or a smaller --batch-size."
         )
-    return rows, lambda features: dict(collator(features))
+    return rows, lambda features: cast(Batch, dict(collator(features)))

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import HealConfig, HealTrain
+from headprune.data.batch import Batch, without_labels
 from headprune.errors import HeadpruneError
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
-from headprune.training.objectives import Batch, divergence
+from headprune.training.objectives import divergence
 from headprune.training.slim import SlimTrainer, Trained, recompute_in_eval, slim_arguments
 
 
@@ -29,7 +30,7 @@ class HealedModel(Trained):
 
     def forward(self, batch: Batch) -> Tensor:
         """Divergence of the student from the teacher."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = without_labels(batch)
         device = batch["input_ids"].device
         self._teacher[0].to(device)  # Trainer moves the student only
         with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headprune.data.batch import Batch, without_labels
 from headprune.training.gates import Gates
 
-Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 """Computes the loss of one batch, gated: a scalar."""
 
@@ -41,7 +41,7 @@ class Distillation:
 
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
         """Divergence of the gated model from the teacher, averaged over real tokens."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = without_labels(batch)
         gates.release()
         if self.teacher is not None:
             self.teacher.to(batch["input_ids"].device)

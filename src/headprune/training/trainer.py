@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import Train, TrainGatesConfig
+from headprune.data.batch import Batch
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training.channels import Channels
 from headprune.training.checkpoints import Kind, first_infinite, kind_of
 from headprune.training.gates import Gates
-from headprune.training.objectives import Batch, Loss
+from headprune.training.objectives import Loss
 from headprune.training.optimizer import GateOptimizer
 from headprune.training.rounds import Round, round_at
 from headprune.training.slim import (
