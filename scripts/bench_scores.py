@@ -36,8 +36,8 @@ from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.batch import Batch
 from headprune.data.samples import CalibrationSample
+from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import tokenized_rows
 from headprune.evaluation import metrics
 from headprune.evaluation.comparison import rank_correlation
 from headprune.evaluation.quality import causal_losses, embeddings

@@ -214,18 +214,18 @@ def attention(h: HeadWeights, queries: Tensor, keys: Tensor, rows: Tensor) -> Te
     return (queries @ keys[:, h.owners].mT).masked_fill(later, -torch.inf).softmax(-1)
 
 
-def seen(h: HeadWeights, windows: int, length: int = 12, seed: int = 0) -> MergeActivations:
-    """What a causal module with these weights does on random windows."""
+def seen(h: HeadWeights, sequences: int, length: int = 12, seed: int = 0) -> MergeActivations:
+    """What a causal module with these weights does on random sequences."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(windows, length, h.q.shape[2], generator=generator, dtype=torch.float64)
-    x = torch.cat([x, torch.ones(windows, length, 1, dtype=torch.float64)], -1)
+    x = torch.randn(sequences, length, h.q.shape[2], generator=generator, dtype=torch.float64)
+    x = torch.cat([x, torch.ones(sequences, length, 1, dtype=torch.float64)], -1)
     queries, keys = project(x, h.affine("q")), project(x, h.affine("k"))
 
     def own(q: Tensor, k: Tensor, part: slice, rows: Tensor) -> Tensor:
         return attention(h, q, k, rows)
 
     inputs = dict.fromkeys(("q", "k", "v"), x)
-    empty = torch.empty(windows, length, h.o.shape[1], dtype=torch.float64)
+    empty = torch.empty(sequences, length, h.o.shape[1], dtype=torch.float64)
     known = MergeActivations(inputs, queries, keys, None, 1.0, own, empty)
     return replace(known, outputs=given_by(h, known))
 
@@ -244,8 +244,8 @@ def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
     h = replace(h, q=h.q / 4, k=h.k / 4)
     fresh = seen(h, 64, seed=1)
 
-    def lost(windows: int) -> float:
-        merged = MERGES["lowrank"](h, group, MergeContext(activations=seen(h, windows)))
+    def lost(sequences: int) -> float:
+        merged = MERGES["lowrank"](h, group, MergeContext(activations=seen(h, sequences)))
         return float((given_by(merged, fresh) - fresh.outputs).square().sum())
 
     few, many = lost(4), lost(64)

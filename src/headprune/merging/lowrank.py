@@ -7,12 +7,13 @@ text:
         with the attention it gets; what all keys of a query have in common is left out where
         softmax ignores it
     V   the shared values in closed form, from what the new scores read of them; then W_O against
-        the original's outputs, by a ridge towards the closed form that held-out windows choose
+        the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
 No gradient steps: each half of K is a quadratic problem, and a few conjugate gradient steps into it
 carry over to other text. W_O, solved all the way, does not by itself: it has as many inputs as a
-few windows have tokens. Where a norm stands between the projections and the scores, queries cannot
-absorb a map, and one of the group's own keys is taken, the one that disturbs the scores least.
+few sequences have tokens. Where a norm stands between the projections and the scores, queries
+cannot absorb a map, and one of the group's own keys is taken, the one that disturbs the scores
+least.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from headprune.tensors.solvers import conjugate_gradients
 
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
-QUERIES = 96  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike,
-ALL_QUERIES = 3072  # but so many at least where there are few windows
-POOLED = 128  # of every window, evenly spaced, in the second moment of what is read of V
-RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)  # of W_O, held-out windows choose
+QUERIES = 96  # of every sequence, evenly spaced, in the fit of the scores: neighbours attend alike,
+ALL_QUERIES = 3072  # but so many at least where there are few sequences
+POOLED = 128  # of every sequence, evenly spaced, in the second moment of what is read of V
+# of W_O, held-out sequences choose
+RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)
 _WHITE_FLOOR = 1e-4
 
 
@@ -237,7 +239,7 @@ def _merged_values(
 
 
 class _Reader:
-    """What heads read of V, one window at a time, under the attention of the new scores."""
+    """What heads read of V, one sequence at a time, under the attention of the new scores."""
 
     def __init__(self, activations: MergeActivations, queries: Tensor, keys: Tensor) -> None:
         self.activations, self.queries, self.keys = activations, queries, keys
@@ -271,7 +273,7 @@ class _Reader:
 
 
 def _with_fitted_outputs(heads: HeadWeights, read: Tensor, wanted: Tensor) -> HeadWeights:
-    """W_O nearer to the wanted outputs, as near as windows that are held out allow."""
+    """W_O nearer to the wanted outputs, as near as sequences that are held out allow."""
     held = held_out(len(read))
     fitted, judged = (
         Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)

@@ -12,8 +12,8 @@ from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, Objec
 from headprune.data.batch import Batch
 from headprune.data.lengths import usable_length
 from headprune.data.samples import CalibrationSample
+from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
-from headprune.data.windows import packed_windows
 from headprune.errors import DataError
 from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
 from headprune.models.refusals import refuse_without_text
@@ -90,7 +90,7 @@ def merge_calibration(
     refuse_without_text(net, "calibration")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     asked = min(config.seq_len, config.calibration_tokens)
-    rows = packed_windows(
+    rows = packed_sequences(
         read_examples(data),
         tokenizer,
         usable_length(net.config, tokenizer, asked),

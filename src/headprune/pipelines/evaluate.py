@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.lengths import usable_length
+from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation import metrics, quality
 from headprune.evaluation.comparison import bootstrap
@@ -281,7 +281,7 @@ def _rows(
     task, known = task_of(net), vocabulary_of(net)
     seq_len = usable_length(net.config, tokenizer, config.seq_len)
     if task in _PACKED:
-        return packed_windows(
+        return packed_sequences(
             examples,
             tokenizer,
             seq_len,

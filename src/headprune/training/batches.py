@@ -18,8 +18,8 @@ from headprune.config import (
 from headprune.data.batch import Batch
 from headprune.data.lengths import usable_length
 from headprune.data.samples import Collate
+from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import read_examples
-from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError
 from headprune.models.loading import task_of, vocabulary_of
 
@@ -41,10 +41,10 @@ def batches(
     need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
     seq_len = usable_length(net.config, tokenizer, config.seq_len)
     if seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
-        raise DataError("--seq-len 1: there is nothing to predict in windows of one token.")
+        raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
-        rows = packed_windows(
+        rows = packed_sequences(
             examples,
             tokenizer,
             seq_len,
