@@ -103,7 +103,7 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def plain() -> None:
-        gates.release()
+        gates.disable()
         plain_step(model, ids)
 
     def step() -> None:

@@ -31,7 +31,7 @@ from headprune.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from headprune.training.slim import Step
+    from headprune.training.resumable import TrainingStep
 
 _HEAL = cfg.HealConfig(steps=1)  # for its other settings
 
@@ -89,7 +89,7 @@ def heal(
 
     with terminal.bar() as bar:
 
-        def on_step(record: Step) -> None:
+        def on_step(record: TrainingStep) -> None:
             bar.step(record.step, record.steps, f"divergence {record.loss:.4f}")
 
         result = pipeline(

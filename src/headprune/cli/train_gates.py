@@ -36,7 +36,7 @@ from headprune.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from headprune.training.trainer import StepRecord
+    from headprune.training.trainer import GateStep
 
 _GATES = cfg.TrainGatesConfig.model_construct()
 
@@ -165,7 +165,7 @@ def train_gates(
 
     with terminal.bar() as bar:
 
-        def on_step(record: StepRecord) -> None:
+        def on_step(record: GateStep) -> None:
             bar.step(record.step, record.steps, render.step_numbers(record))
 
         run = pipeline(

@@ -42,7 +42,13 @@ from headprune.training.heal import (
     refuse_without_peft,
     trainable,
 )
-from headprune.training.slim import HistoryCallback, Remedies, Step, stop_on_interrupt, train
+from headprune.training.resumable import (
+    HistoryCallback,
+    Remedies,
+    TrainingStep,
+    stop_on_interrupt,
+    train,
+)
 from headprune.training.work import HealSettings, at_work, settings_now
 
 HELD_OUT = 8  # rows of the text that are not trained on, to compare before with after
@@ -82,7 +88,7 @@ def heal(
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     drop_unexpected: bool = False,
-    on_step: Callable[[Step], None] = lambda record: None,
+    on_step: Callable[[TrainingStep], None] = lambda record: None,
     on_stage: Stage = lambda stage: None,
 ) -> Healed:
     """Trains a cut or converted model to match its teacher, and writes it, proven.

@@ -37,7 +37,7 @@ from headprune.models.loading import load_config
 from headprune.pipelines.steps import ROWS, Job, Watch
 from headprune.recipe import ORIGINAL, Recipe, Slot, Step
 from headprune.training import processes
-from headprune.training.slim import Interrupted
+from headprune.training.resumable import Interrupted
 from headprune.writing import adopt, put, write_error, write_whole
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run

@@ -16,10 +16,15 @@ from headprune.data.batch import Batch, without_labels
 from headprune.errors import HeadpruneError
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.objectives import divergence
-from headprune.training.slim import SlimTrainer, Trained, recompute_in_eval, slim_arguments
+from headprune.training.resumable import (
+    LossModule,
+    ResumableTrainer,
+    recompute_in_eval,
+    resumable_arguments,
+)
 
 
-class HealedModel(Trained):
+class HealedModel(LossModule):
     """A student, and the teacher it is measured against; the teacher is no part of the module."""
 
     def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
@@ -48,7 +53,7 @@ class HealedModel(Trained):
         return self
 
 
-class HealTrainer(SlimTrainer):
+class HealTrainer(ResumableTrainer):
     """Trainer on the divergence from a teacher."""
 
     def compute_loss(
@@ -114,7 +119,7 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
 
 def heal_arguments(config: HealConfig, folder: Path) -> TrainingArguments:
     """Trainer's settings for healing: AdamW, a tenth of warm-up, then a cosine to zero."""
-    return slim_arguments(
+    return resumable_arguments(
         folder,
         config.steps,
         config.batch_size,

@@ -1,6 +1,6 @@
 """What gates are trained on.
 
-An objective draws the gates and returns the loss of one batch. It is the only place that knows
+An objective samples the gates and returns the loss of one batch. It is the only place that knows
 when the model runs gated and when it does not.
 """
 
@@ -23,7 +23,7 @@ Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 
 def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
     """The model's own loss against ``batch["labels"]``: lm, mlm and task."""
-    gates.draw(batch["input_ids"].shape[0])
+    gates.sample(batch["input_ids"].shape[0])
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -42,12 +42,12 @@ class Distillation:
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
         """Divergence of the gated model from the teacher, averaged over real tokens."""
         inputs = without_labels(batch)
-        gates.release()
+        gates.disable()
         if self.teacher is not None:
             self.teacher.to(batch["input_ids"].device)
         with torch.no_grad():
             wanted = (self.teacher or model)(**inputs)
-        gates.draw(batch["input_ids"].shape[0])
+        gates.sample(batch["input_ids"].shape[0])
         return divergence(model(**inputs), wanted, batch)
 
 
