@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from bench_quality import Protocol
 from headprune import from_pretrained
 from headprune.config import ConvertConfig, DataConfig, Grouping, HealConfig, HealTrain
+from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import tokenized_rows
 from headprune.evaluation.quality import embeddings
 from headprune.merging import NEEDS_CALIBRATION
 from headprune.models.loading import load_tokenizer, task_of

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from headprune import from_pretrained
 from headprune.config import DataConfig, Dtype, Method, ShapeOption, Train, TrainGatesConfig
+from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
-from headprune.data.windows import packed_windows
 from headprune.evaluation import metrics
 from headprune.evaluation.quality import causal_losses
 from headprune.models.loading import load_tokenizer
@@ -41,7 +41,7 @@ class Protocol:
     def __init__(self, model: str, data: str, windows: int, seq_len: int) -> None:
         self.tokenizer = load_tokenizer(model)
         examples = read_examples(DataConfig(source=data))
-        packed = packed_windows(examples, self.tokenizer, seq_len, need=windows)
+        packed = packed_sequences(examples, self.tokenizer, seq_len, need=windows)
         self.windows = packed.select(range(windows))
 
     def perplexity(self, model: PreTrainedModel) -> float:

@@ -34,18 +34,21 @@ from transformers import PreTrainedModel
 from bench_quality import Protocol
 from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig
+from headprune.data.batch import Batch
+from headprune.data.samples import CalibrationSample
+from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import tokenized_rows
 from headprune.evaluation import metrics
 from headprune.evaluation.comparison import rank_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
 from headprune.models.allocation import allocate
 from headprune.models.attention import attention_of
-from headprune.models.evidence import collect, example_losses
+from headprune.models.evidence import collect
 from headprune.models.gating import fixed, gated
 from headprune.models.loading import load_tokenizer, task_of
+from headprune.models.losses import example_losses
 from headprune.models.refit import refit
-from headprune.pipelines.calibration import Calibration, calibration
+from headprune.pipelines.calibration import calibration
 from headprune.pipelines.plan import equal_shares
 from headprune.pipelines.score import gather, needs_of, scores_of
 from headprune.tensors import least_squares
@@ -116,16 +119,16 @@ def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
 
 def calibration_of(
     net: PreTrainedModel, model: str, data: str | None, tokens: int, length: int, seed: int
-) -> Calibration:
+) -> CalibrationSample:
     """Another part of the calibration text per seed."""
     if data is None:
         rows = own_text(net, max(2, tokens // OWN_LENGTH), OWN_LENGTH, seed)
 
-        def collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+        def collate(features: list[dict[str, Any]]) -> Batch:
             ids = torch.tensor([f["input_ids"] for f in features])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-        return Calibration("causal-lm", rows, collate, 8, len(rows) * OWN_LENGTH, (0, 1, 2, 3))
+        return CalibrationSample(rows, collate, len(rows) * OWN_LENGTH, 8, (0, 1, 2, 3))
     config = CalibrationConfig(tokens=10**9, seq_len=length)
     every = calibration(net, model, DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)
@@ -255,7 +258,7 @@ def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return [part.float() for part in kept.split(list(heads))]
 
 
-def _cost(net: PreTrainedModel, examples: Calibration, repeats: int) -> None:
+def _cost(net: PreTrainedModel, examples: CalibrationSample, repeats: int) -> None:
     """Scoring against a forward and backward, a refit against a forward, in turn."""
     attentions = attention_of(net)
     batches, whole = examples.batches(), examples.whole()
@@ -269,12 +272,12 @@ def _cost(net: PreTrainedModel, examples: Calibration, repeats: int) -> None:
     def forward_backward() -> None:
         for batch in batches:
             hook = embedded.register_forward_hook(lambda m, i, o: o.requires_grad_(True))
-            example_losses(net, examples.task, batch).sum().backward()
+            example_losses(net, task_of(net), batch).sum().backward()
             hook.remove()
 
     def scoring() -> None:
         needs = needs_of(["gradient", "fisher", "fluctuation", "wanda"])
-        collect(net, examples.task, attentions, batches, needs)
+        collect(net, task_of(net), attentions, batches, needs)
 
     def refitting() -> None:
         gates = [torch.ones(a.query_heads) for a in attentions]

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from headprune import from_pretrained
 from headprune.config import DataConfig, Train
+from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
-from headprune.data.windows import packed_windows
 from headprune.models.attention import attention_of
 from headprune.models.gating import gated
 from headprune.models.loading import load_tokenizer
@@ -103,7 +103,7 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def plain() -> None:
-        gates.release()
+        gates.disable()
         plain_step(model, ids)
 
     def step() -> None:
@@ -205,7 +205,7 @@ def peak_memory_ratio(
 
 def batch_of(model: str, data: str, seq_len: int, batch: int) -> torch.Tensor:
     """The first windows of a text."""
-    windows = packed_windows(
+    windows = packed_sequences(
         read_examples(DataConfig(source=data)), load_tokenizer(model), seq_len, need=batch
     )
     return torch.tensor(windows[:batch]["input_ids"])

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.criteria import Evidence
-from headprune.models.evidence import example_losses, real_tokens, token_mask
-from headprune.models.heads import read_output
-from headprune.models.refit import in_sequence, project
-from headprune.pipelines.calibration import Calibration
+from headprune.data.batch import doubled, real_tokens, token_mask
+from headprune.data.samples import CalibrationSample
+from headprune.models.heads import project_output, read_output
+from headprune.models.loading import task_of
+from headprune.models.losses import example_losses
+from headprune.models.streams import OneStream, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices
 
@@ -43,13 +45,13 @@ class Rival:
 
 Gates = list[Tensor]
 Compensate = Callable[
-    [PreTrainedModel, Sequence[Attention], Gates, Calibration, Sequence[Evidence]],
+    [PreTrainedModel, Sequence[Attention], Gates, CalibrationSample, Sequence[Evidence]],
     tuple[Gates, AbstractContextManager[None]],
 ]
 
 
 def taylor(
-    net: PreTrainedModel, attentions: Sequence[Attention], examples: Calibration
+    net: PreTrainedModel, attentions: Sequence[Attention], examples: CalibrationSample
 ) -> list[Tensor]:
     """LLM-Pruner's first-order Taylor importance: sum of |w dL/dw| over all weights of a head."""
     parameters = {
@@ -64,7 +66,7 @@ def taylor(
         parameter.grad = None
     batches = examples.batches()
     for batch in batches:
-        (example_losses(net, examples.task, batch).mean() / len(batches)).backward()
+        (example_losses(net, task_of(net), batch).mean() / len(batches)).backward()
     found = []
     for attention in attentions:
         scores = torch.zeros(attention.query_heads, dtype=torch.float64)
@@ -99,7 +101,7 @@ def mean_for_gone(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     gates: Gates,
-    examples: Calibration,
+    examples: CalibrationSample,
     evidence: Sequence[Evidence],
 ) -> tuple[Gates, AbstractContextManager[None]]:
     """FLAP's bias compensation: what a removed head gives in the mean is added as a bias."""
@@ -121,23 +123,21 @@ def tuned_masks(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     gates: Gates,
-    examples: Calibration,
+    examples: CalibrationSample,
     evidence: Sequence[Evidence],
 ) -> tuple[Gates, AbstractContextManager[None]]:
     """Kwon et al.'s mask tuning: one factor per kept head, least squares, layer after layer."""
     batch = examples.whole()
-    count = len(batch["input_ids"])
-    both = {n: torch.cat([v, v]) if isinstance(v, Tensor) else v for n, v in batch.items()}
     tuned = {a.path: gate.clone() for a, gate in zip(attentions, gates, strict=True)}
 
-    def on_output(attention: Attention, x: Tensor) -> Tensor:
-        gate = tuned[attention.path]
-        wanted = project(attention, x[:count])
+    def enter(attention: Attention, x: Tensor) -> OneStream:
+        gate, changed = tuned[attention.path], Stream.CHANGED.of(x)
+        wanted = project_output(attention, Stream.ORIGINAL.of(x))
         kept = gate.nonzero().flatten()
         if len(kept):
             heads, bias = read_output(attention)
             mask = token_mask(batch, attention.kind)
-            rows = real_tokens(x[count:], mask).unflatten(-1, (len(gate), -1))
+            rows = real_tokens(changed, mask).unflatten(-1, (len(gate), -1))
             goal = real_tokens(wanted if bias is None else wanted - bias, mask)
             given = torch.einsum("thd,hod->hto", rows[:, kept], heads[kept])
             moment = torch.einsum("hto,jto->hj", given, given).double()
@@ -148,10 +148,10 @@ def tuned_masks(
             # as in their code: factors that run away are taken for a failed fit
             if bool(change.abs().max() < 10):
                 gate[kept] = (1 + change).float()
-        mine = (x[count:].unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
-        return torch.cat([wanted, project(attention, mine)])
+        mine = (changed.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
+        return OneStream(Stream.CHANGED, mine, wanted)
 
-    in_sequence(net, attentions, both, on_output)
+    in_sequence(net, attentions, doubled(batch), enter)
     return [tuned[a.path] for a in attentions], nullcontext()
 
 

@@ -257,7 +257,6 @@ def test_bad_targets(
         ([], "exactly one of --target-heads and --l0-penalty"),
         (["--target-heads", "0.5", "--l0-penalty", "1"], "exactly one of"),
         (["--target-heads", "0.5", "--temperature", "0"], "--temperature: Input should be greater"),
-        (["--target-heads", "0.5", "--seq-len", "999"], "the model has 128 positions"),
         (["--target-heads", "0.5", "--objective", "task"], "does not fit LlamaForCausalLM"),
     ):
         code, _, err = run(capsys, *base, *options, "--overwrite")
@@ -277,7 +276,7 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "nothing").mkdir()
     for source, options, message in (
         ("empty.txt", [], "holds no text"),
-        ("short.txt", [], "has 3 tokens, which makes 0 windows of 16; 2 are needed"),
+        ("short.txt", [], "has 3 tokens, which makes 0 sequences of 16; 2 are needed"),
         ("rows.jsonl", [], "say which one holds the text with --text-column"),
         ("rows.jsonl", ["--text-column", "bdy"], "no such column. Did you mean 'body'?"),
         ("rows.jsonl", ["--text-column", "body", "--label-column", "l"], "--label-column l"),

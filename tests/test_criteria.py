@@ -30,10 +30,11 @@ from headprune.models.allocation import Limit, allocate, kv_of_query
 from headprune.models.attention import attention_of
 from headprune.models.budgets import Prices, cache_prices, parameter_prices
 from headprune.models.cost import STUB, model_cost
-from headprune.models.evidence import collect, example_losses
+from headprune.models.evidence import collect
 from headprune.models.gating import fixed, gated
 from headprune.models.heads import read_heads, read_output, write_heads, write_output
 from headprune.models.loading import task_of
+from headprune.models.losses import example_losses
 from headprune.models.surgery import cut_heads, resolve
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.plan import plan

@@ -28,12 +28,12 @@ from headprune.config import (
 )
 from headprune.data import sources
 from headprune.data.files import ANY_RATIO
+from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
-from headprune.merging.spec import Groups, Heads, Setting
+from headprune.merging.spec import Groups, HeadWeights, MergeContext
 from headprune.pipelines.convert_gqa import convert_gqa
 from headprune.pipelines.evaluate import evaluate
 from headprune.training.batches import batches
@@ -227,7 +227,7 @@ def test_targets_and_masks_beyond_the_vocabulary() -> None:
         translation_rows(pairs, of, 8, 11)
     of.add_special_tokens({"mask_token": "<later>"})
     with pytest.raises(DataError, match="the token '<later>' the id 65"):
-        packed_windows(pairs, of, 2, vocabulary=tiny.VOCAB, also=[of.mask_token_id])
+        packed_sequences(pairs, of, 2, vocabulary=tiny.VOCAB, also=[of.mask_token_id])
 
 
 def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_difference_without_a_finite_interval_is_said(
 def test_a_merge_without_finite_weights_is_said_at_once(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def overflowing(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    def overflowing(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
         return replace(heads, v=heads.v * 1e38 * 1e38)
 
     monkeypatch.setattr("headprune.pipelines.convert_gqa.MERGES", {"mean": overflowing})
@@ -284,4 +284,4 @@ def test_one_window_is_enough_to_measure(
     assert code == 0, err
     (tmp_path / "text.txt").write_text("w1")
     code, _, err = run(capsys, *line)
-    assert (code, "The data has 1 tokens, which makes 0 windows of 16" in err) == (2, True), err
+    assert (code, "The data has 1 tokens, which makes 0 sequences of 16" in err) == (2, True), err

@@ -17,11 +17,11 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig
-from headprune.data import tokens, windows
+from headprune.data import sequences, tokens
 from headprune.data.rows import lengths
+from headprune.data.sequences import packed_sequences, tokenized_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.data.tokens import Chunking, head, token_ids
-from headprune.data.windows import packed_windows, tokenized_rows
 from headprune.errors import DataError
 from tests import tiny
 
@@ -244,21 +244,21 @@ def files(folder: Path, *texts: str) -> Examples:
 def test_windows_are_those_of_whole_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "token_ids", partial(token_ids, cut=SMALL))
-    monkeypatch.setattr(windows, "_AT_ONCE", 100)
+    monkeypatch.setattr(sequences, "token_ids", partial(token_ids, cut=SMALL))
+    monkeypatch.setattr(sequences, "_AT_ONCE", 100)
     of, texts = tokenizer("byte-level BPE"), [TEXTS["prose"], TEXTS["newlines"], TEXTS["digits"]]
     stream = flat(whole(text, of) for text in texts)
-    found = packed_windows(files(tmp_path, *texts), of, 16)
+    found = packed_sequences(files(tmp_path, *texts), of, 16)
     rows = [stream[i * 16 : i * 16 + 16] for i in range(len(stream) // 16)]
     assert list(found["input_ids"]) == rows
     assert all(mask == [1] * 16 for mask in found["attention_mask"])
     assert lengths(found).tolist() == [16] * len(rows)
     for most in (1, 7, 50):
-        part = packed_windows(files(tmp_path, *texts), of, 16, most=most)
+        part = packed_sequences(files(tmp_path, *texts), of, 16, most=most)
         assert list(part["input_ids"]) == rows[:most]
     documents = Examples([(text,) for text in texts], None, rows_are_documents=True)
     ended = flat([*whole(text, of), of.eos_token_id] for text in texts)
-    found = packed_windows(documents, of, 16)
+    found = packed_sequences(documents, of, 16)
     assert flat(found["input_ids"]) == ended[: len(ended) // 16 * 16]
 
 
@@ -268,7 +268,7 @@ def test_rows_of_long_texts_are_cut_off_as_if_they_were_whole(
     of = tokenizer("WordPiece")
     examples = files(tmp_path, TEXTS["prose"], TEXTS["short"])
     wanted = of([TEXTS["prose"], TEXTS["short"]], truncation=True, max_length=40)["input_ids"]
-    monkeypatch.setattr(windows, "head", partial(head, cut=SMALL))
+    monkeypatch.setattr(sequences, "head", partial(head, cut=SMALL))
     assert list(tokenized_rows(examples, of, 40)["input_ids"]) == wanted
 
 
@@ -279,7 +279,7 @@ def test_nothing_is_left_in_the_temporary_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     examples = read_examples(DataConfig(source=str(tmp_path / "rows.jsonl")))
-    found = packed_windows(examples, tiny.tokenizer(), 4)
+    found = packed_sequences(examples, tiny.tokenizer(), 4)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert len(found) == 11 and len(list(examples.texts)) == 9  # and they are still there
 
@@ -291,4 +291,4 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headprune.data.rows.pa.OSFile", full)
     examples = Examples([("w1 w2",)], None, rows_are_documents=True)
     with pytest.raises(DataError, match="could not be kept in .*No space left.*TMPDIR"):
-        packed_windows(examples, tiny.tokenizer(), 2)
+        packed_sequences(examples, tiny.tokenizer(), 2)

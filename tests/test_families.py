@@ -118,7 +118,7 @@ def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path
 RAGGED = [
     case
     for case in tiny.FAMILY_CASES
-    if "num_key_value_groups" in FAMILIES[tiny.family_of_case(case)].follows
+    if "num_key_value_groups" in FAMILIES[tiny.family_of_case(case)].size_attributes
     and tiny.kv_heads(case) == 3
 ]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headprune.errors import DataError, PlanError
-from headprune.merging import MERGES, NEEDS_CALIBRATION, Heads, Setting
+from headprune.merging import MERGES, NEEDS_CALIBRATION, HeadWeights, MergeContext
 from headprune.merging.budget import spread
 from headprune.merging.grouping import (
     EXACT,
@@ -23,28 +23,30 @@ from headprune.merging.grouping import (
     partitions,
     similar,
 )
-from headprune.merging.spec import Activations, project
+from headprune.merging.spec import MergeActivations, project
 from headprune.tensors.lowrank import shared_key, shared_value
-from headprune.tensors.rotary import Planes, Rotation
+from headprune.tensors.rotary import RotaryPairs, Rotation
 from headprune.tensors.solvers import conjugate_gradients
 
 WITHOUT_TEXT = [name for name in MERGES if name not in NEEDS_CALIBRATION]
-PLANES = {
+PAIRS = {
     "none": None,
-    "halves": Planes.halves(4, 4),
-    "interleaved": Planes.interleaved(4, 4),
-    "partial": Planes.halves(2, 4),
+    "halves": RotaryPairs.halves(4, 4),
+    "interleaved": RotaryPairs.interleaved(4, 4),
+    "partial": RotaryPairs.halves(2, 4),
 }
 
 
-def heads(kv: int = 6, per_kv: int = 1, width: int = 4, hidden: int = 12, seed: int = 0) -> Heads:
+def heads(
+    kv: int = 6, per_kv: int = 1, width: int = 4, hidden: int = 12, seed: int = 0
+) -> HeadWeights:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     queries = kv * per_kv
-    return Heads(
+    return HeadWeights(
         q=draw(queries, width, hidden),
         k=draw(kv, width, hidden),
         v=draw(kv, width, hidden),
@@ -56,26 +58,26 @@ def heads(kv: int = 6, per_kv: int = 1, width: int = 4, hidden: int = 12, seed: 
     )
 
 
-def rotation(planes: Planes | None, length: int = 5) -> Rotation | None:
-    if planes is None:
+def rotation(pairs: RotaryPairs | None, length: int = 5) -> Rotation | None:
+    if pairs is None:
         return None
-    angles = torch.arange(length)[:, None] * (1.0 + torch.arange(len(planes.first))) / 3
-    return Rotation(planes, angles.cos().double(), angles.sin().double())
+    angles = torch.arange(length)[:, None] * (1.0 + torch.arange(len(pairs.first))) / 3
+    return Rotation(pairs, angles.cos().double(), angles.sin().double())
 
 
-def computed(h: Heads, planes: Planes | None, seed: int = 1) -> tuple[Tensor, Tensor]:
+def computed(h: HeadWeights, pairs: RotaryPairs | None, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Scores at five positions, and every head's output for a value read as it is."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(5, h.q.shape[2], generator=generator, dtype=torch.float64)
     x = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
-    turn = rotation(planes)
+    turn = rotation(pairs)
     q, k, v = (torch.einsum("hdi,ti->htd", h.affine(role), x) for role in ("q", "k", "v"))
     if turn is not None:
-        q, k = turn.apply(q), turn.apply(k)
+        q, k = turn.rotate(q), turn.rotate(k)
     return q @ k[h.owners].mT, v[h.owners] @ h.o.mT
 
 
-def alike(h: Heads, groups: list[tuple[int, ...]]) -> Heads:
+def alike(h: HeadWeights, groups: list[tuple[int, ...]]) -> HeadWeights:
     """The same heads with the first K and V of every group in all of it."""
     k, v = h.affine("k").clone(), h.affine("v").clone()
     for group in groups:
@@ -83,33 +85,33 @@ def alike(h: Heads, groups: list[tuple[int, ...]]) -> Heads:
     return h.with_affine("k", k).with_affine("v", v)
 
 
-@pytest.mark.parametrize("planes", PLANES)
+@pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("name", WITHOUT_TEXT)
-def test_merging_identical_heads_changes_nothing(name: str, planes: str) -> None:
+def test_merging_identical_heads_changes_nothing(name: str, pairs: str) -> None:
     groups = [(0, 3), (1, 4), (2, 5)]
-    same, setting = alike(heads(per_kv=2), groups), Setting(PLANES[planes])
-    merged = MERGES[name](same, groups, setting)
+    same, context = alike(heads(per_kv=2), groups), MergeContext(PAIRS[pairs])
+    merged = MERGES[name](same, groups, context)
     for before, after in zip(
-        computed(same, PLANES[planes]), computed(merged, PLANES[planes]), strict=True
+        computed(same, PAIRS[pairs]), computed(merged, PAIRS[pairs]), strict=True
     ):
         torch.testing.assert_close(before, after)
     other = heads(per_kv=2)  # heads that differ do not survive it
-    changed = computed(MERGES[name](other, groups, setting), PLANES[planes])
-    assert not torch.allclose(computed(other, PLANES[planes])[0], changed[0])
+    changed = computed(MERGES[name](other, groups, context), PAIRS[pairs])
+    assert not torch.allclose(computed(other, PAIRS[pairs])[0], changed[0])
 
 
 @pytest.mark.parametrize("name", WITHOUT_TEXT)
 def test_merged_heads_of_a_group_are_equal_and_others_are_not(name: str) -> None:
-    merged = MERGES[name](heads(), [(0, 2), (1, 3, 4), (5,)], Setting())
+    merged = MERGES[name](heads(), [(0, 2), (1, 3, 4), (5,)], MergeContext())
     assert torch.equal(merged.k[0], merged.k[2])
     assert torch.equal(merged.v[1], merged.v[4])
     assert not torch.equal(merged.k[0], merged.k[1])
     assert torch.equal(merged.k_bias[1], merged.k_bias[3])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("planes", PLANES)
-def test_procrustes_undoes_turns_that_queries_can_absorb(planes: str) -> None:
-    group, plan = [(0, 1, 2, 3, 4, 5)], PLANES[planes]
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_procrustes_undoes_turns_that_queries_can_absorb(pairs: str) -> None:
+    group, plan = [(0, 1, 2, 3, 4, 5)], PAIRS[pairs]
     same = alike(heads(), group)
     k, v = same.affine("k").clone(), same.affine("v").clone()
     generator = torch.Generator().manual_seed(3)
@@ -120,34 +122,34 @@ def test_procrustes_undoes_turns_that_queries_can_absorb(planes: str) -> None:
             k[head] = turn @ k[head]
         else:
             phase = torch.polar(torch.ones(()), torch.tensor(0.7 * head)).to(torch.complex128)
-            plan.put(k[head], plan.complex(k[head]) * phase)
+            plan.scatter(k[head], plan.complex(k[head]) * phase)
     turned = same.with_affine("k", k).with_affine("v", v)
-    merged = MERGES["procrustes"](turned, group, Setting(plan))
+    merged = MERGES["procrustes"](turned, group, MergeContext(plan))
     for before, after in zip(computed(turned, plan), computed(merged, plan), strict=True):
         torch.testing.assert_close(before, after, rtol=1e-6, atol=1e-6)
-    mean = MERGES["mean"](turned, group, Setting(plan))
+    mean = MERGES["mean"](turned, group, MergeContext(plan))
     assert not torch.allclose(computed(turned, plan)[0], computed(mean, plan)[0], rtol=1e-2)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(PLANES)), st.integers(0, 99))
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(PAIRS)), st.integers(0, 99))
 def test_a_shared_key_that_can_hold_all_heads_is_exact(
     kv: int, per_kv: int, name: str, seed: int
 ) -> None:
-    planes, generator = PLANES[name], torch.Generator().manual_seed(seed)
+    pairs, generator = PAIRS[name], torch.Generator().manual_seed(seed)
     base = torch.randn(4, 9, generator=generator, dtype=torch.float64)
-    k = torch.stack([_absorbable(planes, generator) @ base for _ in range(kv)])
+    k = torch.stack([_absorbable(pairs, generator) @ base for _ in range(kv)])
     q = torch.randn(kv * per_kv, 4, 9, generator=generator, dtype=torch.float64)
     owners = [query // per_kv for query in range(kv * per_kv)]
     joint = k.flatten(0, 1)
-    found = shared_key(q @ q.mT, owners, joint @ joint.T, planes)
+    found = shared_key(q @ q.mT, owners, joint @ joint.T, pairs)
     shared, new_q = found.basis @ joint, found.maps @ q
     assert found.lost <= 1e-9 * found.power
-    x, turn = torch.randn(5, 9, generator=generator, dtype=torch.float64), rotation(planes)
+    x, turn = torch.randn(5, 9, generator=generator, dtype=torch.float64), rotation(pairs)
 
     def scores(q: Tensor, k: Tensor) -> Tensor:
         rows = [torch.einsum("hdi,ti->htd", w, x) for w in (q, k)]
-        a, b = rows if turn is None else [turn.apply(row) for row in rows]
+        a, b = rows if turn is None else [turn.rotate(row) for row in rows]
         return a @ b.mT
 
     wanted = scores(q, k[owners])
@@ -155,38 +157,38 @@ def test_a_shared_key_that_can_hold_all_heads_is_exact(
     if kv > 1:  # one more head that no map leads to
         k[0] = torch.randn(4, 9, generator=generator, dtype=torch.float64)
         joint = k.flatten(0, 1)
-        assert shared_key(q @ q.mT, owners, joint @ joint.T, planes).lost > 1e-4 * found.power
+        assert shared_key(q @ q.mT, owners, joint @ joint.T, pairs).lost > 1e-4 * found.power
 
 
-def _absorbable(planes: Planes | None, generator: torch.Generator) -> Tensor:
-    """A map that queries can absorb: any without rotation; scaled turns of its planes with one."""
-    if planes is None:
+def _absorbable(pairs: RotaryPairs | None, generator: torch.Generator) -> Tensor:
+    """A map that queries can absorb: any without rotation; scaled turns of its pairs with one."""
+    if pairs is None:
         return torch.randn(4, 4, generator=generator, dtype=torch.float64)
     result = torch.zeros(4, 4, dtype=torch.float64)
-    size = (len(planes.still), len(planes.still))
-    result[planes.still[:, None], planes.still] = torch.randn(
+    size = (len(pairs.unpaired), len(pairs.unpaired))
+    result[pairs.unpaired[:, None], pairs.unpaired] = torch.randn(
         size, generator=generator, dtype=torch.float64
     )
-    c, s = torch.randn(2, len(planes.first), generator=generator, dtype=torch.float64)
-    result[planes.first, planes.first] = result[planes.second, planes.second] = c
-    result[planes.first, planes.second], result[planes.second, planes.first] = -s, s
+    c, s = torch.randn(2, len(pairs.first), generator=generator, dtype=torch.float64)
+    result[pairs.first, pairs.first] = result[pairs.second, pairs.second] = c
+    result[pairs.first, pairs.second], result[pairs.second, pairs.first] = -s, s
     return result
 
 
 @pytest.mark.parametrize("name", ["halves", "interleaved", "partial"])
 def test_maps_that_queries_absorb_commute_with_the_rotation(name: str) -> None:
-    planes, h = PLANES[name], heads()
-    turn = rotation(planes)
+    pairs, h = PAIRS[name], heads()
+    turn = rotation(pairs)
     assert turn is not None
     joint = h.k.flatten(0, 1)
     q = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def gap(allowed: Planes | None) -> float:
+    def gap(allowed: RotaryPairs | None) -> float:
         maps = shared_key(h.q @ h.q.mT, list(range(6)), joint @ joint.T, allowed).maps
-        after = turn.apply(q) @ maps.mT
-        return float((turn.apply(q @ maps.mT) - after).abs().max() / after.abs().max())
+        after = turn.rotate(q) @ maps.mT
+        return float((turn.rotate(q @ maps.mT) - after).abs().max() / after.abs().max())
 
-    assert gap(planes) < 1e-12
+    assert gap(pairs) < 1e-12
     assert gap(None) > 1e-2  # free of the rotation, it does not
 
 
@@ -207,28 +209,28 @@ def test_a_shared_value_is_exact_with_rank_enough_and_best_without() -> None:
     assert 0 < found.lost < float(worse)
 
 
-def attention(h: Heads, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+def attention(h: HeadWeights, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
     later = torch.arange(keys.shape[2]) > rows[:, None]
     return (queries @ keys[:, h.owners].mT).masked_fill(later, -torch.inf).softmax(-1)
 
 
-def seen(h: Heads, windows: int, length: int = 12, seed: int = 0) -> Activations:
-    """What a causal module with these weights does on random windows."""
+def seen(h: HeadWeights, sequences: int, length: int = 12, seed: int = 0) -> MergeActivations:
+    """What a causal module with these weights does on random sequences."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(windows, length, h.q.shape[2], generator=generator, dtype=torch.float64)
-    x = torch.cat([x, torch.ones(windows, length, 1, dtype=torch.float64)], -1)
+    x = torch.randn(sequences, length, h.q.shape[2], generator=generator, dtype=torch.float64)
+    x = torch.cat([x, torch.ones(sequences, length, 1, dtype=torch.float64)], -1)
     queries, keys = project(x, h.affine("q")), project(x, h.affine("k"))
 
     def own(q: Tensor, k: Tensor, part: slice, rows: Tensor) -> Tensor:
         return attention(h, q, k, rows)
 
     inputs = dict.fromkeys(("q", "k", "v"), x)
-    empty = torch.empty(windows, length, h.o.shape[1], dtype=torch.float64)
-    known = Activations(inputs, queries, keys, None, 1.0, own, empty)
+    empty = torch.empty(sequences, length, h.o.shape[1], dtype=torch.float64)
+    known = MergeActivations(inputs, queries, keys, None, 1.0, own, empty)
     return replace(known, outputs=given_by(h, known))
 
 
-def given_by(h: Heads, known: Activations) -> Tensor:
+def given_by(h: HeadWeights, known: MergeActivations) -> Tensor:
     """The outputs of these weights on the inputs of some activations."""
     q, k, v = (project(known.inputs[role], h.affine(role)) for role in ("q", "k", "v"))
     read = attention(h, q, k, torch.arange(q.shape[2])) @ v[:, h.owners]
@@ -242,8 +244,8 @@ def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
     h = replace(h, q=h.q / 4, k=h.k / 4)
     fresh = seen(h, 64, seed=1)
 
-    def lost(windows: int) -> float:
-        merged = MERGES["lowrank"](h, group, Setting(activations=seen(h, windows)))
+    def lost(sequences: int) -> float:
+        merged = MERGES["lowrank"](h, group, MergeContext(activations=seen(h, sequences)))
         return float((given_by(merged, fresh) - fresh.outputs).square().sum())
 
     few, many = lost(4), lost(64)
@@ -265,13 +267,13 @@ def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
             name: torch.zeros_like(getattr(known, name)) for name in ("queries", "keys", "outputs")
         }
         known = replace(known, inputs=dict.fromkeys(known.inputs, nothing), **zeros)
-    setting = Setting(activations=known)
+    context = MergeContext(activations=known)
     for name in MERGES:
-        merged = MERGES[name](h, groups, setting)
+        merged = MERGES[name](h, groups, context)
         for role in "qkvo":
             assert getattr(merged, role).isfinite().all()
             assert role not in roles or getattr(merged, role).abs().max() < 1e-12
-    assert (lowrank_cost(h, setting)((0, 1, 2)) < 1e-12) == (roles == "qkvo")
+    assert (lowrank_cost(h, context)((0, 1, 2)) < 1e-12) == (roles == "qkvo")
 
 
 @pytest.mark.parametrize("where", ["inputs", "outputs"])
@@ -280,13 +282,13 @@ def test_calibration_that_is_not_finite_is_refused(where: str) -> None:
     known = seen(h, 2)
     (known.outputs if where == "outputs" else known.inputs["q"])[0, 0, 0] = torch.inf
     with pytest.raises(DataError, match="not finite"):
-        MERGES["lowrank"](h, [tuple(range(6))], Setting(activations=known))
+        MERGES["lowrank"](h, [tuple(range(6))], MergeContext(activations=known))
 
 
 def test_similar_heads_find_each_other() -> None:
     pairs = [(0, 5), (1, 3), (2, 4)]
-    h, setting = alike(heads(), pairs), Setting(PLANES["halves"])
-    for cost in (lowrank_cost(h, setting), measured_cost(MERGES["mean"], h, setting)):
+    h, context = alike(heads(), pairs), MergeContext(PAIRS["halves"])
+    for cost in (lowrank_cost(h, context), measured_cost(MERGES["mean"], h, context)):
         assert sorted(similar(6, 3, cost)) == pairs
         assert sum(map(cost, pairs)) < 1e-9 < sum(map(cost, adjacent(6, 3)))  # type: ignore[arg-type]
 
@@ -349,7 +351,7 @@ def test_conjugate_gradients_solve_each_problem_on_its_own() -> None:
 
 def test_lowrank_without_text_says_what_it_needs() -> None:
     with pytest.raises(PlanError, match="--calibrate"):
-        MERGES["lowrank"](heads(), [(0, 1)], Setting())
+        MERGES["lowrank"](heads(), [(0, 1)], MergeContext())
 
 
 def test_a_misspelt_merge_names_the_nearest() -> None:

@@ -10,8 +10,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples
-from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
 from headprune.errors import CheckpointError, DataError
 from headprune.models.loading import load_tokenizer
 from tests import tiny
@@ -74,15 +74,15 @@ def documents(*texts: tuple[str, ...]) -> Examples:
 def rows(examples: Examples, kind: str, vocabulary: int = tiny.VOCAB) -> object:
     """Makes rows of text in one of the three ways."""
     tokenizer = tiny.tokenizer()
-    if kind == "windows":
-        return packed_windows(examples, tokenizer, 4, vocabulary=vocabulary)
+    if kind == "sequences":
+        return packed_sequences(examples, tokenizer, 4, vocabulary=vocabulary)
     if kind == "texts":
         return tokenized_rows(examples, tokenizer, 16, vocabulary=vocabulary)
     pairs = documents(*((text, text) for text, *_ in examples.texts))
     return translation_rows(pairs, tokenizer, 16, vocabulary)
 
 
-@pytest.mark.parametrize("kind", ["windows", "texts", "pairs"])
+@pytest.mark.parametrize("kind", ["sequences", "texts", "pairs"])
 def test_text_that_a_model_cannot_read(kind: str) -> None:
     known = "w0 w1 w2 w3"
     for fine in (known, f"{known} quux", f"{known} one two three four", f"<s> {known} </s>"):

@@ -497,9 +497,9 @@ def test_data_named_like_a_record_is_data(name: str, tmp_path: Path) -> None:
 def test_a_step_that_fails_says_which_and_keeps_the_others(
     done_job: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    more = ("--set", "steps.heal.seq_len=999")
+    more = ("--set", "steps.heal.batch_size=999")
     code, _, err = run(capsys, "run", done_job, *more)
-    assert (code, "Step 'heal': seq_len 999: the model has 128" in err) == (2, True), err
+    assert (code, "Step 'heal': The data has 2,000 tokens, which" in err) == (2, True), err
     assert did(done_job) == ["heal"]  # as it was, so that the evaluation still stands
 
 

@@ -28,7 +28,7 @@ from headprune.pipelines import train_gates as training
 from headprune.pipelines.heal import heal
 from headprune.pipelines.train_gates import train_gates
 from headprune.report.discovery import discover
-from headprune.training import checkpoints, slim
+from headprune.training import checkpoints, resumable
 from headprune.training.checkpoints import Expected
 from headprune.training.optimizer import GateOptimizer
 from headprune.training.work import GatesSettings, Work, settings_now
@@ -231,7 +231,7 @@ def expected(home: Path, _stopped: Path) -> Expected:
     seen: list[Expected] = []
     folder = shutil.copytree(_stopped, home / "spied" / "g-checkpoints").parent
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(slim, "newest", lambda place, expected: seen.append(expected))
+        patched.setattr(resumable, "newest", lambda place, expected: seen.append(expected))
         gates(home, folder / "g", train=Train.ATTENTION, resume=True)
     return seen[0]
 
@@ -272,7 +272,7 @@ def test_half_a_line_of_history_is_dropped(
 ) -> None:
     kept = stopped.history.read_bytes().splitlines(keepends=True)[:7]
     stopped.history.write_bytes(b"".join([*kept, half]))
-    stopped.cut_history(6, slim.Step)
+    stopped.cut_history(6, resumable.TrainingStep)
     assert stopped.history.read_bytes() == b"".join(kept[:6])
 
 
@@ -284,7 +284,7 @@ def test_a_history_without_a_step_is_refused(line: bytes, stopped: Work) -> None
     lines[1] = line
     stopped.history.write_bytes(b"".join(lines))
     with pytest.raises(CheckpointError, match="it needs a record of every step up to 6"):
-        stopped.cut_history(6, slim.Step)
+        stopped.cut_history(6, resumable.TrainingStep)
 
 
 # the work folder

@@ -25,8 +25,8 @@ from headprune.training.channels import Channels
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
 from headprune.training.optimizer import GateOptimizer
+from headprune.training.resumable import Interrupted
 from headprune.training.rounds import default_count, plan_rounds, round_at
-from headprune.training.slim import Interrupted
 from headprune.training.sparsity import HeadTarget, multiplier
 from tests import tiny
 
@@ -318,7 +318,7 @@ def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:
     gates.reopen()
     assert gates.expected_heads().item() == pytest.approx(18, abs=0.5)
     torch.testing.assert_close(gates.values(), values)  # fully open again, at their factors
-    gates.draw(2)
+    gates.sample(2)
     drawn = torch.cat([gates.source(i)[0] for i in range(tiny.LAYERS)])  # type: ignore[index]
     assert (drawn[~first] == 0).all() and (drawn <= gates.scale + 1e-6).all()
     with torch.no_grad():
@@ -350,17 +350,17 @@ def test_gates_share_one_scale_and_the_rest_does_not() -> None:
 def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
     model = tiny.model("llama-gqa")
     gates = Gates(attention_of(model), Unit.KV_GROUP, 0.0, 2 / 3)
-    gates.draw(3)
+    gates.sample(3)
     first = gates.source(0)
     assert first is not None and first.shape == (3, 6)
     assert torch.equal(first[:, 0], first[:, 1])  # heads of a group stand together
     assert not torch.equal(first[0], first[1])
     gates.choose([0, 5])
-    gates.draw(3)
+    gates.sample(3)
     settled = gates.source(0)
     assert settled is not None and settled.shape == (1, 6)
     assert (settled > 0).tolist() == [[True, True, False, False, False, False]]
-    gates.release()
+    gates.disable()
     assert gates.source(0) is None
 
 
@@ -391,13 +391,13 @@ def test_folded_channels_do_what_scaled_ones_did(case: str) -> None:
         plain = model(input_ids=ids).logits
         gates = settled_gates(model)
         with channels.scaling(gates):
-            released = model(input_ids=ids).logits
-            gates.draw(2)
+            disabled = model(input_ids=ids).logits
+            gates.sample(2)
             scaled = model(input_ids=ids).logits
         changed = channels.fold()
         folded = model(input_ids=ids).logits
     torch.testing.assert_close(folded, scaled)
-    assert torch.equal(released, plain)
+    assert torch.equal(disabled, plain)
     assert not torch.allclose(plain, scaled, atol=1e-3)
     assert len(changed) == len(channels.factors)
 

@@ -147,7 +147,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 def _present(case: str) -> bool:
     """Whether the installed transformers has the family, as its row describes it."""
-    since = FAMILIES[family_of_case(case)].since
+    since = FAMILIES[family_of_case(case)].min_transformers
     return family_of_case(case) in CONFIG_MAPPING and (
         since is None or Version(transformers.__version__) >= Version(since)
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from headprune.estimates import Estimate, Sizes
     from headprune.pipelines.train_gates import GatesRun
-    from headprune.training.trainer import StepRecord
+    from headprune.training.trainer import GateStep
 
 
 class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting):
@@ -39,7 +39,7 @@ def run(options: TrainGatesOptions, context: Context) -> GatesRun:
     from headprune.console.render import step_numbers
     from headprune.pipelines.train_gates import train_gates
 
-    def on_step(record: StepRecord) -> None:
+    def on_step(record: GateStep) -> None:
         context.step(record.step, record.steps, step_numbers(record))
 
     return train_gates(

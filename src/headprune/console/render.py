@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.pipelines.prune import Preview, Pruned
     from headprune.pipelines.train_gates import GatesRun
     from headprune.pipelines.verify import Verification
-    from headprune.training.trainer import StepRecord
+    from headprune.training.trainer import GateStep
 
 
 def table(*columns: str, numbers_from: int = 1) -> Table:
@@ -146,7 +146,7 @@ def before_after(rows: list[tuple[str, int, int]]) -> Table:
     return grid
 
 
-def step_numbers(record: StepRecord) -> str:
+def step_numbers(record: GateStep) -> str:
     """The moving numbers beside the progress bar."""
     target = "" if record.target_heads is None else f"/{record.target_heads:.0f}"
     phase = " settled" if record.settled else ""

@@ -1,9 +1,9 @@
-"""Is the difference between two models real? Paired bootstrap over windows or examples.
+"""Is the difference between two models real? Paired bootstrap over sequences or examples.
 
-Both models are measured on the same windows; a resample draws windows, not models, so what the
-windows have in common cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
-With few windows these are too short; their tails are moved out as far as Student's t is wider than
-the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded percentiles).
+Both models are measured on the same sequences; a resample draws sequences, not models, so what the
+sequences have in common cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
+With few sequences these are too short; their tails are moved out as far as Student's t is wider
+than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded percentiles).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Maps indices of windows, shape (..., windows), to one number each, shape (...).
+# Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
 Statistic = Callable[[NDArray[np.int64]], Any]
 
 _DRAWN_AT_ONCE = 1 << 18  # indices: more do not go faster, and take memory
@@ -28,7 +28,7 @@ class Interval:
     """An estimate with its interval.
 
     Attributes:
-        estimate: On all windows.
+        estimate: On all sequences.
         low: Lower end.
         high: Upper end.
         confidence: Level of the interval.
@@ -64,9 +64,9 @@ def bootstrap(
     """Expanded percentile interval of a statistic of paired data.
 
     Args:
-        statistic: Maps indices of windows (with repeats) to a number; many resamples at once,
+        statistic: Maps indices of sequences (with repeats) to a number; many resamples at once,
             one a row.
-        n: Number of windows.
+        n: Number of sequences.
         resamples: Number of resamples.
         confidence: Level, between 0 and 1.
         seed: Seed of the resampling. Resamples in which the statistic is NaN do not count.

@@ -1,6 +1,6 @@
-"""Runs a model over data and keeps, per window or example, what its metrics need.
+"""Runs a model over data and keeps, per sequence or example, what its metrics need.
 
-Every value belongs to one window or example and does not depend on the batch it came in.
+Every value belongs to one sequence or example and does not depend on the batch it came in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedModel
 
-from headprune.data.windows import masked
+from headprune.data.sequences import masked
 from headprune.errors import DataError
 
 Progress = Callable[[int, int], None]
@@ -30,8 +30,8 @@ class TokenLosses:
     """Losses of a language model.
 
     Attributes:
-        nll_nats: Summed loss of each window, shape (windows,).
-        tokens: Scored tokens of each window.
+        nll_nats: Summed loss of each sequence, shape (sequences,).
+        tokens: Scored tokens of each sequence.
         utf8_bytes: Bytes of their text.
     """
 
@@ -43,25 +43,25 @@ class TokenLosses:
 @torch.no_grad()
 def causal_losses(
     model: PreTrainedModel,
-    windows: Dataset,
+    sequences: Dataset,
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> TokenLosses:
-    """Scores every token of every window but the first, each given those before it in its window.
+    """Scores every token of every sequence but the first, each given those before it in there.
 
     Args:
         model: A causal language model.
-        windows: Rows of equally long ``input_ids``.
+        sequences: Rows of equally long ``input_ids``.
         tokenizer: Gives the text of the scored tokens, for bits per byte.
         batch_size: Windows per forward pass.
-        progress: Called with windows done and windows in all.
+        progress: Called with sequences done and sequences in all.
 
     Raises:
-        DataError: If a loss is not finite; the window is named.
+        DataError: If a loss is not finite; the sequence is named.
     """
     found = _Scored(tokenizer)
-    for ids in _batches(windows, batch_size, progress):
+    for ids in _batches(sequences, batch_size, progress):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
         found.add(logits, ids[:, 1:])
     return found.losses()
@@ -70,7 +70,7 @@ def causal_losses(
 @torch.no_grad()
 def masked_losses(
     model: PreTrainedModel,
-    windows: Dataset,
+    sequences: Dataset,
     tokenizer: Any,
     batch_size: int,
     seed: int,
@@ -79,10 +79,10 @@ def masked_losses(
     """Scores masked tokens; the same seed masks the same tokens for every model.
 
     Raises:
-        DataError: If a loss is not finite; the window is named.
+        DataError: If a loss is not finite; the sequence is named.
     """
     found = _Scored(tokenizer)
-    for ids in _batches(windows, batch_size, progress):
+    for ids in _batches(sequences, batch_size, progress):
         hidden, labels = masked(ids, tokenizer, seed)
         found.add(model(input_ids=hidden.to(model.device)).logits, labels)
     return found.losses()
@@ -154,10 +154,10 @@ def embeddings(
     return _finite(torch.cat(vectors), "embedding of row").double().numpy()
 
 
-def _batches(windows: Dataset, size: int, progress: Progress) -> Iterator[Tensor]:
-    for start in range(0, len(windows), size):
-        yield torch.tensor(windows[start : start + size]["input_ids"])
-        progress(min(start + size, len(windows)), len(windows))
+def _batches(sequences: Dataset, size: int, progress: Progress) -> Iterator[Tensor]:
+    for start in range(0, len(sequences), size):
+        yield torch.tensor(sequences[start : start + size]["input_ids"])
+        progress(min(start + size, len(sequences)), len(sequences))
 
 
 def _padded(
@@ -204,22 +204,22 @@ def _summed(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Scored:
-    """Sums of the windows so far; of their tokens nothing is kept."""
+    """Sums of the sequences so far; of their tokens nothing is kept."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.nll: list[Tensor] = []
-        self.counts: list[tuple[int, int]] = []  # tokens and bytes of every window
+        self.counts: list[tuple[int, int]] = []  # tokens and bytes of every sequence
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds windows; a label of -100 is not scored."""
+        """Adds sequences; a label of -100 is not scored."""
         self.nll.append(_summed(logits, labels.to(logits.device)))
         for row in labels.cpu():
             scored = row[row != -100].tolist()
             self.counts.append((len(scored), len(self.tokenizer.decode(scored).encode())))
 
     def losses(self) -> TokenLosses:
-        """All windows.
+        """All sequences.
 
         Raises:
             DataError: If a loss is not finite, or there is nothing that could be scored.

@@ -16,11 +16,11 @@ from headprune.models.cost import ModelCost
 from headprune.writing import write_whole
 
 
-class _Record(BaseModel):
+class _ReportPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Metric(_Record):
+class Metric(_ReportPart):
     """One measured number, never rounded.
 
     Attributes:
@@ -38,7 +38,7 @@ class Metric(_Record):
     n: Amount
 
 
-class Provenance(_Record):
+class Provenance(_ReportPart):
     """What it takes to measure the same again.
 
     Attributes:
@@ -58,7 +58,7 @@ class Provenance(_Record):
     settings: dict[str, Any]
 
 
-class ModelReport(_Record):
+class ModelReport(_ReportPart):
     """One model's numbers.
 
     Attributes:
@@ -83,7 +83,7 @@ class ModelReport(_Record):
     longest_context: Amount | None = None
 
 
-class Difference(_Record):
+class Difference(_ReportPart):
     """How the model differs from the base on the same windows.
 
     Attributes:
@@ -99,7 +99,7 @@ class Difference(_Record):
     higher_is_better: bool
 
 
-class Report(_Record):
+class Report(_ReportPart):
     """What ``headprune evaluate`` measured.
 
     Attributes:

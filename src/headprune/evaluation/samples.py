@@ -1,7 +1,7 @@
-"""What an evaluation keeps of every window or example, and the metrics as functions of it.
+"""What an evaluation keeps of every sequence or example, and the metrics as functions of it.
 
-One formula per metric gives its value on all windows and on every resample of them, so that two
-models, or a model and the record of an earlier run, are compared window by window.
+One formula per metric gives its value on all sequences and on every resample of them, so that two
+models, or a model and the record of an earlier run, are compared sequence by sequence.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ FORMULAS: dict[str, tuple[tuple[str, ...], Formula]] = {
 
 @dataclass(frozen=True)
 class Samples:
-    """Numbers per window or example.
+    """Numbers per sequence or example.
 
     Attributes:
-        columns: Of shape (windows,): "nll_nats", "tokens" and "utf8_bytes" of a language model,
+        columns: Of shape (sequences,): "nll_nats", "tokens" and "utf8_bytes" of a language model,
             "hits" of a classifier, "similarities" and "scores" of sentence pairs, "cosines" of
             embeddings with those of the base.
     """
@@ -68,6 +68,6 @@ class Samples:
         return len(self.columns[FORMULAS[metric][0][0]])
 
     def statistic(self, metric: str) -> Statistic:
-        """A metric as a function of the windows that count."""
+        """A metric as a function of the sequences that count."""
         formula = FORMULAS[metric][1]
         return lambda i: formula(self.columns, i)

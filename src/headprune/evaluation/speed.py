@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from headprune.data.lengths import most_tokens
 from headprune.models.cost import GENERATES
 from headprune.models.loading import task_of
 
@@ -122,7 +123,7 @@ def _prompt(
 ) -> tuple[Tensor, int]:
     """A prompt, shape (1, length), and how many tokens follow; both fit into every model."""
     room = prompt_tokens + decoded
-    positions = min(getattr(m.config, "max_position_embeddings", room) for m in models)
+    positions = min(most_tokens(m.config) or room for m in models)
     decoded = min(decoded, positions // 2)
     generator = torch.Generator().manual_seed(0)
     vocabulary = models[0].config.get_text_config().vocab_size

@@ -19,7 +19,7 @@ BERT = Family(
         Projection("../output.dense", "o"),
     ),
     head_dim="attention_head_size",
-    follows={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
+    size_attributes={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
     refused={"add_cross_attention": _CROSS},
 )
 
@@ -29,7 +29,7 @@ ALBERT = replace(
     # one layer's weights run in every layer, so a head leaves all layers at once
     attention={"self": "encoder.albert_layer_groups.*.albert_layers.*.attention"},
     projections=(*BERT.projections[:3], Projection("dense", "o")),
-    without_heads="LayerNorm",
+    headless_output="LayerNorm",
     knows=frozenset({"num_hidden_groups", "inner_group_num", "classifier_dropout_prob"}),
 )
 
@@ -43,7 +43,7 @@ DISTILBERT = Family(
         Projection("out_lin", "o"),
     ),
     head_dim="attention_head_size",
-    follows={"n_heads": "query_heads", "dim": "query_width"},
+    size_attributes={"n_heads": "query_heads", "dim": "query_width"},
     query_heads_key="n_heads",
     knows=frozenset(
         {"sinusoidal_pos_embds", "dim", "hidden_dim", "qa_dropout", "seq_classif_dropout"}
@@ -81,7 +81,7 @@ MODERNBERT = Family(
     model_type="modernbert",
     attention={"self": "layers.*.attn"},
     projections=(Projection("Wqkv", "qkv"), Projection("Wo", "o")),
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     knows=frozenset(
         {
             "initializer_cutoff_factor",
@@ -112,9 +112,9 @@ MPNET = Family(
         Projection("o", "o"),
     ),
     head_dim="attention_head_size",
-    follows={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
+    size_attributes={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
     head_arguments={"position_bias": 1},
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     knows=frozenset({"relative_attention_num_buckets"}),
 )
 

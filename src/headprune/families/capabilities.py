@@ -55,6 +55,6 @@ def _capability(family: Family) -> Capability:
         even=f"native{unless}" if family.native else "runtime",
         fewer_kv_heads=family.fewer_kv_heads,
         gguf="later",
-        since=family.since,
+        since=family.min_transformers,
         refused=dict(family.refused),
     )

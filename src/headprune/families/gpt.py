@@ -2,6 +2,11 @@
 
 from headprune.families.spec import Family, Projection
 
+_QUERY_KEY_VALUE = (
+    Projection("query_key_value", "qkv", interleaved_per_kv_head=True),
+    Projection("dense", "o"),
+)
+
 _CROSS = "cross attention of decoders on their own is not in the table yet"
 _SEPARATE = (
     Projection("q_proj", "q"),
@@ -17,9 +22,9 @@ GPT2 = Family(
     # one fused c_attn = [Q; K; V], stored as Conv1D (in, out)
     projections=(Projection("c_attn", "qkv"), Projection("c_proj", "o")),
     # forward splits c_attn's output by split_size: one of Q, K, V
-    follows={"num_heads": "query_heads", "split_size": "query_width"},
+    size_attributes={"num_heads": "query_heads", "split_size": "query_width"},
     query_heads_key="n_head",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     refused={"add_cross_attention": _CROSS},
     knows=frozenset(
         _SUMMARY
@@ -31,8 +36,11 @@ GPT_BIGCODE = Family(
     model_type="gpt_bigcode",
     attention={"self": "h.*.attn"},
     # [Q; k; v] for multi-query, else [q k v] per head: one rule
-    projections=(Projection("c_attn", "qkv", groups=True), Projection("c_proj", "o")),
-    follows={
+    projections=(
+        Projection("c_attn", "qkv", interleaved_per_kv_head=True),
+        Projection("c_proj", "o"),
+    ),
+    size_attributes={
         "num_heads": "query_heads",
         "kv_heads": "kv_heads",
         "kv_dim": "kv_width",
@@ -57,9 +65,9 @@ GPT_NEO = Family(
     model_type="gpt_neo",
     attention={"self": "h.*.attn.attention"},
     projections=_SEPARATE,
-    follows={"num_heads": "query_heads"},
+    size_attributes={"num_heads": "query_heads"},
     query_heads_key="num_heads",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     knows=frozenset(
         {
             "attention_types",
@@ -77,26 +85,26 @@ GPTJ = Family(
     model_type="gptj",
     attention={"self": "h.*.attn"},
     projections=_SEPARATE,
-    follows={"num_attention_heads": "query_heads"},
+    size_attributes={"num_attention_heads": "query_heads"},
     query_heads_key="n_head",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     knows=frozenset({"rotary_dim"}),
 )
 
 GPT_NEOX = Family(
     model_type="gpt_neox",
     attention={"self": "layers.*.attention"},
-    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
+    projections=_QUERY_KEY_VALUE,
     head_dim="head_size",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
 )
 
 OPT = Family(
     model_type="opt",
     attention={"self": "decoder.layers.*.self_attn"},
     projections=_SEPARATE,
-    follows={"num_heads": "query_heads"},
-    counts_keys_as_queries=True,
+    size_attributes={"num_heads": "query_heads"},
+    expects_one_kv_per_query=True,
     knows=frozenset(
         {
             "ffn_dim",
@@ -112,12 +120,12 @@ OPT = Family(
 BLOOM = Family(
     model_type="bloom",
     attention={"self": "h.*.self_attention"},
-    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
-    follows={"num_heads": "query_heads"},
+    projections=_QUERY_KEY_VALUE,
+    size_attributes={"num_heads": "query_heads"},
     head_arguments={"alibi": "batch"},
-    without_heads="residual",
+    headless_output="residual",
     query_heads_key="n_head",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     refused={
         "slow_but_exact": "it multiplies slices of W_O of a fixed width; set it to false in "
         "config.json, which changes the outputs by rounding only"
@@ -129,10 +137,10 @@ MPT = Family(
     model_type="mpt",
     attention={"self": "blocks.*.attn"},
     projections=(Projection("Wqkv", "qkv"), Projection("out_proj", "o")),
-    follows={"n_heads": "query_heads"},
+    size_attributes={"n_heads": "query_heads"},
     head_arguments={"position_bias": 0},
     query_heads_key="n_heads",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     knows=frozenset(
         {
             "expansion_ratio",
@@ -152,8 +160,8 @@ FALCON = Family(
     model_type="falcon",
     attention={"self": "h.*.self_attention"},
     # [q k v] per head (old), [Q; k; v] (multi-query), [q ... q k v] per group (new): one rule
-    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
-    follows={"num_heads": "query_heads", "num_kv_heads": "kv_heads"},
+    projections=_QUERY_KEY_VALUE,
+    size_attributes={"num_heads": "query_heads", "num_kv_heads": "kv_heads"},
     # with alibi and sdpa the bias of every head is folded into the mask
     head_arguments={"alibi": "batch", "attention_mask": 1},
     fewer_kv_heads="the old layouts have no place for it, and the new one caches K and V of every "
@@ -177,16 +185,16 @@ BIOGPT = Family(
     model_type="biogpt",
     attention={"self": "layers.*.self_attn"},
     projections=_SEPARATE,
-    follows={"num_heads": "query_heads"},
+    size_attributes={"num_heads": "query_heads"},
 )
 
 XGLM = Family(
     model_type="xglm",
     attention={"self": "layers.*.self_attn"},
     projections=_SEPARATE,
-    follows={"num_heads": "query_heads", "embed_dim": "query_width"},
+    size_attributes={"num_heads": "query_heads", "embed_dim": "query_width"},
     query_heads_key="attention_heads",
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     refused={"add_cross_attention": _CROSS},
     knows=frozenset({"ffn_dim", "attention_heads"}),
 )
@@ -194,9 +202,9 @@ XGLM = Family(
 PERSIMMON = Family(
     model_type="persimmon",
     attention={"self": "layers.*.self_attn"},
-    projections=(Projection("query_key_value", "qkv", groups=True), Projection("dense", "o")),
-    follows={"num_heads": "query_heads"},
-    counts_keys_as_queries=True,
+    projections=_QUERY_KEY_VALUE,
+    size_attributes={"num_heads": "query_heads"},
+    expects_one_kv_per_query=True,
     knows=frozenset({"qk_layernorm"}),
 )
 

@@ -25,7 +25,7 @@ def llama_like(model_type: str, knows: set[str] | None = None, **differences: An
     llama: dict[str, Any] = {
         "attention": {"self": "layers.*.self_attn"},
         "projections": QKVO,
-        "follows": {"num_key_value_groups": "queries_per_kv"},
+        "size_attributes": {"num_key_value_groups": "queries_per_kv"},
         "kv_heads_key": "num_key_value_heads",
         # the config has head_dim, so hidden_size need not be heads x head_dim
         "native": True,
@@ -39,8 +39,8 @@ _GRANITE = {"embedding_multiplier", "logits_scaling", "residual_multiplier", "at
 _QWEN_MOE = {"decoder_sparse_step", "num_experts", "mlp_only_layers"}
 _MOE = {"n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group"}
 # both norms run over all heads at once
-_WHOLE_NORMS: dict[str, Any] = {
-    "whole_norms": {"q_norm": "q", "k_norm": "k"},
+_FULL_WIDTH_NORMS: dict[str, Any] = {
+    "full_width_norms": {"q_norm": "q", "k_norm": "k"},
     "projections": (
         Projection("q_proj", ""),
         Projection("k_proj", ""),
@@ -70,14 +70,14 @@ ROWS = (
         {"use_qk_norm"},
         per_head={"q_norm.weight": "q", "k_norm.weight": "k"},
     ),
-    llama_like("olmo2", **_WHOLE_NORMS),
-    llama_like("olmo3", **_WHOLE_NORMS),
-    llama_like("olmoe", {"clip_qkv", "num_experts"}, **_WHOLE_NORMS),
+    llama_like("olmo2", **_FULL_WIDTH_NORMS),
+    llama_like("olmo3", **_FULL_WIDTH_NORMS),
+    llama_like("olmoe", {"clip_qkv", "num_experts"}, **_FULL_WIDTH_NORMS),
     llama_like(
         "stablelm",
         {"use_qkv_bias", "qk_layernorm"},
         per_head={"q_layernorm.norms": "q", "k_layernorm.norms": "k"},
-        follows={
+        size_attributes={
             "num_heads": "query_heads",
             "num_key_value_heads": "kv_heads",
             "num_key_value_groups": "queries_per_kv",
@@ -95,8 +95,11 @@ ROWS = (
         "phi3",
         {"original_max_position_embeddings"},
         projections=(Projection("qkv_proj", "qkv"), Projection("o_proj", "o")),
-        follows={"num_key_value_heads": "kv_heads", "num_key_value_groups": "queries_per_kv"},
-        config_follows={"num_attention_heads": "query_heads"},
+        size_attributes={
+            "num_key_value_heads": "kv_heads",
+            "num_key_value_groups": "queries_per_kv",
+        },
+        config_size_attributes={"num_attention_heads": "query_heads"},
     ),
     llama_like("apertus"),
     llama_like("arcee"),
@@ -153,9 +156,9 @@ ROWS = (
             Projection("o_proj", "o"),
         ),
         head_dim="v_head_dim",
-        follows={"num_heads": "query_heads"},
+        size_attributes={"num_heads": "query_heads"},
         cached_width="kv_lora_rank+qk_rope_head_dim",
-        since="5.15",  # before, it cached K and V of every head
+        min_transformers="5.15",  # before, it cached K and V of every head
         fewer_kv_heads="all heads share one latent K and V already, and the cache holds only that",
     ),
 )

@@ -12,7 +12,7 @@ VIT = Family(
     model_type="vit",
     attention={"self": "layers.*.attention"},
     projections=QKVO,
-    follows={"num_attention_heads": "query_heads"},
+    size_attributes={"num_attention_heads": "query_heads"},
     native=True,
 )
 
@@ -28,7 +28,7 @@ CLIP = Family(
         Projection("v_proj", "v"),
         Projection("out_proj", "o"),
     ),
-    follows={"num_heads": "query_heads"},
+    size_attributes={"num_heads": "query_heads"},
     knows=frozenset({"text_config", "vision_config", "logit_scale_init_value"}),
 )
 
@@ -38,7 +38,7 @@ DINOV2 = replace(
     VIT,
     model_type="dinov2",
     attention={"self": "encoder.layer.*.attention"},
-    since="5.18",
+    min_transformers="5.18",
     knows=frozenset(
         {
             "mlp_ratio",
@@ -58,8 +58,8 @@ DINOV3 = Family(
     model_type="dinov3_vit",
     attention={"self": "layer.*.attention"},
     projections=QKVO,
-    follows={"num_heads": "query_heads"},
-    counts_keys_as_queries=True,
+    size_attributes={"num_heads": "query_heads"},
+    expects_one_kv_per_query=True,
     knows=frozenset(
         """
         rope_theta query_bias key_bias value_bias proj_bias layerscale_value drop_path_rate
@@ -74,9 +74,9 @@ DATA2VEC_VISION = Family(
     attention={"self": "encoder.layer.*.attention.attention"},
     projections=BERT.projections,
     head_dim=BERT.head_dim,
-    follows=BERT.follows,
+    size_attributes=BERT.size_attributes,
     head_arguments={"relative_position_bias": 1},
-    counts_keys_as_queries=True,
+    expects_one_kv_per_query=True,
     refused={
         "use_relative_position_bias": "each layer has a table of position biases with a column per "
         "head, which the table of families has no word for"
@@ -95,8 +95,8 @@ WAV2VEC2 = Family(
     model_type="wav2vec2",
     attention={"self": "encoder.layers.*.attention"},
     projections=CLIP.projections,
-    follows={"num_heads": "query_heads"},
-    since="5.16",
+    size_attributes={"num_heads": "query_heads"},
+    min_transformers="5.16",
     knows=frozenset(
         """
         feat_proj_dropout feat_quantizer_dropout final_dropout feat_extract_norm

@@ -19,7 +19,7 @@ BART = Family(
         Projection("v_proj", "v"),
         Projection("out_proj", "o"),
     ),
-    follows={"num_heads": "query_heads"},
+    size_attributes={"num_heads": "query_heads"},
 )
 
 T5 = Family(
@@ -36,11 +36,11 @@ T5 = Family(
         Projection("o", "o"),
     ),
     head_dim="key_value_proj_dim",
-    follows={"n_heads": "query_heads", "inner_dim": "query_width"},
+    size_attributes={"n_heads": "query_heads", "inner_dim": "query_width"},
     head_arguments={"position_bias": 1},
     shares_position_bias=True,
     query_heads_key="num_heads",
-    since="5.15",
+    min_transformers="5.15",
     knows=frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"}),
 )
 
@@ -58,7 +58,7 @@ ROWS = (
     replace(
         BART,
         model_type="whisper",
-        counts_keys_as_queries=True,
+        expects_one_kv_per_query=True,
         knows=frozenset(
             {
                 "num_mel_bins",

@@ -15,7 +15,7 @@ prints its line for the documentation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -33,18 +33,18 @@ class Projection:
 
     Attributes:
         path: Path relative to the attention module; a leading ``../`` climbs to its parent.
-        holds: What it computes, in order: "q", "k", "v", "qkv"; "o" for the output projection; ""
+        roles: What it computes, in order: "q", "k", "v", "qkv"; "o" for the output projection; ""
             for one that stays whole.
-        groups: For fused projections: False for ``[Q; K; V]``, True for ``[q ... q k v]`` per KV
-            head, which with one query per KV head is ``[q k v]`` per head.
+        interleaved_per_kv_head: For fused projections: False for ``[Q; K; V]``, True for
+            ``[q ... q k v]`` per KV head, which with one query per KV head is ``[q k v]`` per head.
         head_dim: Attribute of the attention module with the width of one head in this projection,
             or several joined by "+"; by default the row's ``head_dim``.
         optional: Whether some models of the family go without it.
     """
 
     path: str
-    holds: str
-    groups: bool = False
+    roles: str
+    interleaved_per_kv_head: bool = False
     head_dim: str | None = None
     optional: bool = False
 
@@ -60,18 +60,19 @@ class Family:
             ``*`` is one path segment.
         projections: The projections of one attention module.
         head_dim: Attribute of the attention module that holds the width of a head.
-        follows: Attributes of the attention module that change with the head counts, and the size
-            each one takes.
-        config_follows: The same for attributes that its forward reads from the config.
+        size_attributes: Attributes of the attention module that change with the head counts, and
+            the size each one takes.
+        config_size_attributes: The same for attributes that its forward reads from the config.
         per_head: Other tensors (or module lists) of the attention module with one entry per head
             along their first dimension, and the role of that head.
-        whole_norms: Norms over all heads of a projection at once. What they compute changes when a
-            head is missing, so norm and projection stay whole and their output is narrowed.
+        full_width_norms: Norms over all heads of a projection at once. What they compute changes
+            when a head is missing, so norm and projection stay whole and their output is narrowed.
         head_arguments: Arguments of the attention's forward that carry one entry per head of the
             original model, and the dimension of it; "batch" where batch and heads share the first.
         shares_position_bias: Whether the first module computes a position bias for all.
-        without_heads: What a forward without heads does with the output: "" returns it, "residual"
-            adds the argument of that name, anything else is the norm that takes input + output.
+        headless_output: What a forward without heads does with the output: "" returns it,
+            "residual" adds the argument of that name, anything else is the norm that takes
+            input + output.
         query_heads_key: Config attribute for the number of query heads.
         kv_heads_key: Config attribute for the number of KV heads; None where it is always the
             number of query heads.
@@ -82,11 +83,11 @@ class Family:
             "runtime" in the class that travels with the result, or the reason why nowhere.
         cached_width: Attributes of the attention module, joined by "+", that say how many numbers
             one token leaves in the cache, where that is not K and V of every KV head.
-        counts_keys_as_queries: Whether the forward takes as many KV heads as query heads, so that
+        expects_one_kv_per_query: Whether the forward takes as many KV heads as query heads, so that
             fewer are repeated before it sees them (and cached once nevertheless).
         caches_query_heads: Config attribute under which K and V are cached for every query head.
-        since: Lowest version of transformers whose classes look as the row says; None for the
-            lowest that headprune runs on.
+        min_transformers: Lowest version of transformers whose classes look as the row says; None
+            for the lowest that headprune runs on.
         refused: Config attributes that make a model of the family unsupported when they are
             truthy, with the reason.
         knows: Config attributes, beyond the common ones, that were checked not to touch what this
@@ -97,40 +98,53 @@ class Family:
     attention: Mapping[str, str]
     projections: tuple[Projection, ...]
     head_dim: str = "head_dim"
-    follows: Mapping[str, Size] = _nothing()
-    config_follows: Mapping[str, Size] = _nothing()
+    size_attributes: Mapping[str, Size] = _nothing()
+    config_size_attributes: Mapping[str, Size] = _nothing()
     per_head: Mapping[str, Role] = _nothing()
-    whole_norms: Mapping[str, Role] = _nothing()
+    full_width_norms: Mapping[str, Role] = _nothing()
     head_arguments: Mapping[str, int | Literal["batch"]] = _nothing()
     shares_position_bias: bool = False
-    without_heads: str = ""
+    headless_output: str = ""
     query_heads_key: str = "num_attention_heads"
     kv_heads_key: str | None = None
     native: bool = False
     native_unless: tuple[str, ...] = ()
     fewer_kv_heads: str = "runtime"
     cached_width: str | None = None
-    counts_keys_as_queries: bool = False
+    expects_one_kv_per_query: bool = False
     caches_query_heads: str | None = None
-    since: str | None = None
+    min_transformers: str | None = None
     refused: Mapping[str, str] = _nothing()
     knows: frozenset[str] = field(default_factory=frozenset)
 
     def for_runtime(self) -> dict[str, Any]:
-        """The part of the row that travels in config.json: all that rebuilding a model needs."""
+        """The part of the row that travels in config.json: all that rebuilding a model needs.
+
+        Its keys are those of ``config.headprune`` in schema 1, which results that were written
+        before have as well.
+        """
         return {
             "attention": dict(self.attention),
-            "projections": [asdict(projection) for projection in self.projections],
+            "projections": [
+                {
+                    "path": projection.path,
+                    "holds": projection.roles,
+                    "groups": projection.interleaved_per_kv_head,
+                    "head_dim": projection.head_dim,
+                    "optional": projection.optional,
+                }
+                for projection in self.projections
+            ],
             "head_dim": self.head_dim,
-            "follows": dict(self.follows),
-            "config_follows": dict(self.config_follows),
+            "follows": dict(self.size_attributes),
+            "config_follows": dict(self.config_size_attributes),
             "per_head": dict(self.per_head),
-            "whole_norms": dict(self.whole_norms),
+            "whole_norms": dict(self.full_width_norms),
             "head_arguments": dict(self.head_arguments),
             "shares_position_bias": self.shares_position_bias,
-            "counts_keys_as_queries": self.counts_keys_as_queries,
+            "counts_keys_as_queries": self.expects_one_kv_per_query,
             "shares_by_runtime": self.fewer_kv_heads == "runtime",
-            "without_heads": self.without_heads,
+            "without_heads": self.headless_output,
         }
 
 

@@ -8,10 +8,18 @@ from headprune.merging.medoid import medoid
 from headprune.merging.norm_mean import norm_mean
 from headprune.merging.procrustes import procrustes
 from headprune.merging.random import random
-from headprune.merging.spec import Activations, Groups, Heads, Merge, Setting
+from headprune.merging.spec import Groups, HeadWeights, Merge, MergeActivations, MergeContext
 from headprune.registry import Registry
 
-__all__ = ["MERGES", "NEEDS_CALIBRATION", "Activations", "Groups", "Heads", "Merge", "Setting"]
+__all__ = [
+    "MERGES",
+    "NEEDS_CALIBRATION",
+    "Groups",
+    "HeadWeights",
+    "Merge",
+    "MergeActivations",
+    "MergeContext",
+]
 
 MERGES: Registry[Merge] = Registry("merge", PlanError)
 MERGES.add("mean", mean)

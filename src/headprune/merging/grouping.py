@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from headprune.merging.spec import Groups, Heads, Merge, Setting
+from headprune.merging.spec import Groups, HeadWeights, Merge, MergeContext
 from headprune.tensors.lowrank import shared_key, shared_value
 
 Cost = Callable[[tuple[int, ...]], float]
@@ -87,13 +87,13 @@ def _swapped(groups: Groups, cost: Cost) -> list[tuple[int, ...]]:
     return current
 
 
-def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
+def lowrank_cost(heads: HeadWeights, context: MergeContext) -> Cost:
     """Share of scores plus share of outputs that the best shared K and V of a group lose.
 
     In the metric of the activations; without any, as if inputs were white. Where a norm keeps
     queries from absorbing a map, only V counts.
     """
-    known = setting.activations
+    known = context.activations
     moments = {r: None if known is None else known.second_moments[r] for r in ("q", "k", "v")}
     q, k, v = (heads.affine(role) for role in ("q", "k", "v"))
     query_moments = _sandwiched(q, moments["q"], q)
@@ -105,7 +105,7 @@ def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
         owners = [group.index(heads.owners[query]) for query in queries]
         value = shared_value(heads.o[queries], owners, _block(value_moment, group, v.shape[1]))
         key = shared_key(
-            query_moments[queries], owners, _block(key_moment, group, k.shape[1]), setting.planes
+            query_moments[queries], owners, _block(key_moment, group, k.shape[1]), context.pairs
         )
         return key.lost, key.power, value.lost, value.power
 
@@ -115,22 +115,22 @@ def lowrank_cost(heads: Heads, setting: Setting) -> Cost:
 
     def cost(group: tuple[int, ...]) -> float:
         key_lost, _, value_lost, _ = lost(group)
-        return value_lost / value_power + setting.linear * key_lost / key_power
+        return value_lost / value_power + context.linear * key_lost / key_power
 
     return cost
 
 
-def measured_cost(merge: Merge, heads: Heads, setting: Setting) -> Cost:
+def measured_cost(merge: Merge, heads: HeadWeights, context: MergeContext) -> Cost:
     """What a merge changes of a group's bilinear forms W_Q^T W_K and W_O W_V, each as a share."""
-    before_k, before_v = _key_forms(heads, setting), _value_forms(heads)
+    before_k, before_v = _key_forms(heads, context), _value_forms(heads)
     powers = [sum(map(_power, forms)) or 1.0 for forms in (before_k, before_v)]
 
     def cost(group: tuple[int, ...]) -> float:
-        merged, queries = merge(heads, [group], setting), heads.queries_of(group)
+        merged, queries = merge(heads, [group], context), heads.queries_of(group)
         total = 0.0
         for before, after, power in zip(
             (before_k, before_v),
-            (_key_forms(merged, setting), _value_forms(merged)),
+            (_key_forms(merged, context), _value_forms(merged)),
             powers,
             strict=True,
         ):
@@ -144,18 +144,18 @@ Form = list[tuple[Tensor, Tensor]]
 """A bilinear form as a sum of products left^H right; both of shape (terms, inner, inputs)."""
 
 
-def _key_forms(heads: Heads, setting: Setting) -> list[Form]:
-    """Per query head, what its scores are made of: its planes, and what stands still."""
+def _key_forms(heads: HeadWeights, context: MergeContext) -> list[Form]:
+    """Per query head, what its scores are made of: its pairs, and what does not rotate."""
     q, k = heads.affine("q"), heads.affine("k")[heads.owners]
-    if setting.planes is None:
+    if context.pairs is None:
         return [[(a[None], b[None])] for a, b in zip(q, k, strict=True)]
-    planes, still = setting.planes, setting.planes.still
-    turned = zip(planes.complex(q)[:, :, None], planes.complex(k)[:, :, None], strict=True)
-    rest = zip(q[:, None, still], k[:, None, still], strict=True)
-    return [[pair, other] for pair, other in zip(turned, rest, strict=True)]
+    pairs, unpaired = context.pairs, context.pairs.unpaired
+    rotated = zip(pairs.complex(q)[:, :, None], pairs.complex(k)[:, :, None], strict=True)
+    rest = zip(q[:, None, unpaired], k[:, None, unpaired], strict=True)
+    return [[pair, other] for pair, other in zip(rotated, rest, strict=True)]
 
 
-def _value_forms(heads: Heads) -> list[Form]:
+def _value_forms(heads: HeadWeights) -> list[Form]:
     values = heads.affine("v")[heads.owners]
     return [[(o.mT[None], v[None])] for o, v in zip(heads.o, values, strict=True)]
 

@@ -7,12 +7,13 @@ text:
         with the attention it gets; what all keys of a query have in common is left out where
         softmax ignores it
     V   the shared values in closed form, from what the new scores read of them; then W_O against
-        the original's outputs, by a ridge towards the closed form that held-out windows choose
+        the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
 No gradient steps: each half of K is a quadratic problem, and a few conjugate gradient steps into it
 carry over to other text. W_O, solved all the way, does not by itself: it has as many inputs as a
-few windows have tokens. Where a norm stands between the projections and the scores, queries cannot
-absorb a map, and one of the group's own keys is taken, the one that disturbs the scores least.
+few sequences have tokens. Where a norm stands between the projections and the scores, queries
+cannot absorb a map, and one of the group's own keys is taken, the one that disturbs the scores
+least.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headprune.errors import DataError, PlanError
-from headprune.merging.spec import Activations, Groups, Heads, Setting, project
+from headprune.merging.spec import Groups, HeadWeights, MergeActivations, MergeContext, project
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
@@ -33,18 +34,19 @@ from headprune.tensors.solvers import conjugate_gradients
 
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
-QUERIES = 96  # of every window, evenly spaced, in the fit of the scores: neighbours attend alike,
-ALL_QUERIES = 3072  # but so many at least where there are few windows
-POOLED = 128  # of every window, evenly spaced, in the second moment of what is read of V
-RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)  # of W_O, held-out windows choose
+QUERIES = 96  # of every sequence, evenly spaced, in the fit of the scores: neighbours attend alike,
+ALL_QUERIES = 3072  # but so many at least where there are few sequences
+POOLED = 128  # of every sequence, evenly spaced, in the second moment of what is read of V
+# of W_O, held-out sequences choose
+RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)
 _WHITE_FLOOR = 1e-4
 
 
-def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
     """Shares K and V by low rank; needs activations."""
-    if setting.activations is None:
+    if context.activations is None:
         raise PlanError("--merge lowrank needs text to calibrate on: give --calibrate DATA.")
-    activations = setting.activations
+    activations = context.activations
     known = (activations.outputs, *activations.second_moments.values())
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise DataError(
@@ -52,7 +54,7 @@ def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
             "--dtype float32."
         )
     if activations.own_scored is None:
-        merged = _merged_keys(heads, groups, setting)
+        merged = _merged_keys(heads, groups, context)
         scored = _scored(merged, activations)
     else:
         chosen = _best_keys(heads, groups, activations)
@@ -61,15 +63,15 @@ def lowrank(heads: Heads, groups: Groups, setting: Setting) -> Heads:
     return _merged_values(merged, groups, activations, *scored)
 
 
-def _scored(heads: Heads, activations: Activations) -> tuple[Tensor, Tensor]:
+def _scored(heads: HeadWeights, activations: MergeActivations) -> tuple[Tensor, Tensor]:
     """Queries and keys of the converted model as they enter the scores."""
-    inputs, turn = activations.inputs, activations.rotation
+    inputs, rotation = activations.inputs, activations.rotation
     queries, keys = (project(inputs[role], heads.affine(role)) for role in ("q", "k"))
-    return _rotated(queries, turn), _rotated(keys, turn)
+    return _rotated(queries, rotation), _rotated(keys, rotation)
 
 
-def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
-    activations = setting.activations
+def _merged_keys(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
+    activations = context.activations
     assert activations is not None
     q, k = heads.affine("q"), heads.affine("k")
     moments = activations.second_moments
@@ -80,7 +82,7 @@ def _merged_keys(heads: Heads, groups: Groups, setting: Setting) -> Heads:
         joint = k[list(group)].flatten(0, 1)
         moments_of_queries = q[queries] @ query_moment @ q[queries].mT
         owners = [list(group).index(heads.owners[query]) for query in queries]
-        found = shared_key(moments_of_queries, owners, joint @ key_moment @ joint.T, setting.planes)
+        found = shared_key(moments_of_queries, owners, joint @ key_moment @ joint.T, context.pairs)
         key = found.basis @ joint
         # as large as the keys were
         scale = float(joint.norm() / key.norm().clamp(min=1e-12) / len(group) ** 0.5) or 1.0
@@ -102,7 +104,7 @@ class _ScoreFit:
     the few steps go far.
     """
 
-    def __init__(self, heads: Heads, groups: Groups, activations: Activations) -> None:
+    def __init__(self, heads: HeadWeights, groups: Groups, activations: MergeActivations) -> None:
         sequences, _, length, _ = activations.queries.shape
         chosen = _evenly(length, max(QUERIES, ALL_QUERIES // sequences))
         self.shifts_count = activations.shifts_count
@@ -209,7 +211,7 @@ class _ScoreFit:
         return _gathered(moved, self.key_inputs)
 
 
-def _best_keys(heads: Heads, groups: Groups, activations: Activations) -> list[int]:
+def _best_keys(heads: HeadWeights, groups: Groups, activations: MergeActivations) -> list[int]:
     """Per KV head, the one of its group whose keys all queries of the group can use best."""
     fit = _ScoreFit(heads, groups, activations)
     chosen = list(range(len(heads.k)))
@@ -221,8 +223,8 @@ def _best_keys(heads: Heads, groups: Groups, activations: Activations) -> list[i
 
 
 def _merged_values(
-    heads: Heads, groups: Groups, activations: Activations, queries: Tensor, keys: Tensor
-) -> Heads:
+    heads: HeadWeights, groups: Groups, activations: MergeActivations, queries: Tensor, keys: Tensor
+) -> HeadWeights:
     v, new_v, o = heads.affine("v"), heads.affine("v").clone(), heads.o.clone()
     reader = _Reader(activations, queries, keys)
     for group, moments in zip(groups, reader.moments(heads, groups), strict=True):
@@ -237,12 +239,12 @@ def _merged_values(
 
 
 class _Reader:
-    """What heads read of V, one window at a time, under the attention of the new scores."""
+    """What heads read of V, one sequence at a time, under the attention of the new scores."""
 
-    def __init__(self, activations: Activations, queries: Tensor, keys: Tensor) -> None:
+    def __init__(self, activations: MergeActivations, queries: Tensor, keys: Tensor) -> None:
         self.activations, self.queries, self.keys = activations, queries, keys
 
-    def moments(self, heads: Heads, groups: Groups) -> list[Moments]:
+    def moments(self, heads: HeadWeights, groups: Groups) -> list[Moments]:
         """Per group, those of what its queries, all taken together, read of all its V."""
         values = project(self.activations.inputs["v"], heads.affine("v"))
         rows = _evenly(self.queries.shape[2], POOLED)
@@ -258,7 +260,7 @@ class _Reader:
             found = [a + b for a, b in zip(found, here, strict=True)] if found else here
         return found
 
-    def read(self, heads: Heads) -> Tensor:
+    def read(self, heads: HeadWeights) -> Tensor:
         """All that enters W_O, shape (sequences, length, query heads x head_dim)."""
         values = project(self.activations.inputs["v"], heads.affine("v"))[:, heads.owners]
         rows = torch.arange(self.queries.shape[2])
@@ -270,8 +272,8 @@ class _Reader:
         return self.activations.attention(queries, self.keys[part], part, rows)[0]
 
 
-def _with_fitted_outputs(heads: Heads, read: Tensor, wanted: Tensor) -> Heads:
-    """W_O nearer to the wanted outputs, as near as windows that are held out allow."""
+def _with_fitted_outputs(heads: HeadWeights, read: Tensor, wanted: Tensor) -> HeadWeights:
+    """W_O nearer to the wanted outputs, as near as sequences that are held out allow."""
     held = held_out(len(read))
     fitted, judged = (
         Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
@@ -310,13 +312,13 @@ def _whitening(moment: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
-    return x if rotation is None else rotation.apply(x)
+    return x if rotation is None else rotation.rotate(x)
 
 
 def _at(rotation: Rotation | None, positions: Tensor) -> Rotation | None:
     if rotation is None:
         return None
-    return Rotation(rotation.planes, rotation.cos[positions], rotation.sin[positions])
+    return Rotation(rotation.pairs, rotation.cos[positions], rotation.sin[positions])
 
 
 def _evenly(length: int, count: int) -> Tensor:

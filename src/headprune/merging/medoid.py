@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.merging.spec import Setting, each_group
+from headprune.merging.spec import MergeContext, each_group
 
 
-def _medoid(k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _medoid(k: Tensor, v: Tensor, context: MergeContext) -> tuple[Tensor, Tensor]:
     def distances(heads: Tensor) -> Tensor:
         rows = heads.flatten(1)
         return torch.cdist(rows, rows).square() / rows.square().sum().clamp(min=1e-30)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headprune.merging.spec import Setting, each_group
+from headprune.merging.spec import MergeContext, each_group
 
 
-def _norm_mean(k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _norm_mean(k: Tensor, v: Tensor, context: MergeContext) -> tuple[Tensor, Tensor]:
     return _restored(k), _restored(v)
 
 

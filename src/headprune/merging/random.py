@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.merging.spec import Setting, each_group
+from headprune.merging.spec import MergeContext, each_group
 
 
-def _random(k: Tensor, v: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _random(k: Tensor, v: Tensor, context: MergeContext) -> tuple[Tensor, Tensor]:
     if _all_equal(k) and _all_equal(v):
         return k[0], v[0]  # nothing to merge
-    generator = torch.Generator().manual_seed(setting.seed)
+    generator = torch.Generator().manual_seed(context.seed)
     return _drawn(k, generator), _drawn(v, generator)
 
 

@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headprune.tensors.rotary import Planes, Rotation
+from headprune.tensors.rotary import RotaryPairs, Rotation
 
 Groups = Sequence[Sequence[int]]
 """Positions of the KV heads that become one, for every KV head of the result."""
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadWeights:
     """The weights of one attention module, head by head; everything acts on column vectors.
 
     Attributes:
@@ -54,7 +54,7 @@ class Heads:
         bias = getattr(self, f"{role}_bias")
         return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
 
-    def with_affine(self, role: str, weight: Tensor) -> Heads:
+    def with_affine(self, role: str, weight: Tensor) -> HeadWeights:
         """These heads with other weights of one role, given as ``affine`` gives them."""
         changes: dict[str, Any] = {role: weight}
         if getattr(self, f"{role}_bias") is not None:
@@ -67,7 +67,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Activations:
+class MergeActivations:
     """What one attention module sees and should give, on calibration text.
 
     Attributes:
@@ -119,42 +119,42 @@ def project(
 
 
 @dataclass(frozen=True)
-class Setting:
+class MergeContext:
     """What a merge must know beside the weights.
 
     Attributes:
-        planes: Where the rotary embedding turns; None without one.
+        pairs: What the rotary embedding rotates; None without one.
         linear: Whether queries and keys enter the scores as their projections give them, rotated
             at most; otherwise a norm stands between.
         activations: What calibration showed; None without calibration.
         seed: Seed of what is random.
     """
 
-    planes: Planes | None = None
+    pairs: RotaryPairs | None = None
     linear: bool = True
-    activations: Activations | None = None
+    activations: MergeActivations | None = None
     seed: int = 0
 
 
 class Merge(Protocol):
     """Makes the KV heads of every group compute the same."""
 
-    def __call__(self, heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    def __call__(self, heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
         """Returns weights of the same shapes, whose K and V are equal within each group."""
         ...
 
 
-PickOne = Callable[[Tensor, Tensor, Setting], tuple[Tensor, Tensor]]
+PickOne = Callable[[Tensor, Tensor, MergeContext], tuple[Tensor, Tensor]]
 """Of the K and V of one group, each of shape (heads, head_dim, hidden), the shared ones."""
 
 
 def each_group(pick: PickOne) -> Merge:
     """A merge that looks at one group's K and V at a time and leaves Q and O as they are."""
 
-    def merge(heads: Heads, groups: Groups, setting: Setting) -> Heads:
+    def merge(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
         k, v = heads.affine("k").clone(), heads.affine("v").clone()
         for group in groups:
-            k[list(group)], v[list(group)] = pick(k[list(group)], v[list(group)], setting)
+            k[list(group)], v[list(group)] = pick(k[list(group)], v[list(group)], context)
         return heads.with_affine("k", k).with_affine("v", v)
 
     return merge

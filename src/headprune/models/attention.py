@@ -31,9 +31,10 @@ def family_of(config: PreTrainedConfig) -> Family:
     if config.model_type not in FAMILIES:
         raise FamilyError(why_unknown(config))
     family = FAMILIES[config.model_type]
-    if family.since and Version(transformers.__version__) < Version(family.since):
+    lowest = family.min_transformers
+    if lowest and Version(transformers.__version__) < Version(lowest):
         raise FamilyError(
-            f"{config.model_type} models are supported from transformers {family.since} on, which "
+            f"{config.model_type} models are supported from transformers {lowest} on, which "
             f"changed their classes; installed is {transformers.__version__}. Upgrade transformers."
         )
     for attribute, reason in family.refused.items():
@@ -57,7 +58,7 @@ def refuse_unknown_settings(config: PreTrainedConfig) -> None:
     if "text" not in family.attention or text is None or text.model_type not in FAMILIES:
         return
     part = family_of(text)
-    for name in ("projections", "whole_norms", "per_head"):
+    for name in ("projections", "full_width_norms", "per_head"):
         if list(family.attention) == ["text"] and getattr(part, name) != getattr(family, name):
             raise FamilyError(
                 f"The language part of this {config.model_type} model is a {text.model_type}, "

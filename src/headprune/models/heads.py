@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import PlanError
-from headprune.merging.spec import Heads
+from headprune.merging.spec import HeadWeights
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
 from headprune.tensors.index_maps import role_slices
 
 
-def read_heads(attention: Attention) -> Heads:
+def read_heads(attention: Attention) -> HeadWeights:
     """Reads the weights of one attention module.
 
     Raises:
@@ -36,7 +38,7 @@ def read_heads(attention: Attention) -> Heads:
             biases[role] = None if bias is None else bias[rows.to(bias.device)].float()
     if not set("qkvo") <= set(weights):
         raise PlanError(f"'{attention.path}' has no K and V for every KV head to share.")
-    return Heads(
+    return HeadWeights(
         **weights,
         group_sizes=attention.group_sizes,
         q_bias=biases["q"],
@@ -47,7 +49,7 @@ def read_heads(attention: Attention) -> Heads:
 
 
 @torch.no_grad()
-def write_heads(attention: Attention, heads: Heads) -> None:
+def write_heads(attention: Attention, heads: HeadWeights) -> None:
     """Writes weights back into the module they were read from; shapes are those it has."""
     for projection in attention.projections:
         module = projection.module
@@ -89,6 +91,13 @@ def write_output(
     weight.copy_(inwards.T if input_dim(module) == 0 else inwards)
     if own_bias is not None and bias is not None:
         own_bias.copy_(bias.to(own_bias))
+
+
+def project_output(attention: Attention, x: Tensor) -> Tensor:
+    """What the output projection gives, past the hooks on it."""
+    module = attention.output_projection
+    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
+    return F.linear(x, weight.T if isinstance(module, Conv1D) else weight, bias)
 
 
 def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from headprune.data.lengths import most_tokens
 from headprune.errors import FamilyError, ProofError
 from headprune.models.attention import attention_of, family_of
 from headprune.models.gating import fixed, gated
@@ -83,7 +84,7 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
 def _random_text(
     text: PreTrainedConfig, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    length = min(length, most_tokens(text) or length)
     if length <= max(_DECODED, sum(_CHUNKS)):
         raise FamilyError(
             f"The model's texts end after {length} tokens (max_position_embeddings), too few for a "

@@ -1,9 +1,7 @@
 """Compensation: W_O refitted by least squares, layer after layer, for the heads that are gone.
 
-Two streams run side by side as one batch: the first is the original, the second the cut model. At
-every output projection the second stream's W_O is fitted to what the first one gives, on the inputs
-that the cut and refitted layers before it produce, so that later layers make up for earlier ones.
-One pass; of a layer nothing is kept once it is passed.
+In one pass of two streams (see ``models.streams``), every W_O is fitted to what the original gives
+at its place, on the inputs that the cut and refitted layers before it produce.
 """
 
 from __future__ import annotations
@@ -15,24 +13,16 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from headprune.data.batch import Batch, doubled, real_tokens, token_mask
 from headprune.errors import DataError, PlanError
-from headprune.models.evidence import Batch, real_tokens, run_model, token_mask
-from headprune.models.heads import read_output, write_output
+from headprune.models.heads import project_output, read_output, write_output
+from headprune.models.streams import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
-
-
-class RunsTwice(PlanError):
-    """A module runs more than once, so that no one place has its statistics."""
-
-
-OnOutput = Callable[[Attention, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,46 +42,6 @@ class Refit:
     before: float
     after: float
     held_out: float
-
-
-def in_sequence(
-    model: PreTrainedModel, attentions: Sequence[Attention], batch: Batch, on_output: OnOutput
-) -> None:
-    """One forward pass in which every output projection asks what to give, in the order they run.
-
-    Args:
-        model: The model.
-        attentions: The modules.
-        batch: Inputs of all sequences at once.
-        on_output: From a module and what enters its output projection, of shape (sequences,
-            length, width), to what leaves it.
-
-    Raises:
-        RunsTwice: If a module runs more than once.
-    """
-    done: set[str] = set()
-
-    def forward(attention: Attention) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            if attention.path in done:
-                raise RunsTwice(
-                    f"'{attention.path}' runs in more than one layer, so there is no one place to "
-                    "take its statistics from."
-                )
-            done.add(attention.path)
-            return on_output(attention, x)
-
-        return run
-
-    present = [attention for attention in attentions if attention.query_heads]
-    try:
-        for attention in present:
-            attention.output_projection.forward = forward(attention)
-        with torch.no_grad():
-            run_model(model, batch)
-    finally:
-        for attention in present:
-            attention.output_projection.__dict__.pop("forward", None)
 
 
 def refit(
@@ -122,28 +72,24 @@ def refit(
         raise DataError(
             "--refit needs two sequences of text at least: give more, or a smaller --seq-len."
         )
-    both = {
-        name: torch.cat([value, value]) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
     gate_of = {a.path: gate for a, gate in zip(attentions, gates, strict=True)}
     records: list[Refit] = []
     seen = 0
 
-    def on_output(attention: Attention, x: Tensor) -> Tensor:
+    def enter(attention: Attention, x: Tensor) -> OneStream:
         nonlocal seen
-        gate = gate_of[attention.path].to(x)
-        wanted = project(attention, x[:count])
-        mine = (x[count:].unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
+        gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
+        wanted = project_output(attention, original)
+        mine = (Stream.CHANGED.of(x).unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
         # as long as all layers before are whole there is nothing to make up for
-        if bool((gate != 0).any()) and not torch.equal(mine, x[:count]):
+        if bool((gate != 0).any()) and not torch.equal(mine, original):
             records.append(_fitted(attention, gate, mine, wanted, batch))
         seen += 1
         on_module(seen, len(attentions))
-        return torch.cat([wanted, project(attention, mine)])
+        return OneStream(Stream.CHANGED, mine, wanted)
 
     try:
-        in_sequence(model, attentions, both, on_output)
+        in_sequence(model, attentions, doubled(batch), enter)
     except RunsTwice as error:
         raise PlanError(f"{error} Cut without --refit, and train gates instead.") from None
     return records
@@ -211,10 +157,3 @@ def _fitted(
         target.error(weight) / power,
         error / max(judged.output_power, 1e-30),
     )
-
-
-def project(attention: Attention, x: Tensor) -> Tensor:
-    """What the output projection gives, past whatever stands in for its forward."""
-    module = attention.output_projection
-    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
-    return F.linear(x, weight.T if isinstance(module, Conv1D) else weight, bias)

@@ -137,7 +137,7 @@ def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool
             f"The plan leaves the KV heads of '{attention.path}' with "
             f"{', '.join(map(str, sizes))} query heads each"
         )
-        if "queries_per_kv" not in family.follows.values():
+        if "queries_per_kv" not in family.size_attributes.values():
             raise PlanError(f"{problem}; {family.model_type} needs equal groups.")
         if not ragged:
             raise PlanError(

@@ -61,7 +61,7 @@ class _Likeness:
         kinds = -abs(len(self.row.attention) - len(self.own or self.elsewhere))
         tails = {pattern.rpartition(".")[2] for pattern in self.row.attention.values()}
         tail = any(site.path.rpartition(".")[2] in tails for site in self.elsewhere)
-        return own, -len(self.beside), tail, kinds, bool(self.row.follows)
+        return own, -len(self.beside), tail, kinds, bool(self.row.size_attributes)
 
 
 def why_unknown(config: PreTrainedConfig) -> str:
@@ -176,9 +176,9 @@ def _has_projections(base: nn.Module, path: str, row: Family) -> bool:
     """Whether a module has the projections of a row, its head_dim and the sizes that follow."""
     module = base.get_submodule(path)
     found = [_submodule(base, path, p.path) for p in row.projections if not p.optional]
-    found += [_submodule(base, path, norm) for norm in row.whole_norms]
+    found += [_submodule(base, path, norm) for norm in row.full_width_norms]
     sized = isinstance(getattr(module, row.head_dim, None), int)
-    sized = sized and all(hasattr(module, size) for size in row.follows)
+    sized = sized and all(hasattr(module, size) for size in row.size_attributes)
     return None not in found and sized and _wide(module, row)
 
 
@@ -200,13 +200,13 @@ def _wide(module: nn.Module, row: Family) -> bool:
         if re.fullmatch("(q|k|query|key)_(layer)?norm", name)
         and any(p.dim() == 1 and len(p) > head_dim for p in child.parameters(recurse=False))
     }
-    return over_all == set(row.whole_norms)
+    return over_all == set(row.full_width_norms)
 
 
 def _beside(base: nn.Module, site: _Site, row: Family) -> tuple[str, ...]:
     """Tensors of an attention module that the row neither names nor that are norms."""
     named = _firsts([p.path for p in row.projections]) | _firsts(row.per_head)
-    named |= _firsts(row.whole_norms)
+    named |= _firsts(row.full_width_norms)
     module = base.get_submodule(site.names[-1])
     norms = {
         name for name, child in module.named_children() if "norm" in type(child).__name__.lower()

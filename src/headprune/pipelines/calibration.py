@@ -1,59 +1,23 @@
-"""The part of the data that shows what heads do, as batches of the model's own task."""
+"""Calibration samples: of a model's own task for scores and refits, of plain text for merges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+import torch
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, DataConfig, Objective
-from headprune.data.rows import lengths
+from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, Objective
+from headprune.data.batch import Batch
+from headprune.data.lengths import usable_length
+from headprune.data.samples import CalibrationSample
+from headprune.data.sequences import packed_sequences
+from headprune.data.sources import read_examples
 from headprune.errors import DataError
-from headprune.models.evidence import Batch
-from headprune.models.loading import Task, load_tokenizer, task_of
+from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
 from headprune.models.refusals import refuse_without_text
 from headprune.training.batches import batches
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Examples of a model's task.
-
-    Attributes:
-        task: The task.
-        rows: The examples.
-        collate: Makes a batch of some of them.
-        batch_size: Examples per batch.
-        tokens: Tokens of all of them.
-        special_ids: Ids of special tokens.
-    """
-
-    task: Task
-    rows: Dataset
-    collate: Callable[[list[dict[str, Any]]], Batch]
-    batch_size: int
-    tokens: int
-    special_ids: tuple[int, ...]
-
-    def batches(self) -> list[Batch]:
-        """All examples, in batches."""
-        starts = range(0, len(self.rows), self.batch_size)
-        return [self._batch(start, start + self.batch_size) for start in starts]
-
-    def whole(self) -> Batch:
-        """All examples in one batch, padded where they differ in length."""
-        return self._batch(0, len(self.rows))
-
-    def first(self) -> Batch:
-        """The first example alone."""
-        return self._batch(0, 1)
-
-    def _batch(self, start: int, stop: int) -> Batch:
-        return self.collate([self.rows[i] for i in range(start, min(stop, len(self.rows)))])
 
 
 def calibration(
@@ -63,7 +27,7 @@ def calibration(
     config: CalibrationConfig,
     what: str,
     trust_remote_code: bool = False,
-) -> Calibration:
+) -> CalibrationSample:
     """Takes examples from the data, evenly, up to the number of tokens that was asked for.
 
     Args:
@@ -93,20 +57,59 @@ def calibration(
         "features": Objective.DISTILL,
     }[task]
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    # some count fewer positions than their embeddings have, and the tokenizer knows
-    room = min(positions or config.seq_len, tokenizer.model_max_length, config.calibration_tokens)
-    fitting = config.model_copy(update={"seq_len": min(config.seq_len, room)})
+    fitting = config.model_copy(update={"seq_len": min(config.seq_len, config.calibration_tokens)})
     rows, collate = batches(objective, net, tokenizer, data, fitting)
-    tokens = lengths(rows)
-    count = min(len(rows), max(1, int(config.calibration_tokens / (int(tokens.sum()) / len(rows)))))
-    numbers = [i * len(rows) // count for i in range(count)]
-    chosen = rows.select(numbers)
-    return Calibration(
-        task,
-        chosen,
+    return CalibrationSample.spread(
+        rows,
         collate,
-        config.batch_size,
-        int(tokens[numbers].sum()),
-        tuple(tokenizer.all_special_ids),
+        config.calibration_tokens,
+        batch_size=config.batch_size,
+        special_ids=tuple(tokenizer.all_special_ids),
     )
+
+
+def merge_calibration(
+    net: PreTrainedModel,
+    model: str | Path,
+    data: DataConfig,
+    config: ConvertConfig,
+    trust_remote_code: bool = False,
+) -> CalibrationSample:
+    """Takes sequences of one length from the data, evenly: text as it is, whatever the task.
+
+    Args:
+        net: The model.
+        model: Its folder or hub id, for the tokenizer.
+        data: Where the text comes from.
+        config: How much of it.
+        trust_remote_code: Allow code that comes with the model.
+
+    Raises:
+        HeadpruneError: If the model reads no text, or there is too little.
+    """
+    refuse_without_text(net, "calibration")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    asked = min(config.seq_len, config.calibration_tokens)
+    rows = packed_sequences(
+        read_examples(data),
+        tokenizer,
+        usable_length(net.config, tokenizer, asked),
+        specials=task_of(net) != "causal-lm",
+        vocabulary=vocabulary_of(net),
+    )
+
+    def collate(features: list[dict[str, Any]]) -> Batch:
+        ids = torch.tensor([feature["input_ids"] for feature in features])
+        batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if net.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = ids
+        return batch
+
+    sample = CalibrationSample.spread(rows, collate, config.calibration_tokens)
+    hidden = net.config.get_text_config().hidden_size
+    if sample.tokens < hidden:
+        raise DataError(
+            f"The calibration text has {sample.tokens:,} tokens; at least {hidden:,} are needed, "
+            "as many as the hidden states have dimensions (16,384 are recommended)."
+        )
+    return sample

@@ -251,7 +251,7 @@ def _compare_origin(baseline: Baseline, loaded: Loaded, config: CheckConfig) -> 
         _subject(loaded.nets[0]),
         loaded.data_sha256(),
         loaded.inputs_sha256(),
-        config.evaluate_config().model_dump(mode="json"),
+        loaded.settings(config.evaluate_config()),
     )
 
 

@@ -7,26 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.outputs import claims_output
 from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
-from headprune.data.sources import read_examples, refuse_missing_file
-from headprune.data.windows import packed_windows
+from headprune.data.samples import CalibrationSample
+from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
-from headprune.merging import MERGES, NEEDS_CALIBRATION, Groups, Heads, Setting
+from headprune.merging import MERGES, NEEDS_CALIBRATION, Groups, HeadWeights, MergeContext
 from headprune.merging.budget import spread
 from headprune.merging.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
 from headprune.models import proof
 from headprune.models.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
-from headprune.models.calibration import convert_in_sequence, geometry
+from headprune.models.conversion import convert_in_sequence, geometry
 from headprune.models.heads import read_heads, write_heads
-from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
-from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve, result_shape
 from headprune.models.transfer import has_twin
+from headprune.pipelines.calibration import merge_calibration
 from headprune.pipelines.prune import (
     OnModule,
     Pruned,
@@ -118,20 +115,20 @@ def convert_gqa(
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     counts = None if config.kv_heads is None else _counts(config.kv_heads, attentions)
-    inputs = {}
+    sample = None
     if calibrate is not None and name in NEEDS_CALIBRATION:
-        refuse_without_text(net, "calibration")
-        inputs = _windows(net, model, calibrate, config, trust_remote_code)
-    settings: dict[str, Setting] = {}
-    if not inputs and (name == "procrustes" or config.grouping is Grouping.SIMILAR or not counts):
+        sample = merge_calibration(net, model, calibrate, config, trust_remote_code)
+    settings: dict[str, MergeContext] = {}
+    compares = name == "procrustes" or config.grouping is Grouping.SIMILAR or not counts
+    if sample is None and compares:
         settings = geometry(net, attentions, proof.probe_inputs(net))
 
-    def cost_of(heads: Heads, setting: Setting) -> Cost:
+    def cost_of(heads: HeadWeights, setting: MergeContext) -> Cost:
         if name in NEEDS_CALIBRATION:
             return lowrank_cost(heads, setting)
         return measured_cost(merge, heads, setting)
 
-    def groups_of(heads: Heads, setting: Setting, count: int) -> Groups:
+    def groups_of(heads: HeadWeights, setting: MergeContext, count: int) -> Groups:
         if config.grouping is Grouping.ADJACENT or count in (1, len(heads.k)):
             return adjacent(len(heads.k), count)
         return similar(len(heads.k), count, cost_of(heads, setting))
@@ -140,14 +137,14 @@ def convert_gqa(
         counts = _equal_counts(config.kv_budget or 1.0, attentions)
     if counts is None:
         on_stage("spreading the budget over the layers")
-        costs = _costs(net, attentions, inputs, settings, groups_of, cost_of)
+        costs = _costs(net, attentions, sample, settings, groups_of, cost_of)
         counts = _spread(config.kv_budget or 1.0, attentions, costs)
     wanted = dict(zip((a.path for a in attentions), counts, strict=True))
     _check_native(shape, net, attentions, wanted)
     groups: dict[str, Groups] = {}
     own_keys: list[str] = []
 
-    def converted(attention: Attention, heads: Heads, setting: Setting) -> Heads:
+    def converted(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
         chosen = groups_of(heads, setting, wanted[attention.path])
         groups[attention.path] = chosen
         if not setting.linear and name in ("lowrank", "procrustes"):
@@ -161,11 +158,11 @@ def convert_gqa(
     on_stage("trying the proof")
     refuse_unprovable(net, _plan(net, source, {}))
     on_stage(f"merging KV heads ({name})")
-    if inputs:
-        convert_in_sequence(net, attentions, inputs, converted)
+    if sample is not None:
+        convert_in_sequence(net, attentions, sample.whole(), converted)
     else:
         for attention in attentions:
-            setting = settings.get(attention.path, Setting())
+            setting = settings.get(attention.path, MergeContext())
             write_heads(attention, converted(attention, read_heads(attention), setting))
 
     plan = _plan(net, source, groups)
@@ -175,7 +172,7 @@ def convert_gqa(
     cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)
     if not (has_twin(net) and set(counts) == {1}):
         check_shape(shape, result_shape(cuts, net.config))
-    tokens = sum(t.numel() for n, t in inputs.items() if n == "input_ids")
+    tokens = sample.tokens if sample is not None else 0
     facts = {"merge": name, "grouping": config.grouping.value, "calibration_tokens": tokens}
     pruned = write_proven(net, source, model, plan, cuts, output, stored, True, on_stage, facts)
     before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
@@ -183,7 +180,7 @@ def convert_gqa(
     return Converted(pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens)
 
 
-def _refuse_not_finite(merged: Heads, path: str, merge: str) -> None:
+def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:
     weights = (merged.q, merged.k, merged.v, merged.o)
     if not all(bool(weight.isfinite().all()) for weight in weights):
         raise DataError(
@@ -244,51 +241,18 @@ def _fitting(attention: Attention) -> list[int]:
     return [count for count in range(1, heads + 1) if heads % count == 0]
 
 
-def _windows(
-    net: PreTrainedModel,
-    model: str | Path,
-    data: DataConfig,
-    config: ConvertConfig,
-    trust_remote_code: bool,
-) -> dict[str, Tensor]:
-    """Calibration windows, spread evenly over the text; shape (windows, length)."""
-    positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    # some count fewer positions than their embeddings have, and the tokenizer knows
-    room = min(positions or config.seq_len, tokenizer.model_max_length)
-    length = min(config.seq_len, room, config.calibration_tokens)
-    specials = task_of(net) != "causal-lm"
-    known = vocabulary_of(net)
-    rows = packed_windows(
-        read_examples(data), tokenizer, length, specials=specials, vocabulary=known
-    )
-    count = min(len(rows), max(1, config.calibration_tokens // length))
-    hidden = net.config.get_text_config().hidden_size
-    if count * length < hidden:
-        raise DataError(
-            f"The calibration text has {count * length:,} tokens; at least {hidden:,} are needed, "
-            "as many as the hidden states have dimensions (16,384 are recommended)."
-        )
-    chosen = [i * len(rows) // count for i in range(count)]
-    ids = torch.tensor(rows.select(chosen)["input_ids"][:], device=net.device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if net.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    return inputs
-
-
 def _costs(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
-    inputs: dict[str, Tensor],
-    settings: dict[str, Setting],
-    groups_of: Callable[[Heads, Setting, int], Groups],
-    cost_of: Callable[[Heads, Setting], Cost],
+    sample: CalibrationSample | None,
+    settings: dict[str, MergeContext],
+    groups_of: Callable[[HeadWeights, MergeContext, int], Groups],
+    cost_of: Callable[[HeadWeights, MergeContext], Cost],
 ) -> list[dict[int, float]]:
     """Per module, what every possible number of KV heads costs."""
     costs: dict[str, dict[int, float]] = {}
 
-    def measured(attention: Attention, heads: Heads, setting: Setting) -> Heads:
+    def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
         cost = cost_of(heads, setting)
         costs[attention.path] = {
             count: sum(cost(tuple(group)) for group in groups_of(heads, setting, count))
@@ -296,8 +260,8 @@ def _costs(
         }
         return heads
 
-    if inputs:
-        convert_in_sequence(net, attentions, inputs, measured)
+    if sample is not None:
+        convert_in_sequence(net, attentions, sample.whole(), measured)
     else:
         for attention in attentions:
             measured(attention, read_heads(attention), settings[attention.path])

@@ -17,8 +17,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.lengths import usable_length
+from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.data.windows import packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation import metrics, quality
 from headprune.evaluation.comparison import bootstrap
@@ -48,6 +49,7 @@ from headprune.models.refusals import refuse_without_text
 from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
+_PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
 _TOKEN_METRICS = ("perplexity", "bits_per_byte", "nll_nats_per_token")
 
 # metric -> how a model's value is compared with that of its base
@@ -114,6 +116,13 @@ class Loaded:
             return ("accuracy",)
         paired = ("mean_cosine",) if len(self.nets) == 2 else ()
         return (*(("spearman",) if self.pairs else ()), *paired)
+
+    def settings(self, config: EvaluateConfig) -> dict[str, Any]:
+        """The settings of a run; the length of packed sequences is the one that they have."""
+        used = {}
+        if task_of(self.nets[0]) in _PACKED:
+            used = {"seq_len": len(self.rows[0]["input_ids"])}
+        return {**config.model_dump(mode="json"), **used}
 
     def data_sha256(self) -> str:
         """Digest of the texts and labels, in order."""
@@ -235,9 +244,6 @@ def _check(
     nets: list[PreTrainedModel], names: list[str], examples: Examples, config: EvaluateConfig
 ) -> None:
     task = task_of(nets[0])
-    positions = getattr(nets[0].config, "max_position_embeddings", config.seq_len)
-    if config.seq_len > positions and task in ("causal-lm", "masked-lm"):
-        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
     if task == "classification" and examples.labels is None:
         raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
     pairs = examples.labels is not None and examples.width == 2
@@ -273,19 +279,18 @@ def _rows(
 ) -> Dataset:
     """Windows for language models, one row per text for the others; pairs give two rows each."""
     task, known = task_of(net), vocabulary_of(net)
-    if task in ("causal-lm", "masked-lm"):
-        return packed_windows(
+    seq_len = usable_length(net.config, tokenizer, config.seq_len)
+    if task in _PACKED:
+        return packed_sequences(
             examples,
             tokenizer,
-            config.seq_len,
+            seq_len,
             specials=task == "masked-lm",
             vocabulary=known,
             most=config.max_windows,
             also=[tokenizer.mask_token_id] if task == "masked-lm" else [],
         )
     some = examples.first(config.max_windows)
-    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
-    seq_len = min(config.seq_len, positions)
     if task == "seq2seq-lm":
         return translation_rows(some, tokenizer, seq_len, known)
     if task == "classification":
@@ -402,5 +407,5 @@ def _provenance(data: DataConfig, loaded: Loaded, config: EvaluateConfig) -> Pro
         platform=f"{platform.system()} {platform.machine()}",
         data=data.model_dump(mode="json"),
         data_sha256=loaded.data_sha256(),
-        settings=config.model_dump(mode="json"),
+        settings=loaded.settings(config),
     )

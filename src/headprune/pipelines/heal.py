@@ -16,6 +16,7 @@ from headprune import processes
 from headprune.checkpoint.outputs import place_of
 from headprune.command_line import command
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.data.samples import Collate
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, HeadpruneError
 from headprune.models.attention import attention_of
@@ -41,8 +42,13 @@ from headprune.training.heal import (
     refuse_without_peft,
     trainable,
 )
-from headprune.training.objectives import Batch
-from headprune.training.slim import HistoryCallback, Remedies, Step, stop_on_interrupt, train
+from headprune.training.resumable import (
+    HistoryCallback,
+    Remedies,
+    TrainingStep,
+    stop_on_interrupt,
+    train,
+)
 from headprune.training.work import HealSettings, at_work, settings_now
 
 HELD_OUT = 8  # rows of the text that are not trained on, to compare before with after
@@ -82,7 +88,7 @@ def heal(
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     drop_unexpected: bool = False,
-    on_step: Callable[[Step], None] = lambda record: None,
+    on_step: Callable[[TrainingStep], None] = lambda record: None,
     on_stage: Stage = lambda stage: None,
 ) -> Healed:
     """Trains a cut or converted model to match its teacher, and writes it, proven.
@@ -246,9 +252,7 @@ def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
 
 
 @torch.no_grad()
-def _divergence(
-    healed: HealedModel, rows: Dataset, collate: Callable[[list[dict[str, Any]]], Batch]
-) -> float:
+def _divergence(healed: HealedModel, rows: Dataset, collate: Collate) -> float:
     healed.eval()
     device = next(healed.parameters()).device
     total = 0.0

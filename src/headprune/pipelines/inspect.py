@@ -18,11 +18,11 @@ from headprune.tensors.units import Unit
 USUAL_HEAD_DIMS = (64, 128)
 
 
-class _Record(BaseModel):
+class _InspectionPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class AttentionReport(_Record):
+class AttentionReport(_InspectionPart):
     """One attention module.
 
     Attributes:
@@ -42,7 +42,7 @@ class AttentionReport(_Record):
     parameters: int
 
 
-class Saving(_Record):
+class Saving(_InspectionPart):
     """What removing a share of the heads would save.
 
     Attributes:
@@ -56,7 +56,7 @@ class Saving(_Record):
     kv_cache_bytes_per_token: int
 
 
-class Inspection(_Record):
+class Inspection(_InspectionPart):
     """A model's attention.
 
     Attributes:

@@ -38,7 +38,7 @@ from headprune.estimates import duration
 from headprune.markup import sentence
 from headprune.models.loading import load_config
 from headprune.recipe import LOADING, ORIGINAL, Recipe, Step, options_of
-from headprune.training.slim import Interrupted
+from headprune.training.resumable import Interrupted
 from headprune.writing import adopt, put, write_error, write_whole
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run

@@ -18,13 +18,18 @@ from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.criteria import CRITERIA, Evidence, Need
 from headprune.criteria.spec import Units, first_not_finite
+from headprune.data.batch import real_tokens, token_mask
+from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
 from headprune.models.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.models.evidence import collect, losses_without, real_tokens, token_mask
+from headprune.models.evidence import collect
+from headprune.models.loading import task_of
+from headprune.models.losses import losses_without
 from headprune.models.planning import default_unit, leaves_ragged
-from headprune.models.refit import RunsTwice, in_sequence, project, refuse_singular
-from headprune.pipelines.calibration import Calibration, calibration
+from headprune.models.refit import refuse_singular
+from headprune.models.streams import RunsTwice, in_sequence
+from headprune.pipelines.calibration import calibration
 from headprune.pipelines.fitting import fitted_gates
 from headprune.pipelines.prune import load
 from headprune.plan import ModelIdentity
@@ -106,7 +111,7 @@ def score(
     examples = None
     if data is not None and needs & NEEDS_DATA:
         examples = calibration(net, model, data, config, "score", trust_remote_code)
-        if examples.task == "classification" and data.label_column is None and needs & NEEDS_LOSS:
+        if task_of(net) == "classification" and data.label_column is None and needs & NEEDS_LOSS:
             raise DataError(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
                 "--label-column, or use fluctuation, wanda or reconstruction."
@@ -153,7 +158,7 @@ def gather(
     attentions: Sequence[Attention],
     unit: Unit,
     criteria: Sequence[str],
-    examples: Calibration | None,
+    examples: CalibrationSample | None,
     seed: int = 0,
     gates: Sequence[Tensor] | None = None,
     watch: Watch | None = None,
@@ -174,7 +179,7 @@ def gather(
     watch.stage("scoring")
     streamed = collect(
         net,
-        examples.task if examples else "features",
+        task_of(net),
         attentions,
         examples.batches() if examples else (),
         needs if examples else needs - NEEDS_DATA,
@@ -191,7 +196,7 @@ def gather(
         watch.stage("leaving heads out")
         units = [members(unit, a.group_sizes) for a in attentions]
         losses = losses_without(
-            net, examples.task, attentions, units, examples.batches(), gates, seed, watch.step
+            net, task_of(net), attentions, units, examples.batches(), gates, seed, watch.step
         )
         streamed = [replace(e, losses=part) for e, part in zip(streamed, losses, strict=True)]
     return streamed
@@ -224,14 +229,14 @@ def scores_of(
     return torch.cat(parts)
 
 
-def _refits(net: PreTrainedModel, examples: Calibration) -> bool:
+def _refits(net: PreTrainedModel, examples: CalibrationSample) -> bool:
     """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
     attentions = attention_of(net)
     width = max((a.query_heads * a.head_dim for a in attentions), default=0)
     if len(examples.rows) < 2 or examples.tokens < width:
         return False
     try:
-        in_sequence(net, attentions, examples.first(), project)
+        in_sequence(net, attentions, examples.first(), lambda attention, x: x)
     except RunsTwice:
         return False
     return True
@@ -241,7 +246,7 @@ def _with_grams(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     evidence: list[Evidence],
-    examples: Calibration,
+    examples: CalibrationSample,
     unit: Unit,
     needing: Sequence[str],
     gates: Sequence[Tensor] | None,
@@ -254,7 +259,7 @@ def _with_grams(
     batch, found = examples.whole(), dict[str, dict[str, Tensor]]()
     by_path = {a.path: position for position, a in enumerate(attentions)}
 
-    def on_output(attention: Attention, x: Tensor) -> Tensor:
+    def enter(attention: Attention, x: Tensor) -> Tensor:
         position = by_path[attention.path]
         if gates is not None:
             gate = gates[position].to(x)
@@ -271,10 +276,10 @@ def _with_grams(
                 "Try --dtype float32."
             ) from None
         watch.step(len(found), len(attentions))
-        return project(attention, x)
+        return x
 
     try:
-        in_sequence(net, attentions, batch, on_output)
+        in_sequence(net, attentions, batch, enter)
     except RunsTwice as error:
         raise PlanError(f"{error} Score it by fisher, gradient or wanda.") from None
     return [replace(e, scored=found.get(e.path, {})) for e in evidence]

@@ -27,10 +27,11 @@ from headprune.config import (
     write_yaml,
 )
 from headprune.criteria import CRITERIA
+from headprune.data.lengths import usable_length
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evaluation.report import METRICS, Metric, ModelReport
-from headprune.models.loading import task_of
+from headprune.models.loading import load_tokenizer, task_of
 from headprune.parsing import read_as, read_yaml
 from headprune.pipelines.evaluate import evaluate
 from headprune.pipelines.plan import plan
@@ -101,9 +102,9 @@ def sweep(
         net, source = load(
             model, config.dtype, trust_remote_code, assume_supported, drop_unexpected
         )
-        positions = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-        room = min(positions or evaluation.seq_len, evaluation.seq_len)
-        evaluation = evaluation.model_copy(update={"seq_len": room})
+        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        length = usable_length(net.config, tokenizer, evaluation.seq_len)
+        evaluation = evaluation.model_copy(update={"seq_len": length})
         # models without a head are measured against the whole one, also that one itself
         against = model if task_of(net) == "features" else None
         del net

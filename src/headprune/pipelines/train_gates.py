@@ -47,14 +47,14 @@ from headprune.training.batches import batches
 from headprune.training.channels import Channels
 from headprune.training.gates import Gates
 from headprune.training.objectives import Distillation, Loss, labelled
+from headprune.training.resumable import Remedies, stop_on_interrupt, train
 from headprune.training.rounds import default_count, plan_rounds
-from headprune.training.slim import Remedies, stop_on_interrupt, train
-from headprune.training.sparsity import CheapestFirst, ConstantPenalty, HeadTarget, Sparsity
+from headprune.training.sparsity import ConstantPenalty, GradualPruning, HeadTarget, Sparsity
 from headprune.training.trainer import (
     GateCallback,
     GatedModel,
+    GateStep,
     GateTrainer,
-    StepRecord,
     freeze,
     training_arguments,
 )
@@ -87,7 +87,7 @@ def train_gates(
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     drop_unexpected: bool = False,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
+    on_step: Callable[[GateStep], None] = lambda record: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> GatesRun:
     """Trains gates for a model and writes them to ``output``.
@@ -140,15 +140,15 @@ def train_gates(
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(attention_of(net), config.attention)
         unit = config.unit or default_unit(attentions)
-        drawn = config.method is Method.L0
-        gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, drawn)
+        sampled = config.method is Method.L0
+        gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, sampled)
         sizes = unit_sizes(attentions, unit)
         sparsity = _sparsity(config, sizes, len(attentions))
 
         on_stage("reading the data")
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         objective = _objective(config.objective, net, data)
-        if not drawn and objective is Objective.DISTILL:
+        if not sampled and objective is Objective.DISTILL:
             raise HeadpruneError(
                 "--method cheapest weighs heads by the gradient of a loss, and that of the "
                 "objective distill is zero where the model starts. Use --method l0."
@@ -224,7 +224,7 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
 
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
     if config.target_heads is not None:
-        kind = HeadTarget if config.method is Method.L0 else CheapestFirst
+        kind = HeadTarget if config.method is Method.L0 else GradualPruning
         return kind(head_budget(config.target_heads, sizes), sizes, config.warmup)
     assert config.l0_penalty is not None
     return ConstantPenalty(config.l0_penalty, modules)

@@ -42,18 +42,19 @@ class IndexMap:
 
 
 def role_slices(
-    holds: str, groups: bool, total: Mapping[str, int], head_dim: int
+    roles: str, interleaved: bool, total: Mapping[str, int], head_dim: int
 ) -> dict[str, Int[Tensor, "heads head_dim"]]:
     """Where every head of every role lies along the head dimension of a projection.
 
     Args:
-        holds: What the projection computes, in order: "q", "k", "v", "qkv", or "o" for the
+        roles: What the projection computes, in order: "q", "k", "v", "qkv", or "o" for the
             input of the output projection.
-        groups: For "qkv": False for ``[Q; K; V]`` blocks, True for ``[q ... q k v]`` per KV head.
+        interleaved: For "qkv": False for ``[Q; K; V]`` blocks, True for ``[q ... q k v]`` per KV
+            head.
         total: Present head counts for "q", "k" and "v".
         head_dim: Width of a head.
     """
-    if groups:
+    if interleaved:
         size, group = total["q"] // max(total["k"], 1), torch.arange(total["k"])
         slots = {
             "q": torch.arange(total["q"]) + 2 * (torch.arange(total["q"]) // max(size, 1)),
@@ -62,7 +63,7 @@ def role_slices(
         }
     else:
         slots, start = {}, 0
-        for role in holds:
+        for role in roles:
             count = total[role.replace("o", "q")]
             slots[role] = start + torch.arange(count)
             start += count
@@ -71,8 +72,8 @@ def role_slices(
 
 
 def projection_slices(
-    holds: str,
-    groups: bool,
+    roles: str,
+    interleaved: bool,
     kept: Mapping[str, Sequence[int]],
     total: Mapping[str, int],
     head_dim: int,
@@ -81,16 +82,16 @@ def projection_slices(
     """Positions that stay along the head dimension of a projection, in their new order.
 
     Args:
-        holds: As in ``role_slices``.
-        groups: As in ``role_slices``.
+        roles: As in ``role_slices``.
+        interleaved: As in ``role_slices``.
         kept: Kept head positions for "q", "k" and "v", in their new order.
         total: Present head counts for "q", "k" and "v".
         head_dim: Width of a head.
-        group_sizes: Where ``groups`` is set: kept query heads of every kept KV head, in order.
+        group_sizes: Where ``interleaved`` is set: kept query heads of every kept KV head, in order.
     """
-    present = role_slices(holds, groups, total, head_dim)
-    if not groups:
-        parts = [present[role][list(kept[role.replace("o", "q")])] for role in holds]
+    present = role_slices(roles, interleaved, total, head_dim)
+    if not interleaved:
+        parts = [present[role][list(kept[role.replace("o", "q")])] for role in roles]
         return torch.cat(parts).flatten()
     parts, start = [], 0
     for kv_head, size in zip(kept["k"], group_sizes, strict=True):

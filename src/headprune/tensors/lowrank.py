@@ -8,7 +8,7 @@ moment M = E[r r^T] that calibration gives: M = L L^T makes z = L^-1 r white.
     V   sum_h E|W_Oh v_h - W_Oh' s|^2 with s = B r: right singular vectors of [W_Oh E_h L]_h
     K   sum_h E(q_h^T k_h - q_h'^T s)^2, q apart from k: right singular vectors of [Q_h E_h L]_h
     K, rotary: only what commutes with the rotation can move to the queries, one complex factor
-        per plane; so the same in every plane, with complex numbers and rank 1
+        per pair; so the same in every pair, with complex numbers and rank 1
 
 where E_h picks head h out of r and Q_h^T Q_h = E[q_h q_h^T].
 """
@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headprune.tensors.rotary import Planes
+from headprune.tensors.rotary import RotaryPairs
 
 _FLOOR = 1e-10  # of the mean variance: directions that calibration never showed
 
@@ -88,7 +88,7 @@ def shared_key(
     query_moments: Float[Tensor, "queries head_dim head_dim"],
     owners: Sequence[int],
     moment: Float[Tensor, "joint joint"],
-    planes: Planes | None = None,
+    pairs: RotaryPairs | None = None,
 ) -> SharedKey:
     """The best K for a group, and the maps that its queries absorb.
 
@@ -96,46 +96,46 @@ def shared_key(
         query_moments: E[q q^T] of the group's query heads.
         owners: For each of them, which of the group's n heads it reads.
         moment: Second moment of [k_1; ...; k_n], before any rotation.
-        planes: Where the rotary embedding turns; None without one.
+        pairs: What the rotary embedding rotates; None without one.
     """
     width, dtype = query_moments.shape[-1], query_moments.dtype
     moment, queries = moment.double(), query_moments.double()
     basis = moment.new_zeros(width, moment.shape[0])
     maps = moment.new_zeros(len(owners), width, width)
     power = lost = 0.0
-    still = torch.arange(width) if planes is None else planes.still
-    if len(still):
-        joint = _joint_rows(still, width, moment.shape[0] // width)
-        gram = queries[:, still][:, :, still]
+    unpaired = torch.arange(width) if pairs is None else pairs.unpaired
+    if len(unpaired):
+        joint = _joint_rows(unpaired, width, moment.shape[0] // width)
+        gram = queries[:, unpaired][:, :, unpaired]
         root, inverse = _root(moment[joint][:, joint])
         total = _gathered(gram, owners, root)
-        kept = _leading(total, len(still))
-        basis[still[:, None], joint] = kept.T @ inverse
-        heads = root.unflatten(0, (-1, len(still)))
+        kept = _leading(total, len(unpaired))
+        basis[unpaired[:, None], joint] = kept.T @ inverse
+        heads = root.unflatten(0, (-1, len(unpaired)))
         for query, owner in enumerate(owners):
-            maps[query][still[:, None], still] = (heads[owner] @ kept).T
+            maps[query][unpaired[:, None], unpaired] = (heads[owner] @ kept).T
         power += float(total.trace())
         lost += float(total.trace() - (kept.T @ total @ kept).trace())
-    if planes is not None:
-        turned = _shared_planes(queries, owners, moment, planes, basis, maps)
-        power, lost = power + turned[0], lost + turned[1]
+    if pairs is not None:
+        rotated = _shared_pairs(queries, owners, moment, pairs, basis, maps)
+        power, lost = power + rotated[0], lost + rotated[1]
     return SharedKey(basis.to(dtype), maps.to(dtype), power, lost)
 
 
-def _shared_planes(
+def _shared_pairs(
     queries: Tensor,
     owners: Sequence[int],
     moment: Tensor,
-    planes: Planes,
+    pairs: RotaryPairs,
     basis: Tensor,
     maps: Tensor,
 ) -> tuple[float, float]:
-    """Rank 1 per plane; writes into ``basis`` and ``maps``, returns power and what is lost."""
+    """Rank 1 per pair; writes into ``basis`` and ``maps``, returns power and what is lost."""
     width, n = queries.shape[-1], moment.shape[0] // queries.shape[-1]
     power = lost = 0.0
     blocks = moment.unflatten(0, (n, width)).unflatten(2, (n, width))
-    for a, b in zip(planes.first.tolist(), planes.second.tolist(), strict=True):
-        # E[k k^H] of the n complex keys of this plane
+    for a, b in zip(pairs.first.tolist(), pairs.second.tolist(), strict=True):
+        # E[k k^H] of the n complex keys of this pair
         real = blocks[:, a, :, a] + blocks[:, b, :, b]
         imaginary = blocks[:, b, :, a] - blocks[:, a, :, b]
         root, inverse = _root(torch.complex(real, imaginary))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -16,11 +15,13 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.data.batch import Batch
+from headprune.data.lengths import usable_length
+from headprune.data.samples import Collate
+from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import read_examples
-from headprune.data.windows import masked, packed_windows, tokenized_rows, translation_rows
 from headprune.errors import DataError
 from headprune.models.loading import task_of, vocabulary_of
-from headprune.training.objectives import Batch
 
 
 def batches(
@@ -29,27 +30,24 @@ def batches(
     tokenizer: Any,
     data: DataConfig,
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
-) -> tuple[Dataset, Callable[[list[dict[str, Any]]], Batch]]:
+) -> tuple[Dataset, Collate]:
     """Rows of training text, and what makes a batch of some of them.
 
     Raises:
-        DataError: If the text is too short, or its windows too long for the model.
+        DataError: If the text is too short.
     """
     examples, vocabulary = read_examples(data), vocabulary_of(net)
     # calibration makes do with fewer sequences than a batch
     need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
-    positions = getattr(net.config, "max_position_embeddings", config.seq_len)
-    if config.seq_len > positions:
-        raise DataError(f"--seq-len {config.seq_len}: the model has {positions} positions.")
-    if config.seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
-        raise DataError("--seq-len 1: there is nothing to predict in windows of one token.")
-    decoder = {"use_cache": False} if task_of(net) == "causal-lm" else {}
+    seq_len = usable_length(net.config, tokenizer, config.seq_len)
+    if seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
+        raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
-        rows = packed_windows(
+        rows = packed_sequences(
             examples,
             tokenizer,
-            config.seq_len,
+            seq_len,
             need=need,
             specials=task_of(net) != "causal-lm",
             vocabulary=vocabulary,
@@ -57,8 +55,10 @@ def batches(
         )
 
         def collate(features: list[dict[str, Any]]) -> Batch:
-            batch = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
-            batch["labels"] = batch["input_ids"]
+            columns = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
+            batch = cast(Batch, {**columns, "labels": columns["input_ids"]})
+            if task_of(net) == "causal-lm":
+                batch["use_cache"] = False
             if objective is Objective.MLM:
                 batch["input_ids"], batch["labels"] = masked(
                     batch["input_ids"], tokenizer, config.seed
@@ -68,19 +68,19 @@ def batches(
                         "There is no token to mask in a whole batch, only special ones. Give other "
                         "text, or a larger --seq-len or --batch-size."
                     )
-            return {**batch, **decoder}
+            return batch
 
         return rows, collate
     if task_of(net) == "seq2seq-lm":
-        rows = translation_rows(examples, tokenizer, config.seq_len, vocabulary)
+        rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
     else:
         labels = net.config.label2id if objective is Objective.TASK else None
-        rows = tokenized_rows(examples, tokenizer, config.seq_len, labels, vocabulary)
+        rows = tokenized_rows(examples, tokenizer, seq_len, labels, vocabulary)
         collator = DataCollatorWithPadding(tokenizer)
     if len(rows) < need:
         raise DataError(
             f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
             "Give more data or a smaller --batch-size."
         )
-    return rows, lambda features: dict(collator(features))
+    return rows, lambda features: cast(Batch, dict(collator(features)))

@@ -36,7 +36,7 @@ class Channels(nn.Module):
     def scaling(self, gates: Gates) -> Iterator[None]:
         """Scales what enters every output projection for the time of a ``with`` block.
 
-        Where the gates are released the factors are as well, and while gates are drawn they rest:
+        Where the gates are disabled the factors are as well, and while gates are sampled they rest:
         they would learn to make up for the noise.
         """
         handles = []
@@ -65,9 +65,9 @@ def _hook(
     factor: nn.Parameter, gates: Gates
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...] | None]:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if gates.released:
+        if gates.disabled:
             return None
-        scale = factor.detach() if gates.drawing else factor
+        scale = factor.detach() if gates.sampling else factor
         return args[0] * scale.to(args[0]), *args[1:]
 
     return hook

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
-from headprune.training.saliency import Saliency
+from headprune.training.saliency import ObdSaliency
 
 BELOW_LATER_ROUNDS = 100.0
 
@@ -19,17 +19,17 @@ BELOW_LATER_ROUNDS = 100.0
 class Gates(nn.Module):
     """One gate per unit, over all attention modules in order.
 
-    Hard-concrete gates are drawn anew for every sequence of a batch while they are being chosen:
+    Hard-concrete gates are sampled anew for every sequence of a batch while they are being chosen:
     each sequence then measures another set of heads, which cuts the variance of the gradient by
-    the batch size (Voita et al. 2019 draw once per batch). After ``choose`` the gates that stay are
-    plain factors, trained on as such: they fold into W_O whatever their value, so nothing binds
+    the batch size (Voita et al. 2019 sample once per batch). After ``choose`` the gates that stay
+    are plain factors, trained on as such: they fold into W_O whatever their value, so nothing binds
     them to [0, 1]. ``reopen`` begins another round of choosing among the heads that are left.
 
-    Gates that are not ``drawn`` are plain factors from the start, and ``close`` takes them away
+    Gates that are not ``sampled`` are plain factors from the start, and ``close`` takes them away
     by their ``saliency``.
 
     Attributes:
-        drawn: Whether gates are drawn from the hard-concrete distribution while they are chosen.
+        sampled: Whether gates are drawn from the hard-concrete distribution while they are chosen.
         saliency: What closing the gates would cost, as the steps have shown; of plain factors only.
         log_alpha: Location of every gate, shape (units,), float32.
         scale: Factor of every gate once the heads are chosen, shape (units,).
@@ -50,10 +50,10 @@ class Gates(nn.Module):
         unit: Unit,
         init_log_alpha: float,
         temperature: float,
-        drawn: bool = True,
+        sampled: bool = True,
     ) -> None:
         super().__init__()
-        self.drawn = drawn
+        self.sampled = sampled
         units, heads = 0, list[int]()
         self._rows: list[slice] = []
         for attention in attentions:
@@ -72,17 +72,17 @@ class Gates(nn.Module):
         self.register_buffer("sizes", torch.bincount(self.unit_of_head, minlength=units).float())
         self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
         self.register_buffer("chosen", torch.tensor(False))
-        self.saliency = Saliency(units)
+        self.saliency = ObdSaliency(units)
         self._gates: Tensor | None = None
         self._copies: Tensor | None = None
 
-    def draw(self, batch: int) -> None:
-        """Sets the gates of the next forward: one draw per sequence, or the settled values."""
+    def sample(self, batch: int) -> None:
+        """Sets the gates of the next forward: one sample a sequence, or the values at test time."""
         if self.chosen:
             gates = self.values()[None]
-        elif self.drawing:
-            drawn = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
-            gates = drawn * (self.scale * self.kept).detach()
+        elif self.sampling:
+            sample = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
+            gates = sample * (self.scale * self.kept).detach()
         else:  # a copy per sequence, for the gradient of each
             gates = self.values().repeat(batch, 1)
             gates.retain_grad()
@@ -97,12 +97,12 @@ class Gates(nn.Module):
         self.saliency.add(self._copies.grad * len(self._copies))
         self._copies = None
 
-    def release(self) -> None:
+    def disable(self) -> None:
         """Leaves the model ungated in the next forward."""
         self._gates = None
 
     @property
-    def released(self) -> bool:
+    def disabled(self) -> bool:
         """Whether the next forward is that of the ungated model."""
         return self._gates is None
 
@@ -112,7 +112,7 @@ class Gates(nn.Module):
 
     def values(self) -> Float[Tensor, " units"]:
         """The gates at test time; exactly 0 for units that do not stay."""
-        open_ = hard_concrete.value(self.log_alpha) if self.drawing else 1.0
+        open_ = hard_concrete.value(self.log_alpha) if self.sampling else 1.0
         return open_ * self.scale * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
@@ -121,20 +121,20 @@ class Gates(nn.Module):
 
     def open_probability(self) -> Float[Tensor, " units"]:
         """How likely every gate is open; 1 or 0 of plain factors."""
-        if not self.drawing:
+        if not self.sampling:
             return self.kept.to(self.sizes)
         return hard_concrete.open_probability(self.log_alpha, self.temperature) * self.kept
 
     @property
-    def drawing(self) -> bool:
-        """Whether the next forward draws its gates."""
-        return self.drawn and not self.chosen
+    def sampling(self) -> bool:
+        """Whether the next forward samples its gates."""
+        return self.sampled and not self.chosen
 
     def choose(self, kept: Sequence[int]) -> None:
         """Fixes which units stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
-        if self.drawn:
+        if self.sampled:
             self.scale.data.mul_(hard_concrete.value(self.log_alpha.detach()))
         else:  # in the order in which they would go on to be closed
             costs = self.saliency.cost(self.values())[self.kept]
@@ -152,7 +152,7 @@ class Gates(nn.Module):
             self.kept[unit] = False
 
     def reopen(self) -> None:
-        """Begins another round: the gates of the heads that are left are open and drawn again.
+        """Begins another round: the gates of the heads that are left are open and sampled again.
 
         Those of heads that are gone sink below all that go later, so that ``log_alpha`` goes on to
         say in which order heads would come back.

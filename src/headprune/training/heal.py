@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import HealConfig, HealTrain
+from headprune.data.batch import Batch, without_labels
 from headprune.errors import HeadpruneError
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
-from headprune.training.objectives import Batch, divergence
-from headprune.training.slim import SlimTrainer, Trained, recompute_in_eval, slim_arguments
+from headprune.training.objectives import divergence
+from headprune.training.resumable import (
+    LossModule,
+    ResumableTrainer,
+    recompute_in_eval,
+    resumable_arguments,
+)
 
 
-class HealedModel(Trained):
+class HealedModel(LossModule):
     """A student, and the teacher it is measured against; the teacher is no part of the module."""
 
     def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
@@ -29,7 +35,7 @@ class HealedModel(Trained):
 
     def forward(self, batch: Batch) -> Tensor:
         """Divergence of the student from the teacher."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = without_labels(batch)
         device = batch["input_ids"].device
         self._teacher[0].to(device)  # Trainer moves the student only
         with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
@@ -47,7 +53,7 @@ class HealedModel(Trained):
         return self
 
 
-class HealTrainer(SlimTrainer):
+class HealTrainer(ResumableTrainer):
     """Trainer on the divergence from a teacher."""
 
     def compute_loss(
@@ -113,7 +119,7 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
 
 def heal_arguments(config: HealConfig, folder: Path) -> TrainingArguments:
     """Trainer's settings for healing: AdamW, a tenth of warm-up, then a cosine to zero."""
-    return slim_arguments(
+    return resumable_arguments(
         folder,
         config.steps,
         config.batch_size,

@@ -1,6 +1,6 @@
 """What gates are trained on.
 
-An objective draws the gates and returns the loss of one batch. It is the only place that knows
+An objective samples the gates and returns the loss of one batch. It is the only place that knows
 when the model runs gated and when it does not.
 """
 
@@ -14,16 +14,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headprune.data.batch import Batch, without_labels
 from headprune.training.gates import Gates
 
-Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 """Computes the loss of one batch, gated: a scalar."""
 
 
 def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
     """The model's own loss against ``batch["labels"]``: lm, mlm and task."""
-    gates.draw(batch["input_ids"].shape[0])
+    gates.sample(batch["input_ids"].shape[0])
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -41,13 +41,13 @@ class Distillation:
 
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
         """Divergence of the gated model from the teacher, averaged over real tokens."""
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        gates.release()
+        inputs = without_labels(batch)
+        gates.disable()
         if self.teacher is not None:
             self.teacher.to(batch["input_ids"].device)
         with torch.no_grad():
             wanted = (self.teacher or model)(**inputs)
-        gates.draw(batch["input_ids"].shape[0])
+        gates.sample(batch["input_ids"].shape[0])
         return divergence(model(**inputs), wanted, batch)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headprune import processes
 
 
-class Saliency(nn.Module):
+class ObdSaliency(nn.Module):
     """Squared gradients of all gates, averaged over the last steps.
 
     Args:

@@ -10,7 +10,7 @@ heads do. The constraint is one equation in one multiplier, so it is solved inst
 optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
 the target. The target itself falls linearly to that of the round during the round's warm-up.
 
-**Cheapest first.** The same count without draws: see ``training.saliency``.
+**Gradual pruning.** The same count without sampling: see ``training.saliency``.
 
 **Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads, here per
 attention module. Where it ends is for lambda to say.
@@ -103,7 +103,7 @@ class HeadTarget(Sparsity):
         return [left[i] for i in keep_best(scores, sizes, self.after_round(now.part))]
 
 
-class CheapestFirst(HeadTarget):
+class GradualPruning(HeadTarget):
     """Exactly ``heads`` query heads stay; at every step those go that cost least to close.
 
     No more go in a step than the target falls by, so that the factors of those that are left can

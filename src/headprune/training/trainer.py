@@ -12,28 +12,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import Train, TrainGatesConfig
+from headprune.data.batch import Batch
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training.channels import Channels
 from headprune.training.checkpoints import Kind, first_infinite, kind_of
 from headprune.training.gates import Gates
-from headprune.training.objectives import Batch, Loss
+from headprune.training.objectives import Loss
 from headprune.training.optimizer import GateOptimizer
-from headprune.training.rounds import Round, round_at
-from headprune.training.slim import (
+from headprune.training.resumable import (
     HistoryCallback,
-    SlimTrainer,
-    Step,
-    Trained,
+    LossModule,
+    ResumableTrainer,
+    TrainingStep,
     recompute_in_eval,
-    slim_arguments,
+    resumable_arguments,
 )
+from headprune.training.rounds import Round, round_at
 from headprune.training.sparsity import Sparsity
 
 SNAPSHOTS = 50  # of all gates, in the history of a run
 
 
 @dataclass(frozen=True)
-class StepRecord(Step):
+class GateStep(TrainingStep):
     """One line of the history.
 
     Attributes:
@@ -50,7 +51,7 @@ class StepRecord(Step):
     open_percent: tuple[int, ...] | None = None
 
 
-class GatedModel(Trained):
+class GatedModel(LossModule):
     """A model, its gates, the factors of its channels if they move, and the loss."""
 
     def __init__(
@@ -90,7 +91,7 @@ def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) ->
                 projection.module.requires_grad_(True)
 
 
-class GateTrainer(SlimTrainer):
+class GateTrainer(ResumableTrainer):
     """Trainer with one learning rate for gates and one for weights."""
 
     optimizer: torch.optim.Optimizer | None
@@ -178,9 +179,9 @@ class GateCallback(HistoryCallback):
     """After every optimiser step: correct, choose, record."""
 
     trainer: GateTrainer
-    kind = StepRecord
+    kind = GateStep
 
-    def record(self, state: Any) -> StepRecord:
+    def record(self, state: Any) -> GateStep:
         """Moves the gates to the target; chooses heads, and begins rounds, when it is time."""
         trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
         if first_infinite({"log_alpha": gates.log_alpha, "scale": gates.scale}) is not None:
@@ -193,7 +194,7 @@ class GateCallback(HistoryCallback):
         target = trainer.sparsity.target(gates, now, step)
         snapshot = step % max(1, state.max_steps // SNAPSHOTS) == 0 or step == state.max_steps
         percent = (100 * gates.open_probability()).round().int().tolist() if snapshot else None
-        record = StepRecord(
+        record = GateStep(
             step=state.global_step,
             steps=state.max_steps,
             loss=trainer.last_loss,
@@ -210,7 +211,7 @@ class GateCallback(HistoryCallback):
 
 def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> TrainingArguments:
     """Trainer's settings for a gates run."""
-    return slim_arguments(
+    return resumable_arguments(
         folder,
         steps,
         config.batch_size,

@@ -46,7 +46,7 @@ class Interrupted(HeadpruneError):
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One line of a history.
 
     Attributes:
@@ -60,8 +60,8 @@ class Step:
     loss: float
 
 
-class Trained(nn.Module):
-    """What a ``SlimTrainer`` trains: a module that gives the loss of a batch."""
+class LossModule(nn.Module):
+    """What a ``ResumableTrainer`` trains: a module that gives the loss of a batch."""
 
     accepts_loss_kwargs = False  # tells Trainer that losses are means over the batch
 
@@ -91,13 +91,13 @@ def recompute_in_eval(model: nn.Module) -> None:
             module.training = True
 
 
-class SlimTrainer(Trainer):  # type: ignore[misc]
+class ResumableTrainer(Trainer):  # type: ignore[misc]
     """Trainer with checkpoints of its own, which leaves progress to callbacks.
 
     What Trainer would write as pickles, or can work out from the step, is in no checkpoint.
     """
 
-    def __init__(self, model: Trained, remedies: Remedies, **kwargs: Any) -> None:
+    def __init__(self, model: LossModule, remedies: Remedies, **kwargs: Any) -> None:
         super().__init__(model=model, **kwargs)
         self.remove_callback(PrinterCallback)
         self.remedies = remedies
@@ -224,7 +224,7 @@ class SlimTrainer(Trainer):  # type: ignore[misc]
 
 
 def train(
-    trainer: SlimTrainer,
+    trainer: ResumableTrainer,
     work: Work,
     callback: HistoryCallback,
     resume: bool,
@@ -266,7 +266,9 @@ def train(
         )
 
 
-def _newest(trainer: SlimTrainer, work: Work, on_stage: Callable[[str], None]) -> Checkpoint | None:
+def _newest(
+    trainer: ResumableTrainer, work: Work, on_stage: Callable[[str], None]
+) -> Checkpoint | None:
     """The checkpoint that all processes go on from; those after it are damaged, and go."""
     expected = trainer.expected()
     chosen: Checkpoint | None = None
@@ -300,11 +302,11 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
         should_stop: Asked after every step; True saves a checkpoint and ends the training.
     """
 
-    kind: type[Step] = Step
+    kind: type[TrainingStep] = TrainingStep
 
     def __init__(
         self,
-        trainer: SlimTrainer,
+        trainer: ResumableTrainer,
         work: Work,
         on_step: Callable[[Any], None],
         should_stop: Callable[[], bool],
@@ -315,9 +317,9 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
         self.should_stop = should_stop
         self.interrupted = False
 
-    def record(self, state: Any) -> Step:
+    def record(self, state: Any) -> TrainingStep:
         """What to write of the step that was just made."""
-        return Step(state.global_step, state.max_steps, self.trainer.last_loss)
+        return TrainingStep(state.global_step, state.max_steps, self.trainer.last_loss)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Trainer gave all processes the same seed; what they draw must differ."""
@@ -341,7 +343,7 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
 
-def slim_arguments(
+def resumable_arguments(
     folder: Path, steps: int, batch_size: int, seed: int, save_every: int | None, **others: Any
 ) -> TrainingArguments:
     """Trainer's settings: checkpoints in ``folder``, nothing printed, one device a process.

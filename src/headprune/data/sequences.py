@@ -1,4 +1,4 @@
-"""From documents to fixed-length windows (language models) or padded rows (the others)."""
+"""From documents to sequences of one length (language models) or padded rows (the others)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from headprune.data.unreadable import Seen
 from headprune.errors import DataError
 
 ROWS_AT_ONCE = 1000  # that are tokenized
-_AT_ONCE = 1 << 18  # tokens that are held before windows are written
+_AT_ONCE = 1 << 18  # tokens that are held before sequences are written
 
 
-def packed_windows(
+def packed_sequences(
     examples: Examples,
     tokenizer: Any,
     seq_len: int,
@@ -31,27 +31,27 @@ def packed_windows(
     most: int | None = None,
     also: Iterable[int | None] = (),
 ) -> Dataset:
-    """Packs all documents into windows of exactly ``seq_len`` tokens; the rest is dropped.
+    """Packs all documents into sequences of exactly ``seq_len`` tokens; the rest is dropped.
 
     Documents of row formats are separated by the end-of-sequence token; a text file is one
-    document and gets none. Text is read only as far as windows are wanted, and never held whole.
+    document and gets none. Text is read only as far as sequences are wanted, and never held whole.
 
     Args:
         examples: The documents.
         tokenizer: The model's tokenizer.
-        seq_len: Tokens per window.
+        seq_len: Tokens per sequence.
         need: Windows that are needed at least.
-        specials: Whether each window is wrapped as the tokenizer wraps a text ([CLS] ... [SEP]),
+        specials: Whether each sequence is wrapped as the tokenizer wraps a text ([CLS] ... [SEP]),
             as encoders expect; language models that continue a text get it bare.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
-        most: How many windows, the first ones, are wanted; None for all.
+        most: How many sequences, the first ones, are wanted; None for all.
         also: Tokens that the model will be given besides, such as that which hides others.
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``.
 
     Raises:
-        DataError: If there are fewer than ``need`` windows, or the text is not readable.
+        DataError: If there are fewer than ``need`` sequences, or the text is not readable.
     """
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     end = end if examples.rows_are_documents else []
@@ -60,7 +60,7 @@ def packed_windows(
     if inner < 1:
         raise DataError(
             f"--seq-len {seq_len}: the tokenizer puts {len(around)} special tokens around every "
-            "window, which leaves no room for text."
+            "sequence, which leaves no room for text."
         )
     seen, packer = Seen(tokenizer, vocabulary), _Packer(around[:1], around[1:], inner)
 
@@ -71,26 +71,26 @@ def packed_windows(
                 yield ids
             yield np.array(end, dtype=np.int32)
 
-    rows = stored(packer.windows(stream(), most))
+    rows = stored(packer.sequences(stream(), most))
     seen.refuse(examples.strings(), also={*end, *around, *also})
     if len(rows) < need:
         raise DataError(
-            f"The data has {packer.tokens:,} tokens, which makes {len(rows)} windows of {seq_len}; "
-            f"{need} are needed. Give more text or a smaller --seq-len."
+            f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "
+            f"{seq_len}; {need} are needed. Give more text or a smaller --seq-len."
         )
     return rows
 
 
 class _Packer:
-    """Cuts a stream of tokens into windows, with the same tokens before and after each."""
+    """Cuts a stream of tokens into sequences, with the same tokens before and after each."""
 
     def __init__(self, before: list[int], after: list[int], inner: int) -> None:
         self.before, self.after = np.array(before, np.int32), np.array(after, np.int32)
         self.inner = inner
         self.tokens = 0
 
-    def windows(self, stream: Iterable[Ids], most: int | None) -> Iterator[dict[str, Any]]:
-        """Some windows at a time, at most so many in all; as arrays of shape (windows, length)."""
+    def sequences(self, stream: Iterable[Ids], most: int | None) -> Iterator[dict[str, Any]]:
+        """Some at a time, at most so many in all; as arrays of shape (sequences, length)."""
         waiting: list[Ids] = []
         held = made = 0
         for ids in stream:
@@ -111,8 +111,8 @@ class _Packer:
     def _wrapped(self, ids: Ids) -> dict[str, Any]:
         rows = ids.reshape(-1, self.inner)
         before, after = (np.tile(side, (len(rows), 1)) for side in (self.before, self.after))
-        windows = np.concatenate([before, rows, after], axis=1)
-        return {"input_ids": windows, "attention_mask": np.ones(windows.shape, np.int8)}
+        whole = np.concatenate([before, rows, after], axis=1)
+        return {"input_ids": whole, "attention_mask": np.ones(whole.shape, np.int8)}
 
 
 def tokenized_rows(
@@ -247,7 +247,7 @@ def masked(
     Args:
         input_ids: Token ids, shape (batch, length).
         tokenizer: Must have a mask token.
-        seed: With the ids themselves, decides which tokens are masked, so that a window is
+        seed: With the ids themselves, decides which tokens are masked, so that a sequence is
             masked the same way in whichever batch it comes.
         share: Share of the tokens to mask.
 

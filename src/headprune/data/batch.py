@@ -1,0 +1,67 @@
+"""What a model is given of some sequences at once."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class _Needed(TypedDict):
+    input_ids: Int[Tensor, "sequences length"]
+
+
+class Batch(_Needed, total=False):
+    """Inputs of a model, by the names that its forward gives them, and labels where there are some.
+
+    Attributes:
+        input_ids: Token ids.
+        attention_mask: 0 where there is padding.
+        token_type_ids: Which of two texts a token belongs to.
+        decoder_input_ids: What the decoder of an encoder-decoder reads.
+        decoder_attention_mask: 0 where that is padding.
+        labels: A class per sequence, or a token per position, -100 where none is scored.
+        use_cache: Whether the model is to keep keys and values.
+    """
+
+    attention_mask: Int[Tensor, "sequences length"]
+    token_type_ids: Int[Tensor, "sequences length"]
+    decoder_input_ids: Int[Tensor, "sequences target_length"]
+    decoder_attention_mask: Int[Tensor, "sequences target_length"]
+    labels: Int[Tensor, sequences * length]
+    use_cache: bool
+
+
+def without_labels(batch: Batch) -> dict[str, Any]:
+    """The inputs alone."""
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def doubled(batch: Batch) -> Batch:
+    """A batch with every sequence twice: all of them, and then all of them again."""
+    both: dict[str, Any] = {
+        name: torch.cat([value, value]) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+    return cast(Batch, both)
+
+
+def token_mask(batch: Batch, kind: str) -> Bool[Tensor, "sequences length"] | None:
+    """Which tokens are real, of those that the queries of a kind of attention stand at."""
+    if kind in ("decoder", "cross") and "decoder_input_ids" in batch:
+        labels = batch.get("labels")
+        return None if labels is None else labels != -100
+    mask = batch.get("attention_mask")
+    return None if mask is None else mask != 0
+
+
+def real_tokens(
+    x: Float[Tensor, "*positions width"], mask: Tensor | None
+) -> Float[Tensor, "tokens width"]:
+    """Those positions, one after the other, that are no padding."""
+    rows = x.flatten(0, -2)
+    if mask is None or mask.numel() != len(rows):
+        return rows
+    return rows[mask.flatten().to(rows.device)]

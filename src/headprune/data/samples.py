@@ -1,0 +1,66 @@
+"""The part of a text that shows what heads do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+
+from headprune.data.batch import Batch
+from headprune.data.rows import lengths
+
+Collate = Callable[[list[dict[str, Any]]], Batch]
+
+
+@dataclass(frozen=True)
+class CalibrationSample:
+    """Sequences that scores, refits and merges are computed on.
+
+    Attributes:
+        rows: The sequences.
+        collate: Makes a batch of some of them.
+        tokens: Tokens of all of them.
+        batch_size: Sequences per batch.
+        special_ids: Ids of special tokens.
+    """
+
+    rows: Dataset
+    collate: Collate
+    tokens: int
+    batch_size: int = 1
+    special_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def spread(
+        cls, rows: Dataset, collate: Collate, tokens: int, **others: Any
+    ) -> CalibrationSample:
+        """Takes rows from all over a text, evenly, that have about so many tokens together.
+
+        Args:
+            rows: All that there are.
+            collate: Makes a batch of some of them.
+            tokens: How many are wanted; one row is taken at least.
+            **others: Other attributes.
+        """
+        found = lengths(rows)
+        count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
+        numbers = [i * len(rows) // count for i in range(count)]
+        return cls(rows.select(numbers), collate, int(found[numbers].sum()), **others)
+
+    def batches(self) -> list[Batch]:
+        """All sequences, in batches."""
+        starts = range(0, len(self.rows), self.batch_size)
+        return [self._batch(start, start + self.batch_size) for start in starts]
+
+    def whole(self) -> Batch:
+        """All sequences in one batch, padded where they differ in length."""
+        return self._batch(0, len(self.rows))
+
+    def first(self) -> Batch:
+        """The first sequence alone."""
+        return self._batch(0, 1)
+
+    def _batch(self, start: int, stop: int) -> Batch:
+        return self.collate([self.rows[i] for i in range(start, min(stop, len(self.rows)))])

@@ -1,0 +1,284 @@
+"""KV heads merged on calibration text, one attention module after the other, in one pass.
+
+Every module is run once before it runs in earnest, in the original's stream alone, to record what
+its projections and its attention are given. What it is converted to then computes the other stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.data.batch import Batch, doubled
+from headprune.errors import PlanError
+from headprune.merging.spec import HeadWeights, MergeActivations, MergeContext, project
+from headprune.models.forward import eager_attention, run_without_cache
+from headprune.models.heads import project_output, read_heads, write_heads
+from headprune.models.recording import AttentionRecorder, RecordedCall
+from headprune.models.rotation import found_rotation
+from headprune.models.streams import OneStream, Order, RunsTwice, Stream, entering
+from headprune.runtime.modeling_headprune import Attention, ProjectionModule
+from headprune.tensors.rotary import RotaryPairs, Rotation
+
+Convert = Callable[[Attention, HeadWeights, MergeContext], HeadWeights]
+
+
+def convert_in_sequence(
+    model: PreTrainedModel, attentions: Sequence[Attention], batch: Batch, convert: Convert
+) -> None:
+    """Replaces the weights of attention modules in one forward pass, in the order they run.
+
+    Args:
+        model: The model; its weights change in place.
+        attentions: The modules to convert.
+        batch: Calibration text: all sequences at once.
+        convert: From a module, its weights and what calibration showed to new weights of the
+            same shapes.
+
+    Raises:
+        PlanError: If a module runs more than once, or its attention cannot be recorded.
+    """
+    conversion = _Conversion(convert)
+    with ExitStack() as stack:
+        stack.enter_context(eager_attention(model))
+        for attention in attentions:
+            visit = partial(conversion.visit, attention)
+            handle = attention.module.register_forward_pre_hook(visit, with_kwargs=True)
+            stack.callback(handle.remove)
+            for projection in attention.projections:
+                enter = partial(conversion.enter, projection)
+                stack.enter_context(entering(projection.module, enter))
+        stack.enter_context(AttentionRecorder(conversion.attend).recording(attentions))
+        stack.enter_context(torch.no_grad())
+        run_without_cache(model, doubled(batch))
+
+
+def geometry(
+    model: PreTrainedModel, attentions: Sequence[Attention], inputs: Mapping[str, Tensor]
+) -> dict[str, MergeContext]:
+    """What a merge must know of every module, found on any inputs, without their activations.
+
+    A module whose attention cannot be recorded counts as one whose queries can absorb nothing.
+    """
+    found: dict[str, MergeContext] = {}
+    seen = _Recorded()
+
+    def attend(call: RecordedCall) -> Tensor:
+        seen.call = call
+        return call.outputs()
+
+    def keep(projection: ProjectionModule, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.keep(projection, args[0])
+
+    def look(
+        attention: Attention, module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        try:
+            rotation, factor = seen.rotation(attention, read_heads(attention), kwargs)
+            context = MergeContext(_pairs(rotation), factor is not None)
+        except PlanError:
+            context = MergeContext(linear=False)
+        found.setdefault(attention.path, context)
+        seen.clear()
+
+    with ExitStack() as stack:
+        stack.enter_context(eager_attention(model))
+        for attention in attentions:
+            hook = partial(look, attention)
+            handle = attention.module.register_forward_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+            for projection in attention.projections:
+                handle = projection.module.register_forward_pre_hook(partial(keep, projection))
+                stack.callback(handle.remove)
+        stack.enter_context(AttentionRecorder(attend).recording(attentions))
+        stack.enter_context(torch.no_grad())
+        run_without_cache(model, inputs)
+    return found
+
+
+@dataclass
+class _Recorded:
+    """What was seen of one run of a module.
+
+    Attributes:
+        inputs: What entered the projection of every role, in all streams.
+        call: The call of the attention function.
+        attended: What it gave in the original's stream.
+    """
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    call: RecordedCall | None = None
+    attended: Tensor | None = None
+
+    def keep(self, projection: ProjectionModule, x: Tensor) -> None:
+        self.inputs |= dict.fromkeys(projection.holds, x)
+
+    def clear(self) -> None:
+        self.inputs, self.call, self.attended = {}, None, None
+
+    def complete(self, attention: Attention) -> RecordedCall:
+        """The call.
+
+        Raises:
+            PlanError: If something is missing.
+        """
+        projected = {"q", "k", "v"} <= set(self.inputs)
+        if self.call is None or self.call.query.dim() != 4 or not projected:
+            raise PlanError(
+                f"'{attention.path}' does not hand its queries and keys to transformers' attention "
+                "interface, where calibration records them. Use a merge that needs no calibration, "
+                "such as procrustes."
+            )
+        return self.call
+
+    def rotation(
+        self, attention: Attention, heads: HeadWeights, kwargs: dict[str, Any]
+    ) -> tuple[Rotation | None, float | None]:
+        """As ``found_rotation``, on the first sequence."""
+        call = self.complete(attention)
+        projected = {
+            role: project(_with_one(self.inputs[role][:1].float(), heads, role), heads.affine(role))
+            for role in ("q", "k")
+        }
+        scored = {"q": call.query[:1], "k": call.key[:1]}
+        return found_rotation(projected, scored, kwargs.get("position_embeddings"))
+
+
+class _Conversion:
+    """What is known while a pass goes from module to module."""
+
+    def __init__(self, convert: Convert) -> None:
+        self.convert = convert
+        self.order = Order()
+        # of a run that is made only to record it, and the stream that it computes
+        self.recorded: _Recorded | None = None
+        self.stream = Stream.ORIGINAL
+        # of the original, in the module that runs: what its heads and its output projection give
+        self.attended: Tensor | None = None
+        self.outputs: Tensor | None = None
+
+    def visit(
+        self, attention: Attention, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Converts a module before it runs."""
+        if self.recorded is not None:
+            return
+        try:
+            self.order.reach(attention)
+        except RunsTwice as error:
+            raise PlanError(
+                f"{error} Use a merge that needs no calibration, such as procrustes."
+            ) from None
+        heads = read_heads(attention)
+        original = self._record(attention, Stream.ORIGINAL, args, kwargs)
+        original.complete(attention)
+        assert original.attended is not None
+        outputs = project_output(attention, original.attended.flatten(2))
+        rotation, factor = original.rotation(attention, heads, kwargs)
+        own = None
+        if factor is None:
+            changed = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
+            own = Stream.CHANGED.of(changed.query).float(), Stream.CHANGED.of(changed.key).float()
+        activations = _activations(heads, original, rotation, factor, outputs, own)
+        context = MergeContext(_pairs(rotation), factor is not None, activations)
+        write_heads(attention, self.convert(attention, heads, context))
+        self.attended, self.outputs = original.attended, outputs
+
+    def enter(self, projection: ProjectionModule, x: Tensor) -> OneStream:
+        """What a projection computes: the stream that is recorded, or else the changed one."""
+        if self.recorded is not None:
+            self.recorded.keep(projection, x)
+            return OneStream(self.stream, self.stream.of(x))
+        known = None
+        if projection.holds == "o":
+            known, self.outputs = self.outputs, None
+        return OneStream(Stream.CHANGED, Stream.CHANGED.of(x), known)
+
+    def attend(self, call: RecordedCall) -> Tensor:
+        """What the heads give: of the original, where it is not known yet, and of the changed."""
+        count = len(call.query) // 2
+        if self.recorded is None:
+            known, self.attended = self.attended, None
+            return call.outputs() if known is None else torch.cat([known, call.outputs(count)])
+        self.recorded.call = call
+        if self.stream is Stream.CHANGED:  # nobody reads it
+            _, heads, length, _ = call.query.shape
+            return call.query.new_zeros(2 * count, length, heads, call.value.shape[3])
+        self.recorded.attended = attended = call.outputs(0, count)
+        return torch.cat([attended, torch.zeros_like(attended)])
+
+    def _record(
+        self, attention: Attention, stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Recorded:
+        """Runs a module in one stream, to see what its projections and attention are given."""
+        self.stream, self.recorded = stream, (recorded := _Recorded())
+        try:
+            attention.module(*args, **kwargs)
+        finally:
+            self.recorded = None
+        return recorded
+
+
+def _activations(
+    heads: HeadWeights,
+    original: _Recorded,
+    rotation: Rotation | None,
+    factor: float | None,
+    outputs: Tensor,
+    own_scored: tuple[Tensor, Tensor] | None,
+) -> MergeActivations:
+    """What calibration shows of a module.
+
+    Args:
+        heads: Its weights.
+        original: What was recorded in the original's stream.
+        rotation: Its rotary embedding.
+        factor: What queries are multiplied with after it; None where a norm stands in between.
+        outputs: What the original's output projection gives.
+        own_scored: Queries and keys of the changed stream, where such a norm does.
+    """
+    call, times = original.call, factor or 1.0
+    assert call is not None
+
+    def attention(query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
+        query, key = (query * times).to(call.query), key.to(call.key)
+        return call.probabilities(query, key, part, rows).float()
+
+    made: dict[tuple[int, bool], Tensor] = {}  # roles mostly share one input
+    inputs = {}
+    for role in ("q", "k", "v"):
+        given = original.inputs[role]
+        key = (given.data_ptr(), getattr(heads, f"{role}_bias") is not None)
+        if key not in made:
+            made[key] = _with_one(Stream.CHANGED.of(given).float(), heads, role)
+        inputs[role] = made[key]
+    return MergeActivations(
+        inputs,
+        Stream.ORIGINAL.of(call.query).float() / times,
+        Stream.ORIGINAL.of(call.key).float(),
+        rotation,
+        call.scaling * times,
+        attention,
+        outputs.float(),
+        own_scored,
+        # a sink does not shift with the scores, and a soft cap bends them first
+        shifts_count=any(call.arguments.get(name) is not None for name in ("s_aux", "softcap")),
+    )
+
+
+def _with_one(inputs: Tensor, heads: HeadWeights, role: str) -> Tensor:
+    """The inputs of a projection, with a 1 at the end where it has a bias."""
+    if getattr(heads, f"{role}_bias") is None:
+        return inputs
+    return torch.cat([inputs, inputs.new_ones(*inputs.shape[:-1], 1)], -1)
+
+
+def _pairs(rotation: Rotation | None) -> RotaryPairs | None:
+    return None if rotation is None else rotation.pairs

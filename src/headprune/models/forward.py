@@ -1,0 +1,61 @@
+"""Running a model on a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.data.batch import Batch, without_labels
+
+
+def run_model(model: PreTrainedModel, batch: Batch, head: bool = False) -> Any:
+    """Runs the model, or what is below its head, without labels."""
+    inputs = _on_device(model, without_labels(batch))
+    return model(**inputs) if head else model.base_model(**inputs)
+
+
+def run_without_cache(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
+    """Runs what is below the head, and keeps neither keys nor values.
+
+    A module that is run twice would find those of its first run.
+    """
+    base = model.base_model
+    if not inputs.keys() <= inspect.signature(base.forward).parameters.keys():
+        base = model  # the base of DINOv3 is its encoder, which takes no pixels
+    takes = inspect.signature(base.forward).parameters
+    options = {"use_cache": False} if "use_cache" in takes else {}
+    configs = [c for c in (model.config, model.config.get_text_config()) if hasattr(c, "use_cache")]
+    before = [config.use_cache for config in configs]
+    try:
+        for config in configs:
+            config.use_cache = False
+        base(**_on_device(model, inputs), **options)
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            config.use_cache = value
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Has a model attend in plain tensors, for the time of a ``with`` block.
+
+    Masks are tensors then, whatever they stand for, and weights can be seen.
+    """
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.to(model.device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }

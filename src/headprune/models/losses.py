@@ -1,0 +1,143 @@
+"""The loss of every example for itself, and what it rises by when heads are left out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from headprune.criteria import Units
+from headprune.data.batch import Batch, token_mask
+from headprune.errors import DataError
+from headprune.models.forward import run_model
+from headprune.models.gating import fixed, gated
+from headprune.models.loading import Task
+from headprune.runtime.modeling_headprune import Attention
+
+
+def losses_without(
+    model: PreTrainedModel,
+    task: Task,
+    attentions: Sequence[Attention],
+    units: Sequence[Units],
+    batches: Sequence[Batch],
+    gates: Sequence[Tensor] | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Float[Tensor, " units"]]:
+    """What the mean loss per example rises by when a unit is closed, for every unit, exactly.
+
+    Args:
+        model: The model.
+        task: What its loss is; "features" has none that closing a unit could raise.
+        attentions: The attention modules.
+        units: Per module, its units.
+        batches: The examples.
+        gates: Gates that the model runs with, per module; None for all open.
+        seed: As for ``collect``.
+        progress: Called with units done and units in all.
+
+    Raises:
+        DataError: If an example has nothing to score, or a loss is not finite.
+    """
+    total, found, done = sum(map(len, units)), [], 0
+    start = gates or [torch.ones(a.query_heads) for a in attentions]
+    reference = None
+    if task == "features":
+        with torch.no_grad(), gated(attentions, fixed(start)):
+            reference = [embedding(model, batch) for batch in batches]
+
+    def mean(gates: Sequence[Tensor]) -> float:
+        with torch.no_grad(), gated(attentions, fixed(gates)):
+            if reference is not None:  # there the loss is the distance to the whole model's
+                gaps = zip(batches, reference, strict=True)
+                losses = [(embedding(model, b) - r).square().sum(-1) for b, r in gaps]
+            else:
+                losses = [example_losses(model, task, batch, seed) for batch in batches]
+        return float(torch.cat(losses).double().mean())
+
+    whole = mean(start)
+    for position, of_module in enumerate(units):
+        rises = []
+        for unit in of_module:
+            gate = start[position].clone()
+            gate[list(unit)] = 0.0
+            rises.append(mean([*start[:position], gate, *start[position + 1 :]]) - whole)
+            done += 1
+            progress(done, total)
+        found.append(torch.tensor(rises, dtype=torch.float64))
+    return found
+
+
+def example_losses(
+    model: PreTrainedModel, task: Task, batch: Batch, seed: int = 0
+) -> Float[Tensor, " examples"]:
+    """The loss of every example: the mean over what is scored of it.
+
+    A model without a head has no loss. There it is the embedding (as ``evaluate`` takes it) along a
+    random direction, whose squared gradient is in the mean that of the whole embedding.
+
+    Raises:
+        DataError: If there is nothing to score in an example, or labels are missing.
+    """
+    if task == "features":
+        vectors = embedding(model, batch)
+        return (vectors * _directions(batch, vectors.shape[-1], seed).to(vectors)).sum(-1)
+    if batch.get("labels") is None:
+        raise DataError(
+            "A loss on this task needs labels: name the --label-column, or use a criterion that "
+            "needs no loss (fluctuation, wanda, reconstruction)."
+        )
+    labels = batch["labels"]
+    logits = run_model(model, batch, head=True).logits
+    if task == "classification":
+        return F.cross_entropy(in_float32(logits), labels.to(logits.device), reduction="none")
+    labels = labels.to(logits.device)
+    if "attention_mask" in batch and "decoder_input_ids" not in batch:
+        labels = labels.masked_fill(batch["attention_mask"].to(labels.device) == 0, -100)
+    if task == "causal-lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    scored = labels != -100
+    if not bool(scored.any(1).all()):
+        row = int((~scored.any(1)).nonzero()[0])
+        raise DataError(
+            f"Example {row} of a batch has no tokens to score, only padding. Leave empty texts out."
+        )
+    per_token = F.cross_entropy(in_float32(logits).mT, labels, reduction="none", ignore_index=-100)
+    mean: Tensor = per_token.sum(1) / scored.sum(1)
+    return mean
+
+
+def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples hidden"]:
+    """Mean of the last hidden states over real tokens, normalised.
+
+    Raises:
+        DataError: If an example is nothing but padding.
+    """
+    states = in_float32(run_model(model, batch).last_hidden_state)
+    mask = token_mask(batch, "self")
+    weight = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
+    if not bool(weight.any(1).all()):
+        raise DataError("An example has no tokens, only padding. Leave empty texts out.")
+    return F.normalize((states * weight[..., None]).sum(1) / weight.sum(1, keepdim=True), dim=-1)
+
+
+def in_float32(values: Tensor) -> Tensor:
+    """Values in float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples width"]:
+    """A random vector of signs per example, by its own tokens, whichever batch it comes in."""
+    mask, rows = token_mask(batch, "self"), []
+    for number, ids in enumerate(batch["input_ids"].cpu()):
+        real = ids if mask is None else ids[mask[number].cpu()]
+        digest = hashlib.sha256(str(seed).encode() + real.numpy().tobytes()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        rows.append(torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1)
+    return torch.stack(rows)

@@ -1,0 +1,47 @@
+"""No class name stands for two things."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import headprune
+
+# Still defined twice: in cli, recipes, steps, reports or the regression check, and once elsewhere.
+# A name that is defined once must leave the set; none may come.
+TWICE = {
+    *("Check", "Contents", "Evaluation", "Evidence", "Interval", "Kind", "Limit", "Made"),
+    *("Point", "Row", "Run", "Sweep", "Watch", "_Record"),
+}
+
+
+def classes_defined_twice(root: Path) -> dict[str, list[str]]:
+    """Names of classes that more than one place below a folder defines, with the places."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                where = f"{path.relative_to(root)}:{node.lineno}"
+                places.setdefault(node.name, []).append(where)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.quick
+def test_no_class_name_is_defined_twice() -> None:
+    found = classes_defined_twice(Path(headprune.__file__).parent)
+    new = {name: places for name, places in found.items() if name not in TWICE}
+    assert not new, f"Give one of each another name: {new}"
+    assert found.keys() >= TWICE, f"Take off the list what is defined once: {TWICE - set(found)}"
+
+
+def test_a_name_in_two_files_or_twice_in_one_is_found(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.py").write_text("class Step: ...\nclass Run:\n    class Inner: ...\n")
+    (tmp_path / "inner" / "b.py").write_text("x = 1\nclass Inner: ...\n")
+    (tmp_path / "c.py").write_text("class One: ...\ndef f():\n    class One: ...\n")
+    assert classes_defined_twice(tmp_path) == {
+        "Inner": ["a.py:3", "inner/b.py:2"],
+        "One": ["c.py:1", "c.py:3"],
+    }

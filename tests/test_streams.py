@@ -1,0 +1,216 @@
+"""Two streams in one pass: the first stays the original, the second is what the model becomes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.data.batch import Batch, doubled, real_tokens, token_mask, without_labels
+from headprune.errors import PlanError
+from headprune.merging import MERGES, HeadWeights, MergeContext
+from headprune.models.attention import attention_of
+from headprune.models.conversion import convert_in_sequence, geometry
+from headprune.models.forward import run_model
+from headprune.models.gating import fixed, gated
+from headprune.models.heads import project_output, read_output
+from headprune.models.proof import probe_inputs
+from headprune.models.refit import refit
+from headprune.models.streams import OneStream, RunsTwice, Stream, entering, in_sequence
+from headprune.runtime.modeling_headprune import Attention
+from tests import tiny
+
+CASES = tiny.present("llama-gqa", "gpt2", "bert-mlm", "t5", "qwen3", "gpt_neox")
+
+
+def batch_for(model: PreTrainedModel, count: int = 40, length: int = 12) -> Batch:
+    ids = torch.randint(5, 60, (count, length), generator=torch.Generator().manual_seed(0))
+    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.config.is_encoder_decoder:
+        batch |= {"decoder_input_ids": ids.flip(0), "labels": ids}
+    return batch
+
+
+def states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = run_model(model, batch)[0]  # hidden states; of a T5, logits
+    return result
+
+
+def watched(model: PreTrainedModel) -> list[Tensor]:
+    """Gets what the model gives below its head at every run."""
+    found: list[Tensor] = []
+
+    def look(module: nn.Module, args: object, result: object) -> None:
+        found.append(result[0])  # type: ignore[index]
+
+    model.base_model.register_forward_hook(look)
+    return found
+
+
+def merged(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+    return MERGES["lowrank"](heads, [range(len(heads.k))], context)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merge_sees_the_original_and_the_converted_model(case: str) -> None:
+    model = tiny.model(case)
+    batch = batch_for(model)
+    batch.pop("labels", None)
+    before, found = states(model, batch), watched(model)
+    convert_in_sequence(model, attention_of(model), batch, merged)
+    assert len(found) == 1
+    original, changed = (stream.of(found[0]) for stream in Stream)
+    torch.testing.assert_close(original, before)
+    torch.testing.assert_close(changed, states(model, batch))
+    assert not torch.allclose(original, changed, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refit_sees_the_original_and_the_cut_model(case: str) -> None:
+    model = tiny.model(case)
+    batch, attentions = batch_for(model), attention_of(model)
+    gates = [torch.ones(a.query_heads) for a in attentions]
+    gates[0][0] = gates[-1][1] = 0.0
+    before, found = states(model, batch), watched(model)
+    refit(model, attentions, gates, batch)
+    assert len(found) == 1
+    original, changed = (stream.of(found[0]) for stream in Stream)
+    torch.testing.assert_close(original, before)
+    with gated(attentions, fixed(gates)):
+        torch.testing.assert_close(changed, states(model, batch))
+    assert not torch.allclose(original, changed, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pass_leaves_nothing_behind(case: str) -> None:
+    model = tiny.model(case)
+    batch, attentions = batch_for(model), attention_of(model)
+    configs = [getattr(a.module, "config", None) for a in attentions]
+    before = model.config._attn_implementation
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def failing(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+        if attention is attentions[1]:
+            raise ZeroDivisionError
+        return heads
+
+    batch.pop("labels", None)
+    with pytest.raises(ZeroDivisionError):
+        convert_in_sequence(model, attentions, batch, failing)
+    convert_in_sequence(model, attentions, batch, lambda attention, heads, context: heads)
+    geometry(model, attentions, probe_inputs(model))
+    assert [getattr(a.module, "config", None) for a in attentions] == configs
+    assert model.config._attn_implementation == before
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+    after = model.state_dict()
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found_on_any_inputs_is_what_calibration_finds(case: str) -> None:
+    model = tiny.model(case)
+    batch, attentions = batch_for(model), attention_of(model)
+    batch.pop("labels", None)
+    calibrated: dict[str, MergeContext] = {}
+
+    def keep(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+        calibrated[attention.path] = replace(context, activations=None)
+        return heads
+
+    convert_in_sequence(model, attentions, batch, keep)
+    for path, context in geometry(model, attentions, probe_inputs(model)).items():
+        other = calibrated[path]
+        assert context.linear is other.linear is (case != "qwen3")
+        assert (context.pairs is None) is (other.pairs is None)
+        assert (context.pairs is not None) is (case in ("llama-gqa", "gpt_neox"))
+        if context.pairs is not None and other.pairs is not None:
+            assert torch.equal(context.pairs.first, other.pairs.first)
+            assert torch.equal(context.pairs.second, other.pairs.second)
+
+
+def test_what_calibration_shows_is_what_the_model_computes() -> None:
+    model = tiny.model("llama-gqa")
+    batch, first = batch_for(model, 3), attention_of(model)[0]
+    given: list[Tensor] = []
+    first.output_projection.register_forward_hook(lambda m, args, out: given.append(out))
+    states(model, batch)
+
+    def look(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+        seen = context.activations
+        assert seen is not None
+        torch.testing.assert_close(seen.outputs, given[0])
+        rows, part = torch.arange(12), slice(1, 2)
+        probabilities = seen.attention(seen.queries[part], seen.keys[part], part, rows)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, len(heads.q), 12))
+        assert not probabilities.triu(1).any()
+        scores = seen.queries[part] @ seen.keys[part][:, heads.owners].mT * seen.scaling
+        hidden = torch.ones(12, 12).triu(1).bool()
+        expected = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        torch.testing.assert_close(probabilities, expected)
+        other = seen.attention(seen.queries[part], seen.keys[0:1], part, rows)
+        assert not torch.allclose(other, expected, atol=1e-3)
+        return heads
+
+    convert_in_sequence(model, [first], batch, look)
+
+
+def test_projections_compute_one_stream() -> None:
+    projection = nn.Linear(4, 3)
+    x = torch.randn(6, 5, 4)
+    rows: list[int] = []
+    plain = projection(x)
+    projection.register_forward_hook(lambda m, args, out: rows.append(len(args[0])))
+    known = torch.full((3, 5, 3), 7.0)
+    for stream, other in ((Stream.ORIGINAL, None), (Stream.CHANGED, None), (Stream.CHANGED, known)):
+        with entering(projection, lambda x: OneStream(stream, stream.of(x), other)):  # noqa: B023
+            found = projection(x)
+        apart = Stream.CHANGED if stream is Stream.ORIGINAL else Stream.ORIGINAL
+        assert torch.equal(stream.of(found), stream.of(plain))
+        assert torch.equal(apart.of(found), torch.zeros(3, 5, 3) if other is None else other)
+    with entering(projection, lambda x: 2 * x):
+        torch.testing.assert_close(projection(x), 2 * plain - projection.bias)
+    assert rows == [3, 3, 3, 6]
+    assert torch.equal(projection(x), plain)
+
+
+def test_a_module_that_runs_twice_is_named() -> None:
+    model = tiny.model("albert")
+    batch, attentions = batch_for(model), attention_of(model)
+    with pytest.raises(RunsTwice, match="runs in more than one layer"):
+        in_sequence(model, attentions, batch, lambda attention, x: x)
+    with pytest.raises(PlanError, match=r"more than one layer.* Use a merge that needs no cal"):
+        convert_in_sequence(model, attentions, batch, lambda attention, heads, context: heads)
+
+
+def test_outputs_past_hooks_are_the_projections_own() -> None:
+    for case in ("llama-gqa", "gpt2", "bert-mlm"):
+        attention = attention_of(tiny.model(case))[0]
+        width = attention.query_heads * read_output(attention)[0].shape[-1]
+        x = torch.randn(2, 5, width)
+        plain = attention.output_projection(x)
+        with entering(attention.output_projection, torch.zeros_like):
+            assert torch.equal(project_output(attention, x), plain)
+            assert not torch.equal(attention.output_projection(x), plain)
+
+
+def test_batches() -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    batch: Batch = {"input_ids": ids, "attention_mask": (ids != 5).long(), "use_cache": False}
+    both = doubled(batch)
+    assert all(torch.equal(stream.of(both["input_ids"]), ids) for stream in Stream)
+    assert both["use_cache"] is False
+    mask = token_mask(batch, "self")
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(real_tokens(x, mask), x.flatten(0, 1)[:5])
+    assert real_tokens(x, None).shape == (6, 4)
+    pair: Batch = {**batch, "decoder_input_ids": ids, "labels": torch.tensor([[1, -100], [2, 3]])}
+    assert token_mask(pair, "cross") is not None
+    assert torch.equal(token_mask(pair, "decoder"), torch.tensor([[True, False], [True, True]]))  # type: ignore[arg-type]
+    assert torch.equal(token_mask(pair, "encoder"), mask)  # type: ignore[arg-type]
+    assert set(without_labels(pair)) == {*batch, "decoder_input_ids"}
