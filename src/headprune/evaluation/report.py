@@ -143,6 +143,9 @@ class Report(Identified):
     """What ``headprune evaluate`` measured.
 
     Attributes:
+        schema_version: Version of this schema.
+        id: SHA-256 of all that it says, but for times.
+        provenance: How it was measured.
         model: The model.
         against: The base model, with ``--against``.
         differences: Model against base.

@@ -44,6 +44,9 @@ class CheckReport(Identified):
     """What ``headprune check`` found.
 
     Attributes:
+        schema_version: Version of this schema.
+        id: SHA-256 of all that it says, but for times.
+        provenance: How it was measured.
         verdict: The worst of all verdicts.
         strict: Whether too close to call counts as broken.
         passed: Whether nothing is broken.
