@@ -327,7 +327,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "none": (lambda m: logits(m).update(values=[], positions=[]), "positions"),
     "files": (lambda m: m.update(files={"../x": "0" * 64}), "no file that it can vouch for"),
     "hash": (lambda m: m["files"].update({"config.json": "x"}), "files.config.json"),
-    "lineage": (lambda m: m.update(lineage=[{"source": {"name": 3}}]), "the source of a step"),
+    "lineage": (lambda m: m.update(lineage=[{"source": {"name": 3}}]), "lineage.0.created: Field"),
     "layout": (lambda m: m.update(layout={"x": {"query_heads": [0]}}), "layout.x.kv_heads"),
 }
 

@@ -19,6 +19,7 @@ from headprune.models.attention import attention_of
 from headprune.pipelines.report import report
 from headprune.pipelines.verify import verify
 from headprune.plan import Shape, read_plan
+from headprune.records import Pruning
 from headprune.regression.baseline import read_baseline
 from headprune.tensors.units import Unit
 
@@ -81,6 +82,26 @@ def test_a_report_of_evaluate(release: Path, tmp_path: Path) -> None:
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "Measure result against model on text.txt" in page
     assert "| perplexity | 77.7751 |" in page
+
+
+def test_parts_know_each_other(release: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(release / "result")
+    assert isinstance(manifest.done, Pruning) and manifest.done.trained_weights
+    assert manifest.changed_weights == "its weights were trained"
+    places = [release / name for name in ("result", "gates", "report.json")]
+    runs = report(places, tmp_path / "page.md").runs
+    told = " ".join(run.asked for run in runs)
+    if release.name == "0.1":  # which knew of no ids
+        assert manifest.evidence is None
+        assert [run.folder for run in runs] == places
+        assert told.count("unknown: an earlier headprune wrote it") == 2
+        return
+    (run,) = runs
+    assert len(run.evaluations) == len(run.histories) == 1
+    assert manifest.evidence is not None and manifest.evidence.id == gates(release).id
+    assert manifest.id == manifest.digest()
+    assert read_scores(release / "scores").metadata.id == read_scores(release / "scores").id
+    assert "unknown" not in told
 
 
 def test_the_record_of_a_run(release: Path) -> None:

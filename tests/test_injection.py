@@ -92,8 +92,8 @@ def poisoned(content: Any, how: str, keys: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def _all(content: Any, how: str) -> Any:
-    if isinstance(content, dict):
-        return {key: _all(value, how) for key, value in content.items()}
+    if isinstance(content, dict):  # beside a damaged id, no other text would be shown
+        return {k: value if k == "id" else _all(value, how) for k, value in content.items()}
     if isinstance(content, list):
         return [_all(value, how) for value in content]
     return f"{how}{content}" if isinstance(content, str) else content

@@ -210,7 +210,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
     (line,) = (part for part in err.split("Go on with: ") if part.startswith("headprune heal"))
     settings = yaml.safe_load(Path("out-checkpoints/config.yaml").read_text())
     ran(capsys, *shlex.split(line)[1:])
-    assert manifest("out")["healing"]["steps"] == 3 == settings["heal"]["steps"]
+    assert manifest("out")["done"]["steps"] == 3 == settings["heal"]["steps"]
     assert not Path("out-checkpoints").exists()
 
 

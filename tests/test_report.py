@@ -442,15 +442,13 @@ def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
     (healing / "config.yaml").write_text("heal: {steps: 3}\n")
     (home / "empty").mkdir()
     damaged: dict[str, Path] = {}
-    for name in ("report", "history", "manifest", "old", "stale"):
+    for name in ("report", "history", "manifest", "old"):
         damaged[name] = shutil.copytree(place / "cut", home / name)
     (damaged["report"] / "report.json").write_text("{")
     (damaged["history"] / "gates" / "history.jsonl").write_text('{"step": 1}\n')
     (damaged["manifest"] / "small" / "headprune.json").write_text("{}")
     content: dict[str, Any] = json.loads((place / "cut" / "report.json").read_text())
     (damaged["old"] / "report.json").write_text(json.dumps({**content, "schema_version": 99}))
-    content["model"]["cost"]["query_heads"] = 23
-    (damaged["stale"] / "report.json").write_text(json.dumps(content))
     return {
         "gates": (training.parent, "is not finished; go on with train-gates --resume"),
         "healing": (healing.parent, "is not finished; go on with heal --resume"),
@@ -461,7 +459,6 @@ def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
         "history": (damaged["history"], "history.jsonl' is damaged"),
         "manifest": (damaged["manifest"], "headprune.json' is not valid"),
         "old": (damaged["old"], "has schema 99; this headprune reads up to 1"),
-        "stale": (damaged["stale"], "measured a model with 23 query heads"),
     }
 
 

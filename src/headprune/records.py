@@ -1,4 +1,4 @@
-"""What a result says of itself, as types: the heads that are left, the proof, the probe.
+"""What a result says of itself, as types: what was done, the heads that are left, the proof.
 
 They stand in ``config.headprune`` and in headprune.json, and are checked once, as those are read.
 """
@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     field_validator,
     model_serializer,
     model_validator,
@@ -152,10 +153,127 @@ class Sample(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = PROBE_SEED
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Evidence(_Part):
+    """What chose the heads that stay.
+
+    Attributes:
+        kind: Where it came from: "gates", "scores" or "plan".
+        id: Its id.
+        criterion: Of scores: the criterion that was used.
+        keep: The share or count of heads that was asked for; None where gates or a plan say it.
+        seed: Seed of the scores or the gates.
+    """
+
+    kind: Literal["gates", "scores", "plan"]
+    id: Digest
+    criterion: str | None = None
+    keep: Annotated[int, Field(strict=True)] | Finite | None = None
+    seed: Count | None = None
+
+
+class Pruning(_Part):
+    """Heads were removed.
+
+    Attributes:
+        evidence: What chose them; None in older manifests.
+        trained_weights: Whether weights were trained beside the gates.
+    """
+
+    kind: Literal["pruning"] = "pruning"
+    evidence: Evidence | None = None
+    trained_weights: bool = False
+
+
+class Merging(_Part):
+    """KV heads were merged.
+
+    Attributes:
+        merge: How the heads of a group became one.
+        grouping: Which heads share.
+        calibration_tokens: How much text it was calibrated on; 0 without.
+        seed: Seed of merges that draw; None in older manifests.
+    """
+
+    kind: Literal["merging"] = "merging"
+    merge: str
+    grouping: str
+    calibration_tokens: Count | None = None
+    seed: Count | None = None
+
+
+class Healing(_Part):
+    """Weights were trained to match another model.
+
+    Attributes:
+        teacher: The folder or hub id of that model.
+        teacher_id: Its id; None in older manifests.
+        steps: Optimiser steps.
+        before: Divergence from the teacher on held-out text, before.
+        after: The same, after.
+        seed: Seed of the order of the data; None in older manifests.
+    """
+
+    kind: Literal["healing"] = "healing"
+    teacher: str
+    teacher_id: Digest | None = None
+    steps: Count
+    before: Finite | None = None
+    after: Finite | None = None
+    seed: Count | None = None
+
+
+class Migration(_Part):
+    """A folder of transformers 4 was rewritten; no weight and no head changed."""
+
+    kind: Literal["migration"] = "migration"
+
+
+Done = Annotated[Pruning | Merging | Healing | Migration, Field(discriminator="kind")]
+
+
+class Refit(_Part):
+    """W_O was fitted anew, so that it makes up for the heads that are gone.
+
+    Attributes:
+        data: Source of the text.
+        tokens: Tokens that were used.
+        modules: Attention modules whose W_O was fitted.
+        error_before: Mean relative error of their outputs, with the old W_O.
+        error_after: The same, with the new one.
+        ridges: Per module path, how much the old W_O weighed.
+        seed: Seed of the sample; None in older manifests.
+    """
+
+    data: str
+    tokens: Count
+    modules: Count
+    error_before: Finite
+    error_after: Finite
+    ridges: dict[str, Finite | None]
+    seed: Count | None = None
+
+
+class MadeBy(_Part):
+    """The command that wrote a result.
+
+    Attributes:
+        command: Its name.
+        options: Its resolved options.
+    """
+
+    command: str
+    options: dict[str, JsonValue]
+
+
 class Recorded(BaseModel):
     """What loading a result asks of headprune.json; the rest is for ``checkpoint.manifest``.
 
     Attributes:
+        id: Id of the result; None in older ones.
         files: SHA-256 of every other file of the folder, but for the model card.
         layout: Per attention module, the heads that are left; empty in older ones.
     """
@@ -163,6 +281,7 @@ class Recorded(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     schema_version: Literal[1] = 1
+    id: Digest | None = None
     files: dict[str, Digest]
     layout: dict[str, Heads] = {}
 

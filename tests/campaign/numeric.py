@@ -242,7 +242,8 @@ _MAY_BE_NULL = {
         "scale",
         "groups",
     ),
-    *("sharing", "healing", "refit", "data", "l0_penalty", "target_heads", "dtype", "auto_class"),
+    *("refit", "data", "l0_penalty", "target_heads", "dtype", "auto_class", "made_by", "parent"),
+    *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores"),
     *("kv_budget", "kv_heads", "merge", "merges", "rope", "weight_bytes", "peak_memory_bytes"),
 }
 

@@ -100,7 +100,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "plan.json": _set("unit", to="heads"),
     "gates/gates.json": lambda content: None,  # its tensors are cut short
     "scores/scores.json": lambda content: None,
-    "result/headprune.json": _set("schema_version", to=99),
+    "result/headprune.json": _set("done", "evidence", "id", to="gates"),
     "report.json": _set("model", "metrics", to="good"),
     "run.json": _set("steps", to=[]),
     "baseline.json": _set("metrics", to=[1, 2]),

@@ -12,6 +12,7 @@ from pathlib import Path
 from headprune.checkpoint.manifest import Manifest
 from headprune.markup import printable, xml_safe
 from headprune.plan import AttentionPlan, Plan, Shape
+from headprune.records import Evidence, Healing, Merging, Migration
 
 KEPT, GONE = "■", "·"
 _MOST_DRAWN = 4_096  # heads of a layer
@@ -50,6 +51,7 @@ tags: [headprune, attention-pruning]
 ```
 
 `plan.json` lists the heads that are left; `headprune.json` holds versions, hashes and measurements.
+The id of this result is `{id}`.
 """
 
 _NATIVE = "The config is a plain one; no other code is needed."
@@ -64,17 +66,26 @@ _EVEN = "The stock class has no setting for the heads that are left"
 def what(manifest: Manifest) -> str:
     """One sentence: what was made of which model."""
     by, name = f"headprune {manifest.versions['headprune']}", manifest.source.name
-    if manifest.healing is not None:
-        return (
-            f"{name}, trained for {manifest.healing['steps']} steps to match "
-            f"{manifest.healing['teacher']} by {by}."
-        )
-    before, after = manifest.query_heads if manifest.sharing is None else manifest.kv_heads
-    if manifest.sharing is not None:
-        merge = manifest.sharing["merge"]
-        return f"{name} with {after} instead of {before} KV heads, merged by {by} ({merge})."
+    done = manifest.done
+    if isinstance(done, Healing):
+        return f"{name}, trained for {done.steps} steps to match {done.teacher} by {by}."
+    if isinstance(done, Merging):
+        before, after = manifest.kv_heads
+        return f"{name} with {after} instead of {before} KV heads, merged by {by} ({done.merge})."
+    if isinstance(done, Migration):
+        return f"{name}, rewritten for transformers 5 by {by}."
+    before, after = manifest.query_heads
     share = after / max(before, 1)
-    return f"{name} with {after} of its {before} attention heads ({share:.1%}), cut by {by}."
+    chosen = f"; its heads were chosen by {chosen_by(done.evidence)}" if done.evidence else ""
+    return (
+        f"{name} with {after} of its {before} attention heads ({share:.1%}), cut by {by}{chosen}."
+    )
+
+
+def chosen_by(evidence: Evidence) -> str:
+    """What chose heads, in a few words."""
+    known_as = f"{evidence.kind} {evidence.id[:12]}"
+    return known_as if evidence.criterion is None else f"{evidence.criterion} ({known_as})"
 
 
 def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
@@ -141,11 +152,11 @@ def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _compared(manifest: Manifest) -> tuple[str, str]:
-    if manifest.healing is not None:
+    if isinstance(manifest.done, Healing):
         return "healed model", "itself"
-    return (
-        ("gated original", "cut") if manifest.sharing is None else ("merged original", "converted")
-    )
+    if isinstance(manifest.done, Merging):
+        return "merged original", "converted"
+    return "gated original", "cut"
 
 
 def heads_line(part: AttentionPlan) -> str:
@@ -194,6 +205,7 @@ def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None
         proof_rows=markdown_table(("", "difference"), proof_rows(manifest)),
         kept=KEPT,
         gone=GONE,
+        id=manifest.id,
         heads="\n".join(f"{name:<{width}}  {heads}" for name, heads in lines),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -33,3 +34,8 @@ def sha256_of(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def digest_of(content: object) -> str:
+    """The SHA-256 of what JSON can hold; the order of names does not count."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -9,6 +9,7 @@ config.yaml          the resolved settings
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,12 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headprune.checkpoint.tensors import read_tensors
+from headprune.checkpoint.folders import digest_of
+from headprune.checkpoint.tensors import described, read_tensors
 from headprune.config import Method
 from headprune.errors import CheckpointError, PlanError
 from headprune.parsing import read_as
 from headprune.plan import ModelIdentity
-from headprune.records import Count, Finite
+from headprune.records import Count, Digest, Finite
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
 from headprune.writing import write_error, write_whole
@@ -50,7 +52,9 @@ class GatesMetadata(BaseModel):
         data: Source of the training data.
         final_loss: Loss of the last step.
         trained_weights: Whether weights.safetensors belongs to them.
-        weights: The names of the tensors in it; None in older files.
+        weights: The names of the tensors in it; None in older files, as are the next two.
+        seed: Seed of the training.
+        id: ``TrainedGates.id`` when they were written.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +76,8 @@ class GatesMetadata(BaseModel):
     final_loss: Finite
     trained_weights: bool
     weights: tuple[str, ...] | None = None
+    seed: Count | None = None
+    id: Digest | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> GatesMetadata:
@@ -107,6 +113,22 @@ class TrainedGates(BaseModel):
     kept: Tensor
     weights: dict[str, Tensor] | None
 
+    @cached_property
+    def id(self) -> str:
+        """SHA-256 of the gates, of trained weights, and of what gates.json says of them.
+
+        Not of what the model and the data are called.
+        """
+        said = self.metadata.model_dump(
+            mode="json",
+            exclude={"id": True, "data": True, "model": {"name"}},
+            exclude_none=True,
+        )
+        gates = {"log_alpha": self.log_alpha, "value": self.value, "kept": self.kept}
+        return digest_of(
+            {**said, "gates": described(gates), "weights": described(self.weights or {})}
+        )
+
     def open_probability(self) -> Tensor:
         """How likely each gate is open; where none is drawn ``log_alpha`` is but an order."""
         if self.metadata.method is Method.CHEAPEST:
@@ -122,6 +144,8 @@ def write_gates(
 ) -> None:
     """Writes finished gates; gates.json comes last, so that its presence says they are complete."""
     metadata = metadata.model_copy(update={"weights": tuple(weights or ())})
+    gates = TrainedGates(metadata=metadata, weights=weights, **tensors)
+    metadata = metadata.model_copy(update={"id": gates.id})
     try:
         if weights is not None:
             _save(weights, folder / WEIGHTS)

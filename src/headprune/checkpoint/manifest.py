@@ -5,31 +5,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
-from pydantic import ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune._version import __version__
-from headprune.checkpoint.folders import sha256_of
+from headprune.checkpoint.folders import digest_of, sha256_of
 from headprune.errors import CheckpointError
-from headprune.parsing import first_problem, read_as
+from headprune.parsing import read_as
 from headprune.plan import ModelIdentity, Shape
-from headprune.records import Count, Proof, Recorded, Sample
+from headprune.records import (
+    Count,
+    Digest,
+    Done,
+    Evidence,
+    Heads,
+    Healing,
+    MadeBy,
+    Merging,
+    Proof,
+    Pruning,
+    Recorded,
+    Refit,
+    Sample,
+)
 from headprune.runtime import MANIFEST
 
 CARD = "README.md"
+HISTORY = "heal.jsonl"  # of a healing, with times in it
+
+BeforeAfter = tuple[Count, Count]
 
 
-class Manifest(Recorded):
-    """The record beside the weights of a result.
+class Step(BaseModel):
+    """What one command made of a model: the record of a result, apart from its files.
 
     Attributes:
+        id: Id of the result (``Manifest.digest``); None in a lineage of older manifests.
         created: UTC time.
         versions: Versions of headprune, torch and transformers that made it.
+        made_by: The command, with its resolved options, if it was one.
         source: The model it was made from.
-        lineage: Manifests of the source, oldest first, if headprune made that as well.
+        parent: Id of that model; None where its files are not at hand, and in older manifests.
         shape: "native" if a plain config describes the result, else "runtime".
         auto_class: The Auto class of transformers that loads it; None in older manifests, as are
             the next two.
@@ -38,48 +57,106 @@ class Manifest(Recorded):
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
-        trained_weights: Whether weights beside the gates were trained before the cut.
-        sharing: How KV heads were merged, if they were.
-        healing: How it was trained to match another model, if it was.
+        layout: Per attention module, the heads that are left; empty in older ones.
+        done: What was done.
         refit: How W_O made up for the heads that went, if it did.
         proof: What the proof measured.
-        probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    schema_version: Literal[1] = 1
+    id: Digest | None = None
     created: str
     versions: dict[str, str]
+    made_by: MadeBy | None = None
     source: ModelIdentity
-    lineage: tuple[dict[str, Any], ...]
+    parent: Digest | None = None
     shape: Shape
     auto_class: str | None = None
     dtype: str | None = None
-    weight_bytes: tuple[Count, Count] | None = None
-    query_heads: tuple[Count, Count]
-    kv_heads: tuple[Count, Count]
-    parameters: tuple[Count, Count]
-    trained_weights: bool = False
-    sharing: dict[str, Any] | None = None
-    healing: dict[str, Any] | None = None
-    refit: dict[str, Any] | None = None
+    weight_bytes: BeforeAfter | None = None
+    query_heads: BeforeAfter
+    kv_heads: BeforeAfter
+    parameters: BeforeAfter
+    layout: dict[str, Heads] = {}
+    done: Done
+    refit: Refit | None = None
     proof: Proof
-    probe: Sample
 
-    @field_validator("lineage")
+    @model_validator(mode="before")
     @classmethod
-    def _named(cls, lineage: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        try:
-            for step in lineage:
-                ModelIdentity.model_validate(step.get("source"))
-        except ValidationError as problem:
-            raise ValueError(f"the source of a step: {first_problem(problem)}") from None
-        return lineage
+    def _as_earlier(cls, content: Any) -> Any:
+        """Takes what stood in the place of ``done``: an entry each for merging and healing."""
+        if not isinstance(content, dict) or "done" in content:
+            return content
+        earlier = {"sharing": "merging", "healing": "healing"}
+        done: Any = {"kind": "pruning", "trained_weights": content.get("trained_weights", False)}
+        if content.get("refit") is not None:
+            done["trained_weights"] = False  # it was set for a refit as well
+        for name, kind in earlier.items():
+            part = content.get(name)
+            if part is not None:
+                done = {"kind": kind, **part} if isinstance(part, dict) else part
+        known = {n: v for n, v in content.items() if n not in (*earlier, "trained_weights")}
+        return {**known, "done": done}
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """What chose the heads that stay, if heads were removed and it is known."""
+        return self.done.evidence if isinstance(self.done, Pruning) else None
+
+    @property
+    def changed_weights(self) -> str | None:
+        """What changed weights of heads that stay; None if nothing did."""
+        if isinstance(self.done, Merging):
+            return "its KV heads were merged"
+        if isinstance(self.done, Healing):
+            return f"it was healed for {self.done.steps} steps"
+        if self.refit is not None:
+            return f"its output projections were refitted on '{self.refit.data}' after the cut"
+        trained = isinstance(self.done, Pruning) and self.done.trained_weights
+        return "its weights were trained" if trained else None
 
     @property
     def uneven(self) -> bool:
         """Whether attention modules differ in their numbers of heads."""
         return len({tuple(map(len, h.as_json().values())) for h in self.layout.values()}) > 1
+
+
+class Manifest(Recorded, Step):
+    """The record beside the weights of a result.
+
+    Attributes:
+        lineage: The steps that lead to the source, oldest first, if headprune made that.
+        probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lineage: tuple[Step, ...]
+    probe: Sample
+
+    def digest(self) -> str:
+        """What the id is: SHA-256 of what the result is and what it was made of.
+
+        That is its files, the id of its parent, what was done and by which evidence, and the
+        refit; not the times in it, its versions and command, measurements, and the names and
+        places of text and teacher. Fields that are None do not count, so that ids stay as they
+        are when later versions record more.
+        """
+        said = self.model_dump(
+            mode="json",
+            include={"files", "parent", "done", "refit"},
+            exclude={"files": {HISTORY}, "done": {"teacher"}, "refit": {"data"}},
+            exclude_none=True,
+        )
+        return digest_of(said)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All that led to the result, oldest first, and itself."""
+        return (*self.lineage, self)
 
 
 def versions() -> dict[str, str]:
@@ -100,7 +177,7 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
     """
     files = {name: sha256_of(folder / name) for name in contents(folder)}
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    manifest = Manifest(created=created, versions=versions(), files=files, **facts)
+    manifest = _known(Manifest(created=created, versions=versions(), files=files, **facts))
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest
 
@@ -118,7 +195,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"'{folder}' has no {MANIFEST}, so headprune did not write it; prune and migrate do."
         )
-    return read_as(Manifest, path)
+    return _known(read_as(Manifest, path))
+
+
+def _known(manifest: Manifest) -> Manifest:
+    """The same with its id, which older manifests do not hold."""
+    return manifest if manifest.id else manifest.model_copy(update={"id": manifest.digest()})
 
 
 def contents(folder: Path) -> Iterator[str]:
@@ -130,16 +212,14 @@ def contents(folder: Path) -> Iterator[str]:
             yield inside.as_posix()
 
 
-def read_lineage(folder: Path) -> tuple[dict[str, Any], ...]:
-    """The manifests that lead to a folder, oldest first; none if headprune did not make it.
+def read_lineage(folder: Path) -> tuple[Step, ...]:
+    """The steps that lead to a folder, oldest first; none if headprune did not make it.
 
     Raises:
-        CheckpointError: If the last of them is damaged.
+        CheckpointError: If its manifest is damaged.
     """
     if not (folder / MANIFEST).is_file():
         return ()
     manifest = read_manifest(folder)
-    last = manifest.model_dump(
-        mode="json", exclude={"lineage", "files", "probe"}, exclude_unset=True
-    )
+    last = Step.model_validate(manifest.model_dump(include=set(Step.model_fields)))
     return (*manifest.lineage, last)

@@ -9,8 +9,6 @@ STEP/              the output of a step, under the step's name
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from collections.abc import Iterator
 from importlib import metadata
@@ -20,7 +18,7 @@ from typing import Annotated, Any, Literal
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ConfigDict, Field
 
-from headprune.checkpoint.folders import sha256_of
+from headprune.checkpoint.folders import digest_of, sha256_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
 from headprune.parsing import read_as
@@ -68,7 +66,7 @@ class StepRecord(BaseModel):
     @property
     def digest(self) -> str:
         """Digest of what later steps take from its output: weights, gates, plan, numbers."""
-        return _digest({n: h for n, h in self.files.items() if Path(n).name not in _RECORDS})
+        return digest_of({n: h for n, h in self.files.items() if Path(n).name not in _RECORDS})
 
 
 class RunRecord(BaseModel):
@@ -111,11 +109,6 @@ def read_run(folder: Path) -> RunRecord | None:
         raise CheckpointError(f"{error} Without it, every step runs anew.") from None
 
 
-def key_of(inputs: dict[str, Any]) -> str:
-    """Hash of a step's inputs."""
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
 def hashes(place: Path) -> dict[str, str]:
     """SHA-256 of every file of a folder, or of the one file; hidden ones are not counted."""
     if place.is_file():
@@ -128,17 +121,13 @@ def hashes(place: Path) -> dict[str, str]:
 def digest_of_place(place: Path) -> str:
     """Digest of one file, or of a folder's files but for records with times in them."""
     records = _RECORDS if place.is_dir() else ()
-    return _digest({n: h for n, h in hashes(place).items() if Path(n).name not in records})
+    return digest_of({n: h for n, h in hashes(place).items() if Path(n).name not in records})
 
 
 def digest_of_data(data: DataConfig) -> str:
     """Digest of local files; a data set of the hub is known by its name and split alone."""
     place = Path(data.source)
-    return _digest(hashes(place)) if place.exists() else f"hub:{data.source}:{data.split}"
-
-
-def _digest(files: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return digest_of(hashes(place)) if place.exists() else f"hub:{data.source}:{data.split}"
 
 
 def write_lock(folder: Path) -> None:

@@ -7,6 +7,7 @@ scores.json          which model, unit and modules; data and settings behind the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,13 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headprune.checkpoint.folders import digest_of
 from headprune.checkpoint.outputs import whole_folder
-from headprune.checkpoint.tensors import read_tensors
+from headprune.checkpoint.tensors import described, read_tensors
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.errors import CheckpointError, PlanError
 from headprune.parsing import read_as
 from headprune.plan import ModelIdentity
-from headprune.records import Count
+from headprune.records import Count, Digest
 from headprune.registry import did_you_mean
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
@@ -46,6 +48,7 @@ class ScoresMetadata(BaseModel):
         ragged: Whether a cut of these units may leave KV heads with unequal numbers of queries;
             ``prune`` then needs ``--shape ragged``.
         refits: Whether W_O can be refitted on that text.
+        id: ``Scores.id`` when they were written; None in older files.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +67,7 @@ class ScoresMetadata(BaseModel):
     tokens: Count
     ragged: bool = False
     refits: bool = True
+    id: Digest | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ScoresMetadata:
@@ -80,6 +84,19 @@ class Scores:
 
     metadata: ScoresMetadata
     scores: dict[str, Tensor]
+
+    @cached_property
+    def id(self) -> str:
+        """SHA-256 of the scores, of what they belong to and of the settings behind them.
+
+        Not of when they were made, nor of what the model and the data are called.
+        """
+        said = self.metadata.model_dump(
+            mode="json",
+            exclude={"id": True, "created": True, "model": {"name"}, "data": {"source"}},
+            exclude_none=True,
+        )
+        return digest_of({**said, "scores": described(self.scores)})
 
     def of(self, criterion: str | None) -> tuple[str, Tensor]:
         """The scores of a criterion, and its name; of the only one where none is named.
@@ -111,7 +128,8 @@ def write_scores(folder: Path, scores: Scores) -> None:
     """
     with whole_folder(folder) as partial:
         save_file({n: t.contiguous() for n, t in scores.scores.items()}, partial / TENSORS)
-        text = scores.metadata.model_dump_json(indent=2) + "\n"
+        metadata = scores.metadata.model_copy(update={"id": scores.id})
+        text = metadata.model_dump_json(indent=2) + "\n"
         (partial / METADATA).write_text(text, encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import Amount, Count
+from headprune.records import Digest
 
 SWEEP = "sweep.json"
 
@@ -16,6 +17,7 @@ class Point(BaseModel):
 
     Attributes:
         name: Its name, of criterion, share and refit.
+        measured: Id of the model that was measured; None in older sweeps.
         task: The task of the model.
         criterion: What chose the heads; empty for the whole model.
         keep: Share of heads that was asked for.
@@ -31,6 +33,7 @@ class Point(BaseModel):
 
     schema_version: Literal[1] = 1
     name: str
+    measured: Digest | None = None
     task: str
     criterion: str
     keep: Annotated[float, Field(ge=0, le=1)]
@@ -51,6 +54,7 @@ class Sweep(BaseModel):
         base: The whole model.
         points: All cuts, in the order of criteria and shares.
         front: Names of the cuts that no other beats in both size and quality.
+        scores: Id of the scores that chose the heads; None in older sweeps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,3 +65,4 @@ class Sweep(BaseModel):
     base: Point
     points: Annotated[tuple[Point, ...], Field(min_length=1)]
     front: tuple[str, ...]
+    scores: Digest | None = None

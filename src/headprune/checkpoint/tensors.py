@@ -1,13 +1,16 @@
-"""Reading the small safetensors files that headprune writes beside its JSON."""
+"""The small safetensors files that headprune writes beside its JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headprune.checkpoint.streaming import bytes_of, describe
 from headprune.errors import CheckpointError
 
 
@@ -23,3 +26,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         # a type that torch has not is a KeyError
         raise CheckpointError(f"'{path}' cannot be read: {error}. Get it again.") from None
     return tensors
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Per tensor, what is equal for those that are the same."""
+    return {name: describe(tensor, bytes_of(tensor.cpu())) for name, tensor in tensors.items()}

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, output
+from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
 from headprune.config import ConvertConfig, HealConfig, HealTrain, Length, Place, ShapeOption, Steps
 from headprune.declaration import (
     Chapter,
@@ -104,6 +104,7 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed:
             **options.loading(),
             on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
             on_stage=context.stage,
+            made_by=made_by("convert-gqa", options),
         )
         shutil.rmtree(unhealed, ignore_errors=True)
         return healed
@@ -121,6 +122,7 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
         overwrite=options.overwrite,
         **options.loading(),
         on_stage=context.stage,
+        made_by=made_by("convert-gqa", options),
         on_module=context.step,
     )
 

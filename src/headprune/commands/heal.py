@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Resuming, output
+from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Resuming, made_by, output
 from headprune.config import HealConfig, HealTrain, Place
 from headprune.declaration import (
     Chapter,
@@ -51,6 +51,7 @@ def run(options: HealOptions, context: Context) -> Healed:
         **options.loading(),
         on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
         on_stage=context.stage,
+        made_by=made_by("heal", options),
     )
 
 

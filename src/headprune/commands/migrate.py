@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Replacing
+from headprune.commands.shared import Cutting, OneModel, Replacing, made_by
 from headprune.config import COMPUTED, WRITTEN, Dtype
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -37,6 +37,7 @@ def run(options: MigrateOptions, context: Context) -> Pruned:
         out_dtype=options.out_dtype,
         **options.loading(),
         on_stage=context.stage,
+        made_by=made_by("migrate", options),
     )
 
 

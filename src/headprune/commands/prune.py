@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, output
+from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
 from headprune.config import (
     WRITTEN,
     CalibrationConfig,
@@ -99,6 +99,7 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
         overwrite=options.overwrite,
         out_dtype=options.out_dtype,
         on_stage=context.stage,
+        made_by=made_by("prune", options),
         on_module=context.step,
         **what,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from headprune.config import DataConfig, Names, Place
 from headprune.declaration import Options, Panel, Slot, option
+from headprune.records import MadeBy
 from headprune.tensors.units import Unit
 
 DATA = (
@@ -36,6 +37,12 @@ def output(description: str, default: Any = ...) -> Any:
     return option(description, default, Panel.MAIN, in_recipes=False)
 
 
+def made_by(command: str, options: Options) -> MadeBy:
+    """The record of a command in what it wrote: all that has a part in the result."""
+    apart = {"output", "overwrite", "resume"}  # where it lies, and how it came to be there
+    return MadeBy(command=command, options=options.model_dump(mode="json", exclude=apart))
+
+
 class OneModel(Options):
     """What a command works on."""
 
@@ -60,7 +67,7 @@ class Loading(Trust):
         in_recipes=False,
     )
 
-    def loading(self) -> dict[str, bool]:
+    def loading(self) -> dict[str, Any]:
         """Arguments of every function that loads a model."""
         return {name: getattr(self, name) for name in Loading.model_fields}
 
@@ -75,7 +82,7 @@ class Cutting(Loading):
         in_recipes=False,
     )
 
-    def loading(self) -> dict[str, bool]:
+    def loading(self) -> dict[str, Any]:
         """Arguments of every function that loads a model to look at its heads."""
         return {name: getattr(self, name) for name in Cutting.model_fields}
 

@@ -209,8 +209,8 @@ def pruned(console: Console, result: Pruned) -> None:
     if manifest.refit is not None:
         made = manifest.refit
         console.print(
-            f"W_O refitted in {made['modules']} modules on {made['tokens']:,} tokens: error of the "
-            f"outputs {made['error_before']:.1%} -> {made['error_after']:.1%}"
+            f"W_O refitted in {made.modules} modules on {made.tokens:,} tokens: error of the "
+            f"outputs {made.error_before:.1%} -> {made.error_after:.1%}"
         )
     _proof(console, manifest)
     _written(console, result)

@@ -6,13 +6,15 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
+from headprune.checkpoint.folders import digest_of
 from headprune.config import Amount
 from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.speed import Speed
 from headprune.models.cost import ModelCost
+from headprune.records import Digest
 from headprune.writing import write_whole
 
 
@@ -58,10 +60,47 @@ class Provenance(_ReportPart):
     settings: dict[str, Any]
 
 
+class Identified(_ReportPart):
+    """What was measured, with an id.
+
+    Attributes:
+        schema_version: Version of this schema.
+        provenance: How it was measured.
+    """
+
+    schema_version: Literal[1] = 1
+    provenance: Provenance
+
+    @model_validator(mode="before")
+    @classmethod
+    def _worked_out_anew(cls, content: Any) -> Any:
+        """Leaves out the id in a file: what was edited since has another."""
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if name != "id"}
+
+    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
+    @property
+    def id(self) -> str:
+        """SHA-256 of all that it says, but for times."""
+        said = self.model_dump(
+            mode="json",
+            exclude={
+                "id": True,
+                "provenance": {"created"},
+                "evaluate_s": True,
+                "judge_s": True,
+            },
+            exclude_none=True,
+        )
+        return digest_of(said)
+
+
 class ModelReport(_ReportPart):
     """One model's numbers.
 
     Attributes:
+        id: Id of the model; None in older reports, and where its files are not at hand.
         name: Folder or hub id.
         architecture: Its class.
         task: What was evaluated: causal-lm, masked-lm, classification or features.
@@ -73,6 +112,7 @@ class ModelReport(_ReportPart):
             beside the weights; activations are not counted.
     """
 
+    id: Digest | None = None
     name: str
     architecture: str
     task: str
@@ -99,19 +139,18 @@ class Difference(_ReportPart):
     higher_is_better: bool
 
 
-class Report(_ReportPart):
+class Report(Identified):
     """What ``headprune evaluate`` measured.
 
     Attributes:
         schema_version: Version of this schema.
+        id: SHA-256 of all that it says, but for times.
         provenance: How it was measured.
         model: The model.
         against: The base model, with ``--against``.
         differences: Model against base.
     """
 
-    schema_version: Literal[1] = 1
-    provenance: Provenance
     model: ModelReport
     against: ModelReport | None = None
     differences: tuple[Difference, ...] = ()

@@ -83,28 +83,36 @@ def stored_bytes(model: str | Path) -> int:
     return sum(tensor.bytes for tensor in stored_tensors(model).values())
 
 
+def model_files(model: str | Path) -> list[Path]:
+    """Where config.json and the weights lie; empty for a hub id not in the cache."""
+    config, weights = _find(model, "config.json"), _weight_files(model, "")
+    return [config, *weights] if config is not None and weights else []
+
+
 def _weight_files(model: str | Path, subfolder: str) -> list[Path]:
     """The files that transformers reads, one or those that the index names."""
-
-    def find(name: str) -> Path | None:
-        folder = Path(model)
-        if folder.is_dir():
-            return folder / subfolder / name if (folder / subfolder / name).is_file() else None
-        inside = f"{subfolder}/{name}" if subfolder else name
-        cached = try_to_load_from_cache(str(model), inside)
-        return Path(cached) if isinstance(cached, str) else None
-
-    whole, index = find(SAFE_WEIGHTS_NAME), find(SAFE_WEIGHTS_INDEX_NAME)
+    inside = f"{subfolder}/" if subfolder else ""
+    whole = _find(model, inside + SAFE_WEIGHTS_NAME)
+    index = _find(model, inside + SAFE_WEIGHTS_INDEX_NAME)
     if whole is not None or index is None:
         return [whole] if whole is not None else []
     shards = sorted(set(_read_index(index).weight_map.values()))
-    files = [find(shard) for shard in shards]
+    files = [_find(model, inside + shard) for shard in shards]
     if Path(model).is_dir() and None in files:
         raise CheckpointError(
             f"'{index}' names the weights '{shards[files.index(None)]}', which are not beside it. "
             "Get the folder again."
         )
     return [file for file in files if file is not None]
+
+
+def _find(model: str | Path, inside: str) -> Path | None:
+    """A file of a folder or of a hub model in the cache."""
+    if Path(model).is_dir():
+        file = Path(model) / inside
+        return file if file.is_file() else None
+    cached = try_to_load_from_cache(str(model), inside)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 class _Index(BaseModel):

@@ -7,10 +7,9 @@ import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
 from headprune.checkpoint.outputs import claimed_file
@@ -20,11 +19,12 @@ from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation import speed
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.quality import Progress
-from headprune.evaluation.report import METRICS, Metric, Provenance
+from headprune.evaluation.report import METRICS, Identified, Metric
 from headprune.evaluation.samples import Samples
 from headprune.models.cost import ModelCost, model_cost
 from headprune.pipelines.evaluate import Evaluation, Loaded, load, run
 from headprune.plan import Shape
+from headprune.records import Digest
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import GitState, git_state
 from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Kind, Limit, parse_limit
@@ -40,38 +40,39 @@ from headprune.regression.verdicts import (
 _FIDELITY = ("mean_cosine", "similarity_correlation")  # to the original, whatever the limit
 
 
-class CheckReport(BaseModel):
+class CheckReport(Identified):
     """What ``headprune check`` found.
 
     Attributes:
         schema_version: Version of this schema.
+        id: SHA-256 of all that it says, but for times.
+        provenance: How it was measured.
         verdict: The worst of all verdicts.
         strict: Whether too close to call counts as broken.
         passed: Whether nothing is broken.
         model: Folder or hub id.
+        measured: Id of the model; None in older reports, and where its files are not at hand.
         against: The original, if a limit refers to it.
+        measured_against: Its id.
         baseline: The baseline file, if a limit refers to it.
         baseline_commit: The git commit that it was made from.
         limits: Limit by limit.
         metrics: Quality of the model.
-        provenance: How it was measured.
         evaluate_s: Seconds that loading, running and timing the models took.
         judge_s: Seconds that the check itself took.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_version: Literal[1] = 1
     verdict: Verdict
     strict: bool
     passed: bool
     model: str
+    measured: Digest | None = None
     against: str | None
+    measured_against: Digest | None = None
     baseline: str | None
     baseline_commit: str | None
     limits: tuple[Judged, ...]
     metrics: tuple[Metric, ...]
-    provenance: Provenance
     evaluate_s: float
     judge_s: float
 
@@ -115,7 +116,9 @@ def check(
         strict=config.strict,
         passed=verdict is Verdict.PASSED or (verdict is Verdict.TOO_CLOSE and not config.strict),
         model=config.model,
+        measured=evaluation.report.model.id,
         against=against,
+        measured_against=loaded.ids[1] if against is not None else None,
         baseline=config.baseline if baseline is not None else None,
         baseline_commit=baseline.commit if baseline is not None else None,
         limits=judged,

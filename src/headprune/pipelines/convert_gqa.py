@@ -28,6 +28,7 @@ from headprune.pipelines.prune import (
     OnModule,
     Pruned,
     Stage,
+    Work,
     check_shape,
     load,
     refuse_unprovable,
@@ -35,6 +36,7 @@ from headprune.pipelines.prune import (
     write_proven,
 )
 from headprune.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.records import MadeBy, Merging
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
 
@@ -78,6 +80,7 @@ def convert_gqa(
     drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
     on_module: OnModule = lambda done, total: None,
+    made_by: MadeBy | None = None,
 ) -> Converted:
     """Merges KV heads and writes the result, proven, to ``output``.
 
@@ -94,6 +97,7 @@ def convert_gqa(
             take.
         on_stage: Called with a few words before every stage.
         on_module: Called after every attention module.
+        made_by: The command, for the record, if it was one.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
@@ -173,8 +177,14 @@ def convert_gqa(
     if not (has_twin(net) and set(counts) == {1}):
         check_shape(shape, result_shape(cuts, net.config))
     tokens = sample.tokens if sample is not None else 0
-    facts = {"merge": name, "grouping": config.grouping.value, "calibration_tokens": tokens}
-    pruned = write_proven(net, source, model, plan, cuts, output, stored, True, on_stage, facts)
+    merging = Merging(
+        merge=name,
+        grouping=config.grouping.value,
+        calibration_tokens=tokens,
+        seed=config.seed,
+    )
+    work = Work(merging, made_by=made_by)
+    pruned = write_proven(net, source, model, plan, cuts, output, stored, work, on_stage)
     before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
     kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}
     return Converted(pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens)

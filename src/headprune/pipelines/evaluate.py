@@ -46,6 +46,7 @@ from headprune.models.loading import (
 )
 from headprune.models.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.models.refusals import refuse_without_text
+from headprune.pipelines.ids import id_of_model
 from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
@@ -65,6 +66,7 @@ _COMPARED: dict[str, Literal["ratio", "difference"]] = {
 class _Measured:
     """A model, what it did on the data, and the metrics of that."""
 
+    id: str | None
     name: str
     net: PreTrainedModel
     metrics: list[Metric]
@@ -73,6 +75,7 @@ class _Measured:
 
     def report(self, speed: Speed | None, memory: int | None) -> ModelReport:
         return ModelReport(
+            id=self.id,
             name=self.name,
             architecture=type(self.net).__name__,
             task=task_of(self.net),
@@ -89,6 +92,7 @@ class Loaded:
     """Models and examples that fit together; the base comes second, if there is one.
 
     Attributes:
+        ids: Ids of the models, where their files are at hand.
         names: Folders or hub ids.
         nets: The models.
         tokenizer: That of the first.
@@ -96,6 +100,7 @@ class Loaded:
         rows: What the models read.
     """
 
+    ids: tuple[str | None, ...]
     names: tuple[str, ...]
     nets: tuple[PreTrainedModel, ...]
     tokenizer: Any
@@ -205,7 +210,8 @@ def load(
         base = load_tokenizer(names[1], trust_remote_code=trust_remote_code)
         _check_tokenizers(tokenizer, base, names)
     rows = _rows(nets[0], tokenizer, examples, config)
-    return Loaded(tuple(names), tuple(nets), tokenizer, examples, rows)
+    ids = tuple(id_of_model(name) for name in names)
+    return Loaded(ids, tuple(names), tuple(nets), tokenizer, examples, rows)
 
 
 def run(
@@ -220,10 +226,7 @@ def run(
     def step(index: int) -> Progress:
         return lambda done, total: progress(index * total + done, count * total)
 
-    measured = [
-        _measure(name, net, loaded, config, step(index))
-        for index, (name, net) in enumerate(zip(loaded.names, loaded.nets, strict=True))
-    ]
+    measured = [_measure(loaded, index, config, step(index)) for index in range(count)]
     if count == 2 and task_of(loaded.nets[0]) == "features":
         _add_fidelity(measured[0], measured[1])
     samples = tuple(Samples(m.columns) for m in measured)
@@ -298,9 +301,8 @@ def _rows(
     return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
 
 
-def _measure(
-    name: str, net: PreTrainedModel, loaded: Loaded, config: EvaluateConfig, progress: Progress
-) -> _Measured:
+def _measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progress) -> _Measured:
+    who, net = (loaded.ids[index], loaded.names[index]), loaded.nets[index]
     task, size = task_of(net), config.batch_size
     rows, tokenizer = loaded.rows, loaded.tokenizer
     if task in LANGUAGE_MODELS:
@@ -315,7 +317,7 @@ def _measure(
             "tokens": losses.tokens,
             "utf8_bytes": losses.utf8_bytes,
         }
-        return _Measured(name, net, _token_metrics(losses), columns)
+        return _Measured(*who, net, _token_metrics(losses), columns)
     if task == "classification":
         labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
         hits = labels == np.array(rows["labels"])
@@ -323,14 +325,14 @@ def _measure(
             predictions=labels.astype(int), references=rows["labels"]
         )["accuracy"]
         measured = [metric("accuracy", accuracy, len(hits))]
-        return _Measured(name, net, measured, {"hits": hits.astype(np.float64)})
+        return _Measured(*who, net, measured, {"hits": hits.astype(np.float64)})
     vectors = quality.embeddings(net, rows, tokenizer, size, progress)
     measured, columns = [], {}
     if loaded.pairs:
         similarities, scores = _pairs(vectors, loaded.examples)
         measured = [metric("spearman", _spearman(similarities, scores), len(scores))]
         columns = {"similarities": similarities, "scores": scores}
-    return _Measured(name, net, measured, columns, vectors)
+    return _Measured(*who, net, measured, columns, vectors)
 
 
 def _token_metrics(losses: TokenLosses) -> list[Metric]:

@@ -24,14 +24,17 @@ from headprune.models.loading import from_pretrained, load_config, load_tokenize
 from headprune.models.planning import plan_from_scores
 from headprune.models.refusals import refuse_without_text
 from headprune.models.surgery import resolve
+from headprune.pipelines.ids import id_of_model
 from headprune.pipelines.prune import (
     Pruned,
     Stage,
+    Work,
     load,
     refuse_unprovable,
     result_dtypes,
     write_proven,
 )
+from headprune.records import Healing, MadeBy
 from headprune.tensors.units import Unit
 from headprune.training.batches import batches
 from headprune.training.heal import (
@@ -90,6 +93,7 @@ def heal(
     drop_unexpected: bool = False,
     on_step: Callable[[TrainingStep], None] = lambda record: None,
     on_stage: Stage = lambda stage: None,
+    made_by: MadeBy | None = None,
 ) -> Healed:
     """Trains a cut or converted model to match its teacher, and writes it, proven.
 
@@ -111,6 +115,7 @@ def heal(
             take.
         on_step: Called after every optimiser step.
         on_stage: Called with a few words before every stage.
+        made_by: The command, for the record, if it was one.
 
     Raises:
         HeadpruneError: If models and data do not fit together, or the output cannot be written.
@@ -190,20 +195,16 @@ def heal(
             net = merged(student, config).cpu().eval()
             cuts = resolve(plan.model_copy(update={"model": None}), net)
             steps = trainer.state.global_step
-            facts = {"teacher": str(teacher), "steps": steps, "before": before, "after": after}
-            pruned = write_proven(
-                net,
-                source,
-                model,
-                plan,
-                cuts,
-                output,
-                stored,
-                True,
-                on_stage,
-                healing=facts,
-                history=work.folder,
+            healing = Healing(
+                teacher=str(teacher),
+                teacher_id=id_of_model(teacher),
+                steps=steps,
+                before=before,
+                after=after,
+                seed=config.seed,
             )
+            record = Work(healing, made_by=made_by, history=work.history)
+            pruned = write_proven(net, source, model, plan, cuts, output, stored, record, on_stage)
             work.remove()
             return Healed(pruned, before, after, steps)
 

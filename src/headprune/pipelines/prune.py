@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from headprune import hub
 from headprune.checkpoint.card import write_card
-from headprune.checkpoint.folders import copy_companions
+from headprune.checkpoint.folders import copy_companions, digest_of
 from headprune.checkpoint.gates import read_metadata
-from headprune.checkpoint.manifest import Manifest, read_lineage, write_manifest
+from headprune.checkpoint.manifest import HISTORY, Manifest, read_lineage, write_manifest
 from headprune.checkpoint.outputs import claims_output, whole_folder
 from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
@@ -64,7 +64,9 @@ from headprune.models.surgery import Cut, cut_heads, fold_gates, resolve, result
 from headprune.models.transfer import native_twin
 from headprune.pipelines.calibration import calibration as calibration_of
 from headprune.pipelines.fitting import fitted_gates, fitted_scores
+from headprune.pipelines.ids import id_of_model
 from headprune.plan import ModelIdentity, Plan, Shape, plan_content, read_plan
+from headprune.records import Done, Evidence, MadeBy, Migration, Pruning, Refit
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit, members
 
@@ -163,6 +165,7 @@ def prune(
     drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
     on_module: OnModule = lambda done, total: None,
+    made_by: MadeBy | None = None,
 ) -> Pruned:
     """Cuts heads out of a model and writes the result, proven, to ``output``.
 
@@ -187,17 +190,18 @@ def prune(
             take.
         on_stage: Called with a few words before every stage.
         on_module: Called after every attention module whose W_O is refitted.
+        made_by: The command, for the record, if it was one.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the gated original computes.
     """
-    evidence = _Evidence(gates, plan, scores, criterion, keep)
-    _refuse(evidence, refit)
+    asked = _Asked(gates, plan, scores, criterion, keep)
+    _refuse(asked, refit)
     on_stage("loading the model")
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, out_dtype)
-    chosen, weights = _plan(net, source, evidence, shape)
+    chosen, evidence, weights = _plan(net, source, asked, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     check_shape(shape, result_shape(cuts, net.config))
     _load_weights(net, weights)
@@ -207,26 +211,17 @@ def prune(
         refuse_unprovable(net, chosen)
         on_stage("refitting W_O")
         refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code, on_module)
-    pruned = write_proven(
-        net,
-        source,
-        model,
-        chosen,
-        cuts,
-        output,
-        stored,
-        bool(weights) or refitted is not None,
-        on_stage,
-        refit=refitted,
-    )
+    work = Work(Pruning(evidence=evidence, trained_weights=bool(weights)), refitted, made_by)
+    pruned = write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
     return replace(pruned, warnings=(*pruned.warnings, *_warnings(evidence, chosen, refit)))
 
 
-def _warnings(evidence: _Evidence, chosen: Plan, refit: DataConfig | None) -> tuple[str, ...]:
+def _warnings(evidence: Evidence, chosen: Plan, refit: DataConfig | None) -> tuple[str, ...]:
     """Says where a cut does without the refit that its scores reckon with."""
-    if evidence.scores is None or refit is not None or chosen.kept_heads == chosen.query_heads:
+    all_stay = chosen.kept_heads == chosen.query_heads
+    if evidence.criterion is None or refit is not None or all_stay:
         return ()
-    return reckons_with_refit(read_scores(evidence.scores).of(evidence.criterion)[0])
+    return reckons_with_refit(evidence.criterion)
 
 
 def reckons_with_refit(criterion: str) -> tuple[str, ...]:
@@ -252,6 +247,7 @@ def migrate(
     assume_supported: bool = False,
     drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
+    made_by: MadeBy | None = None,
 ) -> Pruned:
     """Rewrites a folder in which transformers 4 pruned heads, so that transformers 5 loads it.
 
@@ -266,6 +262,7 @@ def migrate(
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
         on_stage: Called with a few words before every stage.
+        made_by: The command, for the record, if it was one.
 
     Raises:
         CheckpointError: If nothing was pruned in it, or it cannot be read or written.
@@ -283,7 +280,25 @@ def migrate(
     attentions = attention_of(net)
     chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
     cuts = resolve(chosen, net)
-    return write_proven(net, source, model, chosen, cuts, output, stored, False, on_stage)
+    work = Work(Migration(), made_by=made_by)
+    return write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a command did to a model, for the record.
+
+    Attributes:
+        done: What was done.
+        refit: How W_O made up for the heads that went, if it did.
+        made_by: The command, if it was one.
+        history: The history.jsonl of a healing.
+    """
+
+    done: Done
+    refit: Refit | None = None
+    made_by: MadeBy | None = None
+    history: Path | None = None
 
 
 def write_proven(
@@ -294,12 +309,8 @@ def write_proven(
     cuts: list[Cut],
     output: Path,
     stored: StoredDtypes,
-    trained_weights: bool,
+    work: Work,
     on_stage: Stage,
-    sharing: dict[str, Any] | None = None,
-    healing: dict[str, Any] | None = None,
-    history: Path | None = None,
-    refit: dict[str, Any] | None = None,
 ) -> Pruned:
     """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
 
@@ -311,12 +322,8 @@ def write_proven(
         cuts: The plan, resolved on ``net``.
         output: Folder to write.
         stored: Element types to write.
-        trained_weights: Whether ``net`` has other weights than ``origin``.
+        work: What was done to ``net``, and is done with this cut.
         on_stage: Called with a few words before every stage.
-        sharing: How KV heads were merged, if they were.
-        healing: How it was trained to match another model, if it was.
-        history: Folder with the history.jsonl of that training.
-        refit: How W_O made up for the heads that went, if it did.
 
     Raises:
         CheckpointError: If the folder cannot be written.
@@ -350,8 +357,8 @@ def write_proven(
             stored.save(net, folder)
         copy_companions(home, folder)
         plan.write(folder / "plan.json")
-        if history is not None:
-            shutil.copyfile(history / "history.jsonl", folder / "heal.jsonl")
+        if work.history is not None:
+            shutil.copyfile(work.history, folder / HISTORY)
         auto_class, left_out = auto_class_of(net), passed_over(net, stored_tensors(origin))
         del net
 
@@ -360,7 +367,9 @@ def write_proven(
         proven = proof.conclude(expected, cut_outputs, reloaded, cast)
         manifest = write_manifest(
             folder,
+            made_by=work.made_by,
             source=source,
+            parent=id_of_model(origin),
             lineage=lineage,
             shape=shape,
             auto_class=auto_class,
@@ -370,10 +379,8 @@ def write_proven(
             kv_heads=(before[1], after[1]),
             parameters=(before[0], after[0]),
             layout=layout,
-            trained_weights=trained_weights,
-            sharing=sharing,
-            healing=healing,
-            refit=refit,
+            done=work.done,
+            refit=work.refit,
             proof=proven,
             probe=proof.sample(inputs, expected.wanted),
         )
@@ -410,10 +417,10 @@ def preview(
     drop_unexpected: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    evidence = _Evidence(gates, plan, scores, criterion, keep)
-    _refuse(evidence)
+    asked = _Asked(gates, plan, scores, criterion, keep)
+    _refuse(asked)
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
-    chosen, _ = _plan(net, source, evidence, shape)
+    chosen, _, _ = _plan(net, source, asked, shape)
     cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
     stored = result_shape(cuts, net.config)
     check_shape(shape, stored)
@@ -432,7 +439,7 @@ def _shape_costs(
     evidence, costs = trained.open_probability(), []
     for shape in ShapeOption:
         try:
-            plan, _ = _plan_from_gates(net, source, gates, keep, shape)
+            plan, _, _ = _plan_from_gates(net, source, gates, keep, shape)
             cuts = resolve(plan, net, ragged=shape is ShapeOption.RAGGED)
             stored = result_shape(cuts, net.config)
             check_shape(shape, stored)
@@ -539,7 +546,7 @@ def result_dtypes(net: PreTrainedModel, model: str | Path, out_dtype: Dtype) -> 
 
 
 @dataclass(frozen=True)
-class _Evidence:
+class _Asked:
     """Where a plan is to come from, as it was asked for."""
 
     gates: Path | None
@@ -549,13 +556,13 @@ class _Evidence:
     keep: float | int | None
 
 
-def _refuse(evidence: _Evidence, refit: DataConfig | None = None) -> None:
+def _refuse(asked: _Asked, refit: DataConfig | None = None) -> None:
     """Refuses what does not fit together, whatever the model, before it is loaded.
 
     Raises:
         HeadpruneError: Saying what does not fit.
     """
-    gates, plan, scores, keep = evidence.gates, evidence.plan, evidence.scores, evidence.keep
+    gates, plan, scores, keep = asked.gates, asked.plan, asked.scores, asked.keep
     if sum(given is not None for given in (gates, plan, scores)) != 1:
         raise PlanError(
             "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
@@ -564,13 +571,13 @@ def _refuse(evidence: _Evidence, refit: DataConfig | None = None) -> None:
         raise PlanError(
             "--keep goes with --gates or --scores; a plan already says which heads stay."
         )
-    if scores is None and evidence.criterion is not None:
+    if scores is None and asked.criterion is not None:
         raise PlanError("--criterion goes with --scores; gates and plans have none.")
     if scores is not None:
         found = read_scores(scores)
         if keep is None:
             raise PlanError("--scores needs --keep, the share or count of heads that stay.")
-        found.of(evidence.criterion)
+        found.of(asked.criterion)
     refuse_target(keep)
     if isinstance(plan, Path):
         plan_content(plan)
@@ -585,18 +592,24 @@ def _refuse(evidence: _Evidence, refit: DataConfig | None = None) -> None:
 
 
 def _plan(
-    net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
-) -> tuple[Plan, dict[str, Tensor]]:
-    """The plan, and the trained weights that belong to it."""
-    plan = evidence.plan
-    if evidence.gates is not None:
-        return _plan_from_gates(net, source, evidence.gates, evidence.keep, shape)
-    if evidence.scores is not None:
-        return _plan_from_scores(net, source, evidence, shape), {}
-    assert plan is not None
-    if not isinstance(plan, Plan):
+    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, shape: ShapeOption
+) -> tuple[Plan, Evidence, dict[str, Tensor]]:
+    """The plan, what it was made of, and the trained weights that belong to it."""
+    if asked.gates is not None:
+        return _plan_from_gates(net, source, asked.gates, asked.keep, shape)
+    if asked.scores is not None:
+        return *_plan_from_scores(net, source, asked, shape), {}
+    assert asked.plan is not None
+    plan = asked.plan
+    if isinstance(plan, Path):
         present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
         plan = read_plan(plan, present)
+    _refuse_merging(plan)
+    return plan, Evidence(kind="plan", id=digest_of(plan.model_dump(mode="json"))), {}
+
+
+def _refuse_merging(plan: Plan) -> None:
+    """Refuses a plan that a cut alone does not carry out."""
     if plan.merged:
         how = f" (by {plan.merge})" if plan.merge else ""
         counts = [len(part.groups or range(part.kv_heads)) for part in plan.attentions.values()]
@@ -605,23 +618,30 @@ def _plan(
             f"none: headprune convert-gqa with --kv-heads {','.join(map(str, counts))} makes such "
             "a model."
         )
-    return plan, {}
 
 
 def _plan_from_scores(
-    net: PreTrainedModel, source: ModelIdentity, evidence: _Evidence, shape: ShapeOption
-) -> Plan:
-    assert evidence.scores is not None
-    assert evidence.keep is not None
-    found = read_scores(evidence.scores, source)
+    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, shape: ShapeOption
+) -> tuple[Plan, Evidence]:
+    assert asked.scores is not None
+    assert asked.keep is not None
+    found = read_scores(asked.scores, source)
     unit, attentions = found.metadata.unit, fitted_scores(net, found)
     whole = [a for a in attention_of(net) if a.path not in found.metadata.modules]
     sizes = unit_sizes(attentions, unit)
-    budget = head_budget(evidence.keep, sizes)
-    scores = found.of(evidence.criterion)[1].tolist()
+    budget = head_budget(asked.keep, sizes)
+    criterion, values = found.of(asked.criterion)
+    scores = values.tolist()
     if shape is ShapeOption.NATIVE:
         scores, budget = _even(attentions, unit, scores, budget)
-    return plan_from_scores(attentions, unit, scores, budget, source, whole=whole)
+    evidence = Evidence(
+        kind="scores",
+        id=found.id,
+        criterion=criterion,
+        keep=asked.keep,
+        seed=found.metadata.calibration.seed,
+    )
+    return plan_from_scores(attentions, unit, scores, budget, source, whole=whole), evidence
 
 
 def _even(
@@ -641,7 +661,7 @@ def _refitted(
     config: CalibrationConfig | None,
     trust_remote_code: bool,
     on_module: OnModule,
-) -> dict[str, Any]:
+) -> Refit:
     """Refits W_O of a model that is about to be cut, in place; says what that did."""
     config = config or CalibrationConfig()
     examples = calibration_of(net, model, data, config, "--refit", trust_remote_code)
@@ -649,14 +669,15 @@ def _refitted(
     gates = [cut.gate() for cut in cuts]
     records = refit_outputs(net, attentions, gates, examples.whole(), on_module)
     ridges = {r.path: r.ridge for r in records if math.isfinite(r.ridge)}  # the others stay
-    return {
-        "data": data.source,
-        "tokens": examples.tokens,
-        "modules": len(records),
-        "error_before": sum(r.before for r in records) / max(len(records), 1),
-        "error_after": sum(r.after for r in records) / max(len(records), 1),
-        "ridges": ridges,
-    }
+    return Refit(
+        data=data.source,
+        tokens=examples.tokens,
+        modules=len(records),
+        error_before=sum(r.before for r in records) / max(len(records), 1),
+        error_after=sum(r.after for r in records) / max(len(records), 1),
+        ridges=ridges,
+        seed=config.seed,
+    )
 
 
 def _plan_from_gates(
@@ -665,7 +686,7 @@ def _plan_from_gates(
     folder: Path,
     keep: float | int | None,
     shape: ShapeOption,
-) -> tuple[Plan, dict[str, Tensor]]:
+) -> tuple[Plan, Evidence, dict[str, Tensor]]:
     trained, attentions = fitted_gates(net, source, folder)
     unit = trained.metadata.unit
     whole = [a for a in attention_of(net) if a.path not in trained.metadata.modules]
@@ -677,7 +698,9 @@ def _plan_from_gates(
     if shape is ShapeOption.NATIVE:
         scores, budget = _even(attentions, unit, scores, budget)
     plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
-    return plan, trained.weights or {}
+    seed = trained.metadata.seed
+    evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
+    return plan, evidence, trained.weights or {}
 
 
 @torch.no_grad()

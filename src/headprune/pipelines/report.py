@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ def report(
 
     Args:
         runs: Folders that headprune wrote (results, gates, scores, or folders that hold several of
-            them and reports of ``evaluate``), or such reports themselves.
+            them and reports of ``evaluate`` and ``check``), or such reports themselves.
         output: The page to write, or with a suffix of Markdown a summary for a pull request.
         figures: Folder that gets every figure as PNG and SVG.
         overwrite: Replace an existing page and existing figures, if headprune wrote them.
@@ -92,10 +92,10 @@ def _report(
         for place in found
         for file, content in place.reports.items()
     }
-    checks = [
-        read_check(file, content) for place in found for file, content in place.checks.items()
-    ]
-    shown = [_with_checks(run, checks) for run in assemble(found, evaluations)]
+    checks = {
+        file: read_check(file, content) for place in found for file, content in place.checks.items()
+    }
+    shown = assemble(found, evaluations, checks)
     drawn = page.contents(shown)
     text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
     named = {} if figures is None else _figures(drawn, figures)
@@ -113,12 +113,7 @@ def read_check(file: Path, content: dict[str, Any]) -> Check:
     """
     read = validated(CheckReport, content, file)
     rows = tuple((one.limit, one.found(), one.verdict.value) for one in read.limits)
-    return Check(read.model, read.verdict.value, read.passed, rows)
-
-
-def _with_checks(run: Run, checks: Sequence[Check]) -> Run:
-    mine = tuple(check for check in checks if Path(check.model).name == run.folder.name)
-    return replace(run, checks=mine)
+    return Check(read.id, read.measured, read.model, file, read.verdict.value, read.passed, rows)
 
 
 def _figures(drawn: page.Contents, folder: Path) -> dict[Path, Figure]:
@@ -152,6 +147,10 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
     intervals = {difference.name: difference for difference in read.differences}
     data, memory = read.provenance.data, read.provenance.settings.get("memory")
     return Evaluation(
+        id=read.id,
+        created=read.provenance.created,
+        measured=read.model.id,
+        measured_base=read.against.id if read.against else None,
         model=read.model.name,
         base=read.against.name if read.against else None,
         file=file,

@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from headprune import processes
+from headprune.checkpoint.folders import digest_of
 from headprune.checkpoint.manifest import versions
 from headprune.checkpoint.outputs import refuse_input
 from headprune.checkpoint.ownership import is_ours, part_of
@@ -27,7 +28,6 @@ from headprune.checkpoint.runs import (
     digest_of_data,
     digest_of_place,
     hashes,
-    key_of,
     read_run,
     write_lock,
 )
@@ -225,7 +225,7 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
             inputs[slot] = digest_of_place(Path(source))
     if before is None:
         return Outlook(False, "never ran", inputs)
-    if before.key != key_of(inputs):
+    if before.key != digest_of(inputs):
         return Outlook(False, _difference(before.inputs, inputs), inputs)
     if not before.done:
         return Outlook(False, "was interrupted", inputs)
@@ -311,7 +311,7 @@ def _run_step(
     """Runs a step, moves its output into place, and records it."""
     step = recipe.steps[name]
     kind, command, partial = step.kind(), step.command, recipe.output / PARTIAL
-    before, key = record.steps.get(name), key_of(inputs)
+    before, key = record.steps.get(name), digest_of(inputs)
     interrupted = before is not None and not before.done and before.key == key
     work = partial / f"{name}-checkpoints" / "config.yaml"  # of a training
     resume = interrupted and kind.resumes and work.exists()

@@ -172,7 +172,7 @@ def sweep(
 
         whole = at(0, "", 1.0)
         points = [at(n + 1, name, share) for n, (name, share) in enumerate(asked)]
-        result = _conclude(whole, points)
+        result = _conclude(whole, points, read_scores(folder).id)
         write_whole(place / SWEEP, result.model_dump_json(indent=2) + "\n")
         _draw(result, place, Path(model).name)
         return result
@@ -235,6 +235,7 @@ def _point(name: str, criterion: str, share: float, refit: bool, report: ModelRe
     main = _main(report.metrics)
     return Point(
         name=name,
+        measured=report.id,
         task=report.task,
         criterion=criterion,
         keep=share,
@@ -252,7 +253,7 @@ def _main(found: Sequence[Metric]) -> Metric:
     return next(by_name[name] for name in MAIN if name in by_name)
 
 
-def _conclude(base: Point, points: Sequence[Point]) -> Sweep:
+def _conclude(base: Point, points: Sequence[Point], scores: str) -> Sweep:
     metric = next((name for name in MAIN if name in base.metrics), None)
     if metric is None:
         raise CheckpointError(
@@ -267,6 +268,7 @@ def _conclude(base: Point, points: Sequence[Point]) -> Sweep:
         base=base,
         points=tuple(points),
         front=tuple(points[i].name for i in best),
+        scores=scores,
     )
 
 

@@ -300,6 +300,7 @@ def _finish(
         data=data.source,
         final_loss=trainer.last_loss,
         trained_weights=bool(weights),
+        seed=trainer.gate_config.seed,
     )
     tensors = {
         "log_alpha": gates.log_alpha.detach(),

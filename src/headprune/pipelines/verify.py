@@ -27,7 +27,7 @@ from headprune.models.proof import Outputs
 from headprune.models.stored import stored_dtypes, stored_tensors
 from headprune.models.surgery import fold_gates, resolve
 from headprune.parsing import read_json
-from headprune.plan import ModelIdentity, Shape, read_plan
+from headprune.plan import Shape, read_plan
 from headprune.records import Sample
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 
@@ -124,9 +124,8 @@ def verify(
                 f"{probed.auto_class}.from_pretrained" + ", trust_remote_code=True" * remote,
                 lambda: auto.from_pretrained(place, dtype=dtype, **extra).eval(),
             )
-    if against is not None and manifest.trained_weights:
-        why = "its KV heads were merged" if manifest.sharing else "its weights were trained"
-        because = f"{why}, so it is not the gated form of '{against}'"
+    if against is not None and manifest.changed_weights is not None:
+        because = f"{manifest.changed_weights}, so it is not the gated form of '{against}'"
         not_run = " ".join(filter(None, [not_run, f"--against was not tried: {because}."]))
     elif against is not None and probed is not None:
         on_stage("gating the model it was made from")
@@ -194,7 +193,7 @@ def _refuse_ancestor(
     Raises:
         PlanError: Naming the model that it was made from last.
     """
-    steps = [ModelIdentity(**entry["source"]) for entry in manifest.lineage]
+    steps = [step.source for step in manifest.lineage]
     asked, last = identity(base, against).fingerprint, manifest.source
     if asked == last.fingerprint or asked not in (step.fingerprint for step in steps):
         return
@@ -231,6 +230,8 @@ def _files(folder: Path, manifest: Manifest) -> Check:
             found += [] if same else [f"{name} was changed"]
     unlisted = (name for name in contents(folder) if name not in manifest.files)
     found += [f"{name} is not in {MANIFEST}" for name in unlisted]
+    if manifest.id != manifest.digest():
+        found.append(f"{MANIFEST} was changed: its id is that of other content")
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     listed = "; ".join([*found[:_SHOWN], *more])
     return Check("hashes", not found, listed or f"{len(manifest.files)} files unchanged")

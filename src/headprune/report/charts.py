@@ -48,7 +48,8 @@ def quality_charts(runs: Sequence[Run]) -> list[Chart]:
             main = evaluation.main
             whole = evaluation.base_size.attention_parameters if evaluation.base_size else 0
             if main is not None and main.base is not None and whole:
-                key = (main.name, evaluation.data_sha256, evaluation.base or "")
+                base = evaluation.measured_base or evaluation.base or ""
+                key = (main.name, evaluation.data_sha256, base)
                 groups.setdefault(key, []).append((run, evaluation, main))
     return [_quality_chart(members, i, len(groups)) for i, members in enumerate(groups.values())]
 

@@ -9,24 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from headprune.checkpoint import gates as gates_folder
 from headprune.checkpoint.gates import TrainedGates, read_gates, read_metadata
 from headprune.checkpoint.manifest import Manifest, read_manifest
+from headprune.checkpoint.ownership import CHECK, EVALUATION
 from headprune.checkpoint.runs import read_run
 from headprune.checkpoint.scores import METADATA as SCORES
-from headprune.checkpoint.scores import ScoresMetadata, read_scores
+from headprune.checkpoint.scores import Scores, read_scores
 from headprune.checkpoint.sweeps import SWEEP, Sweep
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import CheckpointError
 from headprune.parsing import read_as, read_json, read_yaml, validated
 from headprune.plan import Plan, read_plan
-from headprune.report.heads import spread
-from headprune.report.lineage import Made, made
 from headprune.runtime import MANIFEST
 from headprune.training.work import unfinished
 
-_CHECK = {"verdict", "limits", "judge_s"}  # what a report of check has, and no other
 MOST_HEADS = 65_536  # the largest models have a quarter of it
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
@@ -55,21 +52,13 @@ class ResultFolder:
     manifest: Manifest
     plan: Plan
 
-    chain: tuple[Made, ...]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What its record is known by in the lineage of what is made of it."""
-        return self.chain[-1].key
-
 
 @dataclass(frozen=True)
 class ScoresFolder:
     """Scores of units, by criterion."""
 
     path: Path
-    metadata: ScoresMetadata
-    scores: dict[str, Tensor]
+    scored: Scores
 
 
 class Trained(BaseModel):
@@ -119,24 +108,26 @@ class Found:
     @property
     def tips(self) -> list[ResultFolder]:
         """The results that no other result here was made of."""
-        made_from = {step.key for result in self.results for step in result.chain[:-1]}
-        return [result for result in self.results if result.key not in made_from]
+        made_from = {step.id for result in self.results for step in result.manifest.lineage}
+        return [result for result in self.results if result.manifest.id not in made_from]
 
 
 def discover(place: Path) -> Found:
     """Finds results, gates, scores and evaluations in a folder, some levels deep.
 
     Args:
-        place: A folder, or a report that ``headprune evaluate`` wrote.
+        place: A folder, or a report that ``evaluate`` or ``check`` wrote.
 
     Raises:
         CheckpointError: If nothing is there, something is damaged, or a run is not finished.
     """
     found = Found(place)
     if place.is_file():
-        content = _evaluation(place, required=True)
-        assert content is not None
-        found.reports[place] = content
+        if not _add_report(place, found):
+            raise CheckpointError(
+                f"'{place}' is no report of 'headprune evaluate --output' or of 'headprune check', "
+                "and no folder of a run."
+            )
         return found
     if not place.is_dir():
         raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
@@ -146,11 +137,11 @@ def discover(place: Path) -> Found:
             _look_into(folder, found)
     except OSError as error:
         raise CheckpointError(f"'{place}' cannot be read through: {error}.") from None
-    if not (found.results or found.gates or found.scores or found.reports or found.sweeps):
+    if not any(part for name, part in vars(found).items() if name != "place"):
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), no sweep ({SWEEP}), and no report that 'headprune evaluate "
-            "--output' wrote."
+            f"no scores ({SCORES}), no sweep ({SWEEP}), and no report of 'headprune evaluate "
+            "--output' or of 'headprune check'."
         )
     return found
 
@@ -184,11 +175,11 @@ def _look_into(folder: Path, found: Found) -> None:
             "the folder."
         )
     for file in sorted(folder.glob("*.json")):
-        content = _evaluation(file, required=False)
-        if content is not None and set(content) >= _CHECK:
-            found.checks[file] = content
-        elif content is not None:
-            found.reports[file] = content
+        try:
+            _add_report(file, found)
+        except (OSError, CheckpointError):
+            if file.name.startswith("report"):
+                raise
 
 
 def _refuse_half_done(place: Path) -> None:
@@ -204,15 +195,13 @@ def _refuse_half_done(place: Path) -> None:
 
 
 def _result(folder: Path) -> ResultFolder:
-    path, manifest = folder / MANIFEST, read_manifest(folder)
-    own = manifest.model_dump(mode="json", exclude={"lineage", "files", "probe"})
-    chain = tuple(made(record, path) for record in (*manifest.lineage, own))
-    for step in chain:
-        _refuse_absurd(path, [left.query_heads for left in step.layout.values()])
+    manifest = read_manifest(folder)
+    for step in manifest.steps:
+        _refuse_absurd(folder / MANIFEST, [left.query_heads for left in step.layout.values()])
     plan = read_plan(folder / "plan.json", {})
     parts = plan.attentions.values()
     _refuse_absurd(folder / "plan.json", [(*p.keep, p.query_heads, p.kv_heads) for p in parts])
-    return ResultFolder(folder, manifest, plan, chain)
+    return ResultFolder(folder, manifest, plan)
 
 
 def _gates(folder: Path) -> GatesFolder:
@@ -225,7 +214,7 @@ def _gates(folder: Path) -> GatesFolder:
 def _scores(folder: Path) -> ScoresFolder:
     read = read_scores(folder)
     _refuse_absurd(folder / SCORES, [(read.metadata.query_heads,)])
-    return ScoresFolder(folder, read.metadata, read.scores)
+    return ScoresFolder(folder, read)
 
 
 def _refuse_absurd(path: Path, modules: Sequence[Sequence[int]]) -> None:
@@ -238,55 +227,14 @@ def _refuse_absurd(path: Path, modules: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _evaluation(file: Path, required: bool) -> dict[str, Any] | None:
-    """The content of a report of ``evaluate`` or ``check``; None where it is something else."""
-    try:
-        small = file.stat().st_size < _LARGEST_JSON
-        content = read_json(file) if small else None
-    except (OSError, CheckpointError):
-        if required or file.name.startswith("report"):
-            raise
-        return None
-    if isinstance(content, dict) and {"provenance", "model", "differences"} <= set(content):
-        return content
-    if isinstance(content, dict) and set(content) >= _CHECK and not required:
-        return content
-    if required:
-        raise CheckpointError(
-            f"'{file}' is no report of 'headprune evaluate --output', and no folder of a run."
-        )
-    return None
-
-
-def gates_of(result: ResultFolder, candidates: Sequence[GatesFolder]) -> GatesFolder | None:
-    """The gates that a result was cut by: those whose factors its plan holds."""
-    return next((gates for gates in candidates if _cut_by(result, gates)), None)
-
-
-def _cut_by(result: ResultFolder, gates: GatesFolder) -> bool:
-    metadata, plan = gates.trained.metadata, result.plan
-    model = result.manifest.source.fingerprint
-    if metadata.model.fingerprint != model or metadata.unit is not plan.unit:
+def _add_report(file: Path, found: Found) -> bool:
+    """Adds a report of ``evaluate`` or ``check``; False where a file is something else."""
+    small = file.stat().st_size < _LARGEST_JSON
+    content = read_json(file) if small else None
+    if not isinstance(content, dict):
         return False
-    try:
-        factors = dict(zip(metadata.modules, _per_head(gates, plan), strict=True))
-    except HeadpruneError:
-        return False
-    for path, part in plan.attentions.items():
-        of_module = factors.get(path)
-        if of_module is None:
-            continue
-        if part.scale is None:
-            return False
-        for head, scale in zip(part.keep, part.scale, strict=True):
-            factor = of_module.get(head)
-            # heads that --keep brings back are open as in the original
-            if factor is None or abs(scale - (factor or 1.0)) > 1e-6:
-                return False
-    return True
-
-
-def _per_head(gates: GatesFolder, plan: Plan) -> list[dict[int, float]]:
-    rows = spread(gates.trained.metadata, plan)
-    values = gates.trained.value.tolist()
-    return [{head: values[unit] for head, unit in row.units.items()} for row in rows]
+    for kind, among in ((CHECK, found.checks), (EVALUATION, found.reports)):
+        if kind.fields <= content.keys():
+            among[file] = content
+            return True
+    return False

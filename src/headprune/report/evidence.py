@@ -19,7 +19,7 @@ def map_of_result(
     scores: ScoresFolder | None,
 ) -> HeadMap:
     """The heads of a result: those of the first step, and which the last one left."""
-    plan, earlier = first.plan, first.chain[:-1]
+    plan, earlier = first.plan, first.manifest.lineage
     before = earlier[-1].layout if earlier else {}
     rows = []
     for path, part in plan.attentions.items():
@@ -27,7 +27,7 @@ def map_of_result(
         group = part.query_heads // max(1, part.kv_heads)
         even = (group,) * part.kv_heads if group * part.kv_heads == part.query_heads else ()
         rows.append(Row(path, ids, even, {}))
-    left = tip.chain[-1].layout
+    left = tip.manifest.layout
     kept = {
         path: set(left[path].query_heads if path in left else part.keep)
         for path, part in tip.plan.attentions.items()
@@ -37,7 +37,7 @@ def map_of_result(
     if gates is not None:
         evidence = _gate_evidence(gates, spread(gates.trained.metadata, plan), scores)
     elif scores is not None:
-        sizes = known_sizes(scores.metadata.modules, plan)
+        sizes = known_sizes(scores.scored.metadata.modules, plan)
         evidence = _score_evidence(scores, sizes) if sizes else None
     return head_map(rows, kept, groups, evidence)
 
@@ -51,20 +51,18 @@ def _gate_evidence(
         "gate open with probability": chances,
         "gate factor": trained.value.tolist(),
     }
-    same_units = scores is not None and (
-        scores.metadata.unit is trained.metadata.unit
-        and scores.metadata.modules == trained.metadata.modules
-    )
-    if scores is not None and same_units:
-        others |= {f"score {name}": values.tolist() for name, values in scores.scores.items()}
+    if scores is not None:
+        scored = scores.scored.metadata
+        if (scored.unit, scored.modules) == (trained.metadata.unit, trained.metadata.modules):
+            others |= {f"score {n}": values.tolist() for n, values in scores.scored.scores.items()}
     moved = frames(gates.path / "history.jsonl", len(chances))
     return Evidence("probability that the gate is open", tuple(rows), chances, others, moved)
 
 
 def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> Evidence:
-    modules, unit = scores.metadata.modules, scores.metadata.unit
+    modules, unit = scores.scored.metadata.modules, scores.scored.metadata.unit
     ids = [range(sum(of_module)) for of_module in sizes]
-    names: dict[str, list[float]] = {n: v.tolist() for n, v in scores.scores.items()}
+    names: dict[str, list[float]] = {n: v.tolist() for n, v in scores.scored.scores.items()}
     if not names or any(len(v) != _units(sizes, unit) for v in names.values()):
         raise CheckpointError(
             f"The scores in '{scores.path}' do not fit the {_units(sizes, unit)} units of their "
@@ -95,10 +93,11 @@ def map_of_gates(gates: GatesFolder) -> HeadMap | None:
 
 def map_of_scores(scores: ScoresFolder) -> HeadMap | None:
     """All heads with their scores; None where the file does not say which head is in which unit."""
-    counts, unit = scores.metadata.units, scores.metadata.unit
+    metadata = scores.scored.metadata
+    counts, unit = metadata.units, metadata.unit
     if not sum(counts) or unit is Unit.QUERY_SLOT:
         return None
-    size, rest = divmod(scores.metadata.query_heads, sum(counts))
+    size, rest = divmod(metadata.query_heads, sum(counts))
     if rest or (unit is Unit.HEAD and size != 1):
         return None
     evidence = _score_evidence(scores, [(size,) * count for count in counts])

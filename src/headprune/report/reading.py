@@ -1,27 +1,27 @@
-"""From what was found in folders to the runs that are shown."""
+"""From what was found in folders to the runs that are shown; ids say what belongs together."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headprune.checkpoint import sweeps
-from headprune.errors import CheckpointError
+from headprune.checkpoint.card import chosen_by
+from headprune.checkpoint.manifest import HISTORY, Manifest, Step
+from headprune.records import Healing, MadeBy, Merging, Migration
 from headprune.report.charts import short_name
 from headprune.report.discovery import (
     Found,
     GatesFolder,
     ResultFolder,
     ScoresFolder,
-    gates_of,
     settings_in,
 )
 from headprune.report.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.report.histories import history
-from headprune.report.lineage import Made
-from headprune.report.view import Evaluation, Facts, Point, Run, Sweep
+from headprune.report.view import Check, Evaluation, Facts, Point, Run, Sweep
 from headprune.tensors.units import Unit
 
 _UNIT = {
@@ -29,47 +29,52 @@ _UNIT = {
     Unit.KV_GROUP: "a KV head with its queries at a time",
     Unit.QUERY_SLOT: "a query of every KV head at a time",
 }
+_UNKNOWN = "an earlier headprune wrote it, which did not record that"
 
 
-def assemble(found: Sequence[Found], evaluations: Mapping[Path, Evaluation]) -> list[Run]:
+def assemble(
+    found: Sequence[Found],
+    evaluations: Mapping[Path, Evaluation],
+    checks: Mapping[Path, Check],
+) -> list[Run]:
     """The runs: one per result that nothing else was made of, with the parts that belong to it.
 
-    Gates, scores and evaluations of no result are runs of their own.
+    Parts of no result are runs of their own.
 
     Args:
         found: What lies in each place that was asked for, in order.
         evaluations: The evaluations in there, by their files.
+        checks: The checks in there, by their files.
 
     Raises:
-        CheckpointError: If an evaluation is not of the result it names, or a part is damaged.
+        CheckpointError: If a part is damaged.
     """
-    tips = [(place, tip) for place in found for tip in place.tips]
-    measured = _owners(found, tips, evaluations)
-    runs: list[tuple[Path, Run]] = []
-    used: set[Path] = {file for files in measured.values() for file in files}
-    for place in found:
-        for tip in place.tips:
-            chain = [*_steps(place, tip), tip]
-            near = [*place.gates, *(g for f in found if f is not place for g in f.gates)]
-            gates = next((g for r in chain if (g := gates_of(r, near))), None)
-            scores = next((s for s in _scores(place, found) if _same_model(s, chain)), None)
-            used |= {part.path for part in (gates, scores) if part is not None}
-            mine = [evaluations[file] for file in measured.get(tip.path, ())]
-            runs.append((place.place, _result_run(place, chain, gates, scores, mine)))
+    parts = _Parts(
+        results={part.manifest.id: part for place in found for part in place.results},
+        gates={part.trained.id: part for place in found for part in place.gates},
+        scores={part.scored.id: part for place in found for part in place.scores},
+        evaluations=list({part.id: part for part in evaluations.values()}.values()),
+        checks=list({part.id: part for part in checks.values()}.values()),
+        shown={tip.manifest.id for place in found for tip in place.tips},
+    )
+    runs = [(place.place, parts.of(tip, place)) for place in found for tip in place.tips]
     for place in found:
         for gates in place.gates:
-            if gates.path not in used:
+            if parts.are_new(gates.trained.id):
                 runs.append((gates.path, _gates_run(gates)))
         for folder, swept in place.sweeps.items():
-            inside = next((s for s in place.scores if s.path.parent == folder), None)
-            used |= {inside.path} if inside is not None else set()
-            runs.append((folder, _sweep_run(folder, swept, inside)))
+            scores = parts.scores.get(swept.scores or "")
+            parts.used |= {swept.scores}
+            runs.append((folder, _sweep_run(folder, swept, scores)))
         for scores in place.scores:
-            if scores.path not in used:
+            if parts.are_new(scores.scored.id):
                 runs.append((scores.path, _scores_run(scores)))
         for file in place.reports:
-            if file not in used:
+            if parts.are_new(evaluations[file].id):
                 runs.append((file, _evaluation_run(evaluations[file])))
+        for file in place.checks:
+            if parts.are_new(checks[file].id):
+                runs.append((file, _check_run(checks[file])))
     return _named(runs)
 
 
@@ -82,111 +87,110 @@ def _named(runs: Sequence[tuple[Path, Run]]) -> list[Run]:
     return [replace(run, name=name) for name, (_, run) in zip(names, runs, strict=True)]
 
 
-def _owners(
-    found: Sequence[Found],
-    tips: Sequence[tuple[Found, ResultFolder]],
-    evaluations: Mapping[Path, Evaluation],
-) -> dict[Path, list[Path]]:
-    """Per result, the evaluations that belong to it, its own first."""
-    own: dict[Path, list[Path]] = {}
-    more: dict[Path, list[Path]] = {}
-    for place in found:
-        for file in place.reports:
-            evaluation = evaluations[file]
-            named = [tip for _, tip in tips if _is(tip, evaluation)]
-            here = [tip for tip in place.tips if tip.path.name == Path(evaluation.model).name]
-            elsewhere = [t for _, t in tips if t.path.resolve().name == Path(evaluation.model).name]
-            chosen = named or here or (elsewhere if len(elsewhere) == 1 else [])
-            if chosen:
-                _check_size(file, evaluation, chosen[0])
-                own.setdefault(chosen[0].path, []).append(file)
-            elif len(place.tips) == 1:  # the folder was renamed, or it measures a step before
-                (tip,) = place.tips
-                fits = evaluation.size.query_heads == tip.manifest.query_heads[1]
-                (own if fits else more).setdefault(tip.path, []).append(file)
-    newest = {path: sorted(files, key=_written, reverse=True) for path, files in own.items()}
-    return {path: [*newest.get(path, ()), *more.get(path, ())] for path in {**newest, **more}}
+@dataclass
+class _Parts:
+    """Everything that was found, by id.
 
+    Attributes:
+        results: The results.
+        gates: The gates.
+        scores: The scores.
+        evaluations: What ``evaluate`` measured.
+        checks: What ``check`` found.
+        shown: Ids of the results that get runs of their own.
+        used: Ids of the parts that belong to a run.
+    """
 
-def _written(file: Path) -> float:
-    return file.stat().st_mtime
+    results: Mapping[str | None, ResultFolder]
+    gates: Mapping[str, GatesFolder]
+    scores: Mapping[str, ScoresFolder]
+    evaluations: Sequence[Evaluation]
+    checks: Sequence[Check]
+    shown: set[str | None]
+    used: set[str | None] = field(default_factory=set)
 
+    def are_new(self, id_: str) -> bool:
+        """Whether a part belongs to no run yet; it does from now on."""
+        new = id_ not in self.used
+        self.used.add(id_)
+        return new
 
-def _is(tip: ResultFolder, evaluation: Evaluation) -> bool:
-    return Path(evaluation.model).resolve() == tip.path.resolve()
-
-
-def _check_size(file: Path, evaluation: Evaluation, tip: ResultFolder) -> None:
-    heads = evaluation.size.query_heads
-    if heads != tip.manifest.query_heads[1]:
-        raise CheckpointError(
-            f"'{file}' measured a model with {heads} query heads under the name "
-            f"'{evaluation.model}', but '{tip.path}' has {tip.manifest.query_heads[1]}: evaluate "
-            "it again, or remove the old report."
+    def of(self, tip: ResultFolder, place: Found) -> Run:
+        """The run of a result."""
+        manifest = tip.manifest
+        folders = [self.results[s.id] for s in manifest.lineage if s.id in self.results] + [tip]
+        chosen = [step.evidence.id for step in manifest.steps if step.evidence is not None]
+        gates = next((self.gates[id_] for id_ in chosen if id_ in self.gates), None)
+        scores = self._scores(manifest, place)
+        evaluations = self._evaluations(manifest)
+        checks = tuple(check for check in self.checks if check.measured == manifest.id)
+        self.used |= {part.id for part in evaluations} | {part.id for part in checks}
+        self.used |= {gates.trained.id} if gates is not None else set()
+        self.used |= {scores.scored.id} if scores is not None else set()
+        histories = [history(folder.path / HISTORY, "heal") for folder in folders]
+        if gates is not None:
+            histories.insert(0, history(gates.path / "history.jsonl", "gates"))
+        return Run(
+            name=place.place.name,
+            folder=tip.path,
+            source=manifest.steps[0].source.name,
+            asked=" ".join(_asked(step, self.gates) for step in manifest.steps),
+            manifest=manifest,
+            settings=_settings(gates),
+            head_map=map_of_result(folders[0], tip, gates, scores),
+            histories=tuple(h for h in histories if h is not None),
+            evaluations=evaluations,
+            provenance=_provenance(manifest),
+            checks=checks,
         )
 
+    def _scores(self, manifest: Manifest, place: Found) -> ScoresFolder | None:
+        """The scores that chose heads of a result; if none did, what scores say of its model."""
+        evidence = [step.evidence for step in manifest.steps if step.evidence is not None]
+        chosen = [one.id for one in evidence if one.kind == "scores"]
+        if chosen:
+            return next((self.scores[id_] for id_ in chosen if id_ in self.scores), None)
+        models = {step.source.fingerprint for step in manifest.steps}
+        of_model = [
+            s for s in self.scores.values() if s.scored.metadata.model.fingerprint in models
+        ]
+        here = {scores.path for scores in place.scores}
+        return next(iter(sorted(of_model, key=lambda scores: scores.path not in here)), None)
 
-def _steps(place: Found, tip: ResultFolder) -> list[ResultFolder]:
-    """The results of the same place that it was made of, oldest first."""
-    by_key = {result.key: result for result in place.results}
-    before = [by_key.get(step.key) for step in tip.chain[:-1]]
-    return [result for result in before if result is not None]
-
-
-def _scores(place: Found, found: Iterable[Found]) -> list[ScoresFolder]:
-    return [*place.scores, *(s for other in found if other is not place for s in other.scores)]
-
-
-def _same_model(scores: ScoresFolder, chain: Sequence[ResultFolder]) -> bool:
-    return scores.metadata.model.fingerprint in {
-        result.manifest.source.fingerprint for result in chain
-    }
-
-
-def _result_run(
-    place: Found,
-    chain: Sequence[ResultFolder],
-    gates: GatesFolder | None,
-    scores: ScoresFolder | None,
-    evaluations: Sequence[Evaluation],
-) -> Run:
-    tip, first = chain[-1], chain[0]
-    histories = [*([history(gates.path / "history.jsonl", "gates")] if gates else [])]
-    histories += [history(r.path / "heal.jsonl", "heal") for r in chain]
-    return Run(
-        name=place.place.name,
-        folder=tip.path,
-        source=tip.chain[0].source.name,
-        asked=" ".join(_asked(step, gates) for step in tip.chain),
-        manifest=tip.manifest,
-        chain=tip.chain,
-        settings=_settings(gates),
-        head_map=map_of_result(first, tip, gates, scores),
-        histories=tuple(h for h in histories if h is not None),
-        evaluations=tuple(evaluations),
-        provenance=_provenance(tip),
-    )
+    def _evaluations(self, manifest: Manifest) -> tuple[Evaluation, ...]:
+        """Those of a result, the newest first, and then those of what it was made of."""
+        own = [e for e in self.evaluations if e.measured == manifest.id]
+        ids = {manifest.steps[0].parent, *(step.id for step in manifest.lineage)}
+        before = [e for e in self.evaluations if e.measured in ids - self.shown - {None}]
+        return (*sorted(own, key=lambda e: e.created, reverse=True), *before)
 
 
-def _asked(made: Made, gates: GatesFolder | None) -> str:
+def _asked(step: Step, known: Mapping[str, GatesFolder]) -> str:
     """What one command was asked for, by the record it left."""
-    if made.healing is not None:
-        teacher = short_name(made.healing.teacher)
-        return f"Train for {made.healing.steps} steps to match {teacher}."
-    if made.sharing is not None:
-        sharing, (before, after) = made.sharing, made.kv_heads
-        tokens = sharing.calibration_tokens
+    done = step.done
+    if isinstance(done, Healing):
+        return f"Train for {done.steps} steps to match {short_name(done.teacher)}."
+    if isinstance(done, Merging):
+        before, after = step.kv_heads
+        tokens = done.calibration_tokens
         text = f", calibrated on {tokens:,} tokens" if tokens else ""
-        share = "neighbours share" if sharing.grouping == "adjacent" else "similar ones share"
-        return f"Merge {before} KV heads into {after} ({sharing.merge}; {share}){text}."
-    before, after = made.query_heads
-    trained = None if gates is None else gates.trained.metadata
-    fingerprint = made.source.fingerprint
-    if gates is not None and trained is not None and trained.model.fingerprint == fingerprint:
+        share = "neighbours share" if done.grouping == "adjacent" else "similar ones share"
+        return f"Merge {before} KV heads into {after} ({done.merge}; {share}){text}."
+    if isinstance(done, Migration):
+        return "Rewrite a folder of transformers 4."
+    (before, after), evidence = step.query_heads, done.evidence
+    refit = f" Refit W_O on {short_name(step.refit.data)}." if step.refit is not None else ""
+    gates = known.get(evidence.id) if evidence is not None else None
+    if gates is not None:
+        trained = gates.trained.metadata
         wanted = before - trained.query_heads + trained.kept_heads
         again = "" if wanted == after else f" Cut to {after} of {before} instead."
-        return asked_of_gates(gates) + again
-    return f"Cut {before - after or 'none'} of {before} query heads, as a plan says."
+        return asked_of_gates(gates) + again + refit
+    cut = f"Cut {before - after or 'none'} of {before} query heads"
+    if evidence is None:
+        return f"{cut}, as its plan says; what that was made of is unknown: {_UNKNOWN}.{refit}"
+    by = "as a plan says" if evidence.kind == "plan" else f"chosen by {chosen_by(evidence)}"
+    return f"{cut}, {by}.{refit}"
 
 
 def asked_of_gates(gates: GatesFolder) -> str:
@@ -214,15 +218,24 @@ def _settings(gates: GatesFolder | None) -> Facts:
     return tuple((name.replace("_", " "), str(v)) for name, v in settings.items() if v is not None)
 
 
-def _provenance(tip: ResultFolder) -> Facts:
-    manifest = tip.manifest
-    source = manifest.source
-    return (
-        ("written", manifest.created),
-        ("source", f"{source.name} ({source.architecture}, fingerprint {source.fingerprint})"),
-        *((f"{name} version", version) for name, version in manifest.versions.items()),
-        ("files", f"{len(manifest.files)} with their SHA-256 in headprune.json"),
-    )
+def _provenance(manifest: Manifest) -> Facts:
+    source, evidence, made_by = manifest.source, manifest.evidence, manifest.made_by
+    rows = {
+        "written": manifest.created,
+        "id": manifest.id,
+        "made by": None if made_by is None else _command(made_by),
+        "source": f"{source.name} ({source.architecture}, fingerprint {source.fingerprint})",
+        "source id": manifest.parent,
+        "heads chosen by": None if evidence is None else chosen_by(evidence),
+        **{f"{name} version": version for name, version in manifest.versions.items()},
+        "files": f"{len(manifest.files)} with their SHA-256 in headprune.json",
+    }
+    return tuple((name, value) for name, value in rows.items() if value is not None)
+
+
+def _command(made_by: MadeBy) -> str:
+    options = (f"{name} {value}" for name, value in made_by.options.items() if value is not None)
+    return ", ".join([f"headprune {made_by.command}", *options])
 
 
 def _gates_run(gates: GatesFolder) -> Run:
@@ -233,13 +246,11 @@ def _gates_run(gates: GatesFolder) -> Run:
         folder=gates.path,
         source=metadata.model.name,
         asked=asked_of_gates(gates),
-        manifest=None,
-        chain=(),
         settings=_settings(gates),
         head_map=map_of_gates(gates),
         histories=(trained,) if trained is not None else (),
-        evaluations=(),
         provenance=(
+            ("id", gates.trained.id),
             ("source", f"{metadata.model.name} (fingerprint {metadata.model.fingerprint})"),
             ("headprune version", metadata.headprune_version),
         ),
@@ -247,20 +258,17 @@ def _gates_run(gates: GatesFolder) -> Run:
 
 
 def _scores_run(scores: ScoresFolder) -> Run:
-    metadata = scores.metadata
-    names = ", ".join(scores.scores)
+    metadata = scores.scored.metadata
     return Run(
         name=scores.path.name,
         folder=scores.path,
         source=metadata.model.name,
-        asked=f"Score the heads of {metadata.model.name} by {names}.",
-        manifest=None,
-        chain=(),
-        settings=(),
+        asked=f"Score the heads of {metadata.model.name} by {', '.join(metadata.criteria)}.",
         head_map=map_of_scores(scores),
-        histories=(),
-        evaluations=(),
-        provenance=tuple((f"{n} version", v) for n, v in metadata.versions.items()),
+        provenance=(
+            ("id", scores.scored.id),
+            *((f"{name} version", version) for name, version in metadata.versions.items()),
+        ),
     )
 
 
@@ -271,7 +279,7 @@ def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -
 
     points = tuple(point(p) for p in swept.points)
     shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
-    source = scores.metadata.model.name if scores is not None else folder.resolve().name
+    source = folder.resolve().name if scores is None else scores.scored.metadata.model.name
     settings = settings_in(folder / "config.yaml")
     return Run(
         name=folder.name,
@@ -279,13 +287,8 @@ def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -
         source=source,
         asked=f"Measure {len(points)} cuts of {source}: {shares} of its heads, by "
         f"{', '.join(dict.fromkeys(p.series for p in points))}.",
-        manifest=None,
-        chain=(),
         settings=tuple((name, str(v)) for name, v in settings.items() if v is not None),
         head_map=None if scores is None else map_of_scores(scores),
-        histories=(),
-        evaluations=(),
-        provenance=(),
         sweep=Sweep(swept.metric, swept.higher_is_better, point(swept.base), points),
     )
 
@@ -296,12 +299,21 @@ def _evaluation_run(evaluation: Evaluation) -> Run:
         name=evaluation.file.name,
         folder=evaluation.file,
         source=evaluation.base or evaluation.model,
-        asked=f"Measure {evaluation.model}{against} on {short_name(evaluation.data)}.",
-        manifest=None,
-        chain=(),
-        settings=(),
-        head_map=None,
-        histories=(),
+        asked=f"Measure {evaluation.model}{against} on {short_name(evaluation.data)}."
+        + _unlinked(evaluation.measured),
         evaluations=(evaluation,),
-        provenance=(),
     )
+
+
+def _check_run(check: Check) -> Run:
+    return Run(
+        name=check.file.name,
+        folder=check.file,
+        source=check.model,
+        asked=f"Hold {check.model} to {len(check.rows)} limits." + _unlinked(check.measured),
+        checks=(check,),
+    )
+
+
+def _unlinked(measured: str | None) -> str:
+    return "" if measured is not None else f" Which result that is, is unknown: {_UNKNOWN}."

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headprune.checkpoint.manifest import Manifest
-from headprune.report.lineage import Made
+from headprune.checkpoint.manifest import Manifest, Step
 
 State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]
@@ -141,6 +140,10 @@ class Evaluation:
     """What ``headprune evaluate`` measured.
 
     Attributes:
+        id: Id of the report.
+        created: When it was measured, UTC.
+        measured: Id of the model; None where it is not known, as in older reports.
+        measured_base: Id of the base, likewise.
         model: The model, as it was named.
         base: What it was compared with, if anything.
         file: Where the report lies.
@@ -153,6 +156,10 @@ class Evaluation:
         provenance: Time, platform, versions, settings.
     """
 
+    id: str
+    created: str
+    measured: str | None
+    measured_base: str | None
     model: str
     base: str | None
     file: Path
@@ -197,13 +204,19 @@ class Check:
     """What ``check`` found about a model.
 
     Attributes:
+        id: Id of the report.
+        measured: Id of the model; None where it is not known, as in older reports.
         model: Folder or hub id.
+        file: Where the report lies.
         verdict: The worst of all verdicts.
         passed: Whether nothing is broken.
         rows: Per limit: its text, what was found, its verdict.
     """
 
+    id: str
+    measured: str | None
     model: str
+    file: Path
     verdict: str
     passed: bool
     rows: tuple[tuple[str, str, str], ...]
@@ -219,8 +232,6 @@ class Run:
         source: The model it began with.
         asked: What was asked for.
         manifest: The record of the result, if there is one.
-        chain: What commands made of the source, oldest first, as far as it is known; the result
-            comes last.
         settings: How gates were trained.
         head_map: The heads, if it is known which.
         histories: Trainings.
@@ -234,17 +245,26 @@ class Run:
     folder: Path
     source: str
     asked: str
-    manifest: Manifest | None
-    chain: tuple[Made, ...]
-    settings: Facts
-    head_map: HeadMap | None
-    histories: tuple[History, ...]
-    evaluations: tuple[Evaluation, ...]
-    provenance: Facts
+    manifest: Manifest | None = None
+    settings: Facts = ()
+    head_map: HeadMap | None = None
+    histories: tuple[History, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    provenance: Facts = ()
     sweep: Sweep | None = None
     checks: tuple[Check, ...] = ()
 
     @property
+    def chain(self) -> tuple[Step, ...]:
+        """What commands made of the source, oldest first; the result comes last."""
+        return self.manifest.steps if self.manifest is not None else ()
+
+    @property
     def evaluation(self) -> Evaluation | None:
-        """That of the result."""
-        return self.evaluations[0] if self.evaluations else None
+        """That of the result; where there is none, the first."""
+        measured = (
+            self.evaluations
+            if self.manifest is None
+            else (e for e in self.evaluations if e.measured == self.manifest.id)
+        )
+        return next(iter(measured), None)

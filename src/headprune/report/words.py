@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headprune.checkpoint import card
+from headprune.checkpoint.manifest import Step
 from headprune.plan import Shape
+from headprune.records import Healing, Merging, Migration
 from headprune.report.charts import mebibytes, short_name, speeds
-from headprune.report.lineage import Made
 from headprune.report.view import Evaluation, Facts, Quality, Run, Sweep
 
 
@@ -253,17 +254,19 @@ def route_rows(run: Run) -> Facts:
 def chain_rows(run: Run) -> list[tuple[str, str, str]]:
     """How the result came about, one row per command: time, what, proof."""
     return [
-        (made.created, _made(made), f"{made.proof.gated_vs_reloaded:.1e}") for made in run.chain
+        (step.created, _made(step), f"{step.proof.gated_vs_reloaded:.1e}") for step in run.chain
     ]
 
 
-def _made(made: Made) -> str:
-    healing = made.healing
-    if healing is not None:
-        known = healing.before is not None and healing.after is not None
-        moved = f" (divergence {healing.before:.4g} to {healing.after:.4g})" if known else ""
-        return f"healed for {healing.steps} steps{moved}"
-    name, (before, after) = "query heads", made.query_heads
-    if made.sharing is not None:
-        name, (before, after) = "KV heads", made.kv_heads
-    return f"{name} {before} to {after}"
+def _made(step: Step) -> str:
+    done = step.done
+    if isinstance(done, Healing):
+        known = done.before is not None and done.after is not None
+        moved = f" (divergence {done.before:.4g} to {done.after:.4g})" if known else ""
+        return f"healed for {done.steps} steps{moved}"
+    if isinstance(done, Migration):
+        return "rewritten for transformers 5"
+    name, (before, after) = "query heads", step.query_heads
+    if isinstance(done, Merging):
+        name, (before, after) = "KV heads", step.kv_heads
+    return f"{name} {before} to {after}" + (", W_O refitted" if step.refit is not None else "")

@@ -1,0 +1,34 @@
+"""The id of a model, by which what was measured of it is found again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headprune.checkpoint.folders import digest_of, sha256_of
+from headprune.checkpoint.manifest import read_manifest
+from headprune.models.reading import read_record
+from headprune.models.stored import model_files
+
+
+def id_of_model(model: str | Path) -> str | None:
+    """The id of a model, wherever it lies and whatever it is called.
+
+    That of a result is the id in its manifest, as long as config and weights are those that were
+    written; that of any other model is the digest of its config and weights.
+
+    Args:
+        model: Folder or hub id.
+
+    Returns:
+        The id; None for a hub model whose files are not in the cache.
+
+    Raises:
+        CheckpointError: If the manifest is damaged.
+    """
+    files = {file.name: sha256_of(file) for file in model_files(model)}
+    if not files:
+        return None
+    record = read_record(Path(model))
+    if record is not None and files.items() <= record.files.items():
+        return record.id or read_manifest(Path(model)).id
+    return digest_of(files)

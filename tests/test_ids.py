@@ -1,0 +1,513 @@
+"""Results know what they are: ids, what was done and by which evidence, and who measured what."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from headprune.checkpoint.gates import read_gates, read_metadata
+from headprune.checkpoint.manifest import Manifest, read_manifest
+from headprune.checkpoint.scores import read_scores
+from headprune.config import (
+    CalibrationConfig,
+    CheckConfig,
+    ConvertConfig,
+    DataConfig,
+    EvaluateConfig,
+    HealConfig,
+    TrainGatesConfig,
+)
+from headprune.errors import CheckpointError
+from headprune.evaluation.report import Report
+from headprune.pipelines.check import CheckReport, check
+from headprune.pipelines.convert_gqa import convert_gqa
+from headprune.pipelines.evaluate import evaluate
+from headprune.pipelines.heal import heal
+from headprune.pipelines.ids import id_of_model
+from headprune.pipelines.prune import prune
+from headprune.pipelines.report import report
+from headprune.pipelines.score import score
+from headprune.pipelines.sweep import sweep
+from headprune.pipelines.train_gates import train_gates
+from headprune.pipelines.verify import verify
+from headprune.records import Evidence, Healing, MadeBy, Merging, Pruning
+from headprune.report.view import Run
+from tests import tiny
+
+EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, speed=False)
+SMALL = CalibrationConfig(tokens=600, seq_len=16)
+LIMITS = ("perplexity <= 1e6",)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One original, scored by one criterion, and cut to two sizes by these scores."""
+    home = tmp_path_factory.mktemp("made")
+    tiny.save(tiny.model("llama-gqa"), home / "base")
+    (home / "text.txt").write_text(tiny.text(1_000))
+    score(home / "base", home / "scores", ["magnitude"], config=SMALL)
+    for name, keep in (("half", 0.5), ("most", 0.75)):
+        options: dict[str, Any] = {"keep": keep, "made_by": MadeBy(command="prune", options={})}
+        prune(home / "base", home / name, scores=home / "scores", **options)
+    return home
+
+
+@pytest.fixture
+def home(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be moved and damaged."""
+    return Path(shutil.copytree(made, tmp_path / "home"))
+
+
+def text_of(home: Path) -> DataConfig:
+    return DataConfig(source=str(home / "text.txt"))
+
+
+def flip(file: Path) -> None:
+    """Changes the last byte of a file: of safetensors, one of a weight."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def evidence_of(manifest: Manifest) -> Evidence:
+    assert isinstance(manifest.done, Pruning)
+    assert manifest.done.evidence is not None
+    return manifest.done.evidence
+
+
+# Of models and results
+
+
+def test_an_id_is_of_content_and_not_of_place_or_time(home: Path, tmp_path: Path) -> None:
+    manifest = read_manifest(home / "half")
+    assert manifest.id == manifest.digest() == id_of_model(home / "half")
+    assert json.loads((home / "half" / "headprune.json").read_text())["id"] == manifest.id
+    assert manifest.id in (home / "half" / "README.md").read_text()
+    again = prune(home / "base", tmp_path / "another name", scores=home / "scores", keep=0.5)
+    edit(again.output / "headprune.json", lambda m: m.update(created="2001-01-01T00:00:00+00:00"))
+    shutil.move(again.output, tmp_path / "moved")
+    assert read_manifest(tmp_path / "moved").id == manifest.id
+    assert (manifest.made_by is None, again.manifest.made_by is None) == (False, True)
+    assert read_manifest(home / "most").id != manifest.id
+
+
+def test_a_byte_of_the_weights_makes_another_model(home: Path, tmp_path: Path) -> None:
+    before = {name: id_of_model(home / name) for name in ("base", "half")}
+    shutil.copytree(home / "base", tmp_path / "base")
+    assert id_of_model(tmp_path / "base") == before["base"]
+    for name in before:
+        flip(home / name / "model.safetensors")
+        assert id_of_model(home / name) != before[name]
+    assert (
+        before["half"] == read_manifest(home / "half").id
+    )  # which does not speak of these weights
+    assert not verify(home / "half").passed
+    other = prune(home / "base", tmp_path / "half", scores=home / "scores", keep=0.5).manifest
+    assert (before["base"], id_of_model(home / "base")) == (
+        read_manifest(home / "half").parent,
+        other.parent,
+    )
+    assert other.id != before["half"]
+
+
+def test_a_config_and_every_shard_count(home: Path) -> None:
+    base = home / "base"
+    whole = id_of_model(base)
+    edit(base / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
+    changed = id_of_model(base)
+    tensors = load_file(base / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, base / file, {"format": "pt"})
+    (base / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {n: f for f, part in shards.items() for n in part}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    split = id_of_model(base)
+    flip(base / "b.safetensors")
+    assert len({whole, changed, split, id_of_model(base)}) == 4
+    assert id_of_model(home / "scores") is None
+    assert id_of_model("nobody/has-this") is None
+
+
+# Of evidence
+
+
+def test_a_cut_knows_its_scores(home: Path) -> None:
+    scores = read_scores(home / "scores")
+    evidence = evidence_of(read_manifest(home / "half"))
+    assert evidence == Evidence(
+        kind="scores", id=scores.id, criterion="magnitude", keep=0.5, seed=SMALL.seed
+    )
+    assert (
+        f"chosen by magnitude (scores {scores.id[:12]})"
+        in (home / "half" / "README.md").read_text()
+    )
+
+
+def test_ids_of_scores(home: Path, tmp_path: Path) -> None:
+    folder = home / "scores"
+    before = read_scores(folder)
+    assert before.metadata.id == before.id
+    shutil.move(folder, tmp_path / "elsewhere")
+    folder = tmp_path / "elsewhere"
+    edit(folder / "scores.json", lambda m: m.update(created="", model={**m["model"], "name": "x"}))
+    assert read_scores(folder).id == before.id
+    edit(folder / "scores.json", lambda m: m["calibration"].update(seed=1))
+    assert read_scores(folder).id != before.id
+    edit(folder / "scores.json", lambda m: m["calibration"].update(seed=SMALL.seed))
+    assert read_scores(folder).id == before.id
+    flip(folder / "scores.safetensors")
+    assert read_scores(folder).id != before.id
+
+
+def test_another_option_of_the_evidence_makes_another_result(home: Path, tmp_path: Path) -> None:
+    other = SMALL.model_copy(update={"seed": 1})  # which no magnitude depends on
+    score(home / "base", tmp_path / "scores", ["magnitude"], config=other)
+    result = prune(home / "base", tmp_path / "half", scores=tmp_path / "scores", keep=0.5).manifest
+    first = read_manifest(home / "half")
+    assert result.files["model.safetensors"] == first.files["model.safetensors"]
+    assert (evidence_of(result).seed, evidence_of(first).seed) == (1, 0)
+    assert result.id != first.id
+
+
+def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
+    config = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16, seed=3)
+    train_gates(home / "base", text_of(home), tmp_path / "gates", config)
+    trained = read_gates(tmp_path / "gates", read_metadata(tmp_path / "gates").model)
+    done = prune(home / "base", tmp_path / "out", gates=tmp_path / "gates").manifest
+    assert evidence_of(done) == Evidence(kind="gates", id=trained.id, seed=3)
+    assert trained.metadata.id == trained.id
+
+    def now(folder: Path) -> str:
+        return read_gates(folder, trained.metadata.model).id
+
+    moved = Path(shutil.move(tmp_path / "gates", tmp_path / "moved"))
+    edit(moved / "gates.json", lambda m: m.update(data="text that lies elsewhere"))
+    assert now(moved) == trained.id
+    edit(moved / "gates.json", lambda m: m.update(seed=4))
+    assert now(moved) != trained.id
+    edit(moved / "gates.json", lambda m: m.update(seed=3))
+    tensors = load_file(moved / "gates.safetensors")
+    tensors["value"][0] += 0.01
+    save_file(tensors, moved / "gates.safetensors")
+    assert now(moved) != trained.id
+
+
+def test_a_cut_by_a_plan_knows_the_plan(home: Path, tmp_path: Path) -> None:
+    ids = []
+    for name, removed in (("a", [0, 1]), ("b", [0, 1]), ("c", [2, 3])):
+        plan = tmp_path / f"{name}.json"
+        plan.write_text(json.dumps({"model.layers.0.self_attn": removed}))
+        evidence = evidence_of(prune(home / "base", tmp_path / name, plan=plan).manifest)
+        assert evidence.kind == "plan"
+        ids.append(evidence.id)
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
+    merged = convert_gqa(home / "half", tmp_path / "merged", ConvertConfig(kv_heads=1)).pruned
+    training = HealConfig(steps=1, batch_size=2, seq_len=16, seed=5)
+    healed = heal(merged.output, home / "base", text_of(home), tmp_path / "healed", training).pruned
+    base, half = id_of_model(home / "base"), id_of_model(home / "half")
+    steps = healed.manifest.steps
+    assert [step.parent for step in steps] == [base, half, merged.manifest.id]
+    assert [step.id for step in steps] == [half, merged.manifest.id, healed.manifest.id]
+    _, merging, healing = (step.done for step in steps)
+    assert isinstance(merging, Merging)
+    assert (merging.merge, merging.seed) == ("mean", 0)
+    assert isinstance(healing, Healing)
+    assert (healing.teacher_id, healing.seed, healing.steps) == (base, 5, 1)
+    assert read_manifest(healed.output).steps[:-1] == steps[:-1]
+    # times stand in the history of a healing, and teachers may lie anywhere
+    facts: dict[str, Any] = {"files": {**healed.manifest.files, "heal.jsonl": "0" * 64}}
+    facts["done"] = healing.model_copy(update={"teacher": "elsewhere"})
+    assert healed.manifest.model_copy(update=facts).digest() == healed.manifest.id
+    facts["done"] = healing.model_copy(update={"steps": 2})
+    assert healed.manifest.model_copy(update=facts).digest() != healed.manifest.id
+
+
+# Of what was measured
+
+
+def test_an_evaluation_knows_what_it_measured(home: Path, tmp_path: Path) -> None:
+    found = evaluate(home / "half", text_of(home), EVALUATE, against=home / "base")
+    assert found.against is not None
+    manifest = read_manifest(home / "half")
+    assert (found.model.id, found.against.id) == (manifest.id, manifest.parent)
+    found.write(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert Report.model_validate(content).id == content["id"] == found.id
+    content["provenance"]["created"] = "2001-01-01T00:00:00+00:00"
+    assert Report.model_validate(content).id == found.id
+    content["model"]["metrics"][0]["value"] += 1
+    assert Report.model_validate(content).id != found.id
+    flip(home / "half" / "model.safetensors")
+    other = evaluate(home / "half", text_of(home), EVALUATE)
+    assert other.model.id not in (None, manifest.id)
+
+
+def test_a_check_knows_what_it_measured(home: Path) -> None:
+    config = CheckConfig(
+        model=str(home / "half"),
+        data=str(home / "text.txt"),
+        against=str(home / "base"),
+        limits=("perplexity <= 900 %",),
+        seq_len=16,
+    )
+    found = check(config)
+    manifest = read_manifest(home / "half")
+    assert (found.measured, found.measured_against) == (manifest.id, manifest.parent)
+    content = json.loads(found.model_dump_json())
+    assert content["id"] == found.id
+    for name, value, same in (("judge_s", 9.0, True), ("verdict", "broken", False)):
+        edited = CheckReport.model_validate({**content, name: value})
+        assert (edited.id == found.id) is same
+
+
+def test_a_sweep_knows_what_it_measured(home: Path, tmp_path: Path) -> None:
+    found = sweep(
+        home / "base",
+        text_of(home),
+        tmp_path / "sweep",
+        [0.5],
+        ["magnitude"],
+        refit=False,
+        config=SMALL,
+        evaluation=EVALUATE,
+    )
+    assert found.scores == read_scores(tmp_path / "sweep" / "scores").id
+    assert found.base.measured == id_of_model(home / "base")
+    (point,) = found.points
+    assert point.measured not in (None, found.base.measured)
+    (run,) = report([tmp_path / "sweep"], tmp_path / "page.md").runs
+    assert run.source == "base" and run.head_map is not None
+    edit(tmp_path / "sweep" / "sweep.json", lambda s: s.update(scores="0" * 64))
+    runs = report([tmp_path / "sweep"], tmp_path / "other.md").runs
+    assert [run.source for run in runs] == ["sweep", "base"]
+
+
+# In a report
+
+
+@pytest.fixture(scope="module")
+def measured(made: Path) -> dict[str, Report]:
+    """Evaluations of both results."""
+    return {
+        name: evaluate(made / name, text_of(made), EVALUATE, against=made / "base")
+        for name in ("half", "most")
+    }
+
+
+def scattered(made: Path, measured: dict[str, Report], place: Path) -> list[Path]:
+    """Two results of the same name, and their evaluations in the folder of the other."""
+    for name, other in (("half", "most"), ("most", "half")):
+        shutil.copytree(made / name, place / name / "out")
+        measured[name].write(place / other / "report.json")
+    return [place / "half", place / "most"]
+
+
+def perplexities(runs: tuple[Run, ...]) -> list[list[float]]:
+    return [[e.qualities[0].value for e in run.evaluations] for run in runs]
+
+
+def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
+    made: Path, measured: dict[str, Report], tmp_path: Path
+) -> None:
+    places = scattered(made, measured, tmp_path)
+    wanted = [[measured[name].model.metrics[0].value] for name in ("half", "most")]
+    assert wanted[0] != wanted[1]
+    runs = report(places, tmp_path / "a.md").runs
+    assert perplexities(runs) == wanted
+    assert [run.evaluation is not None for run in runs] == [True, True]
+    # one digit of an id, and the evaluation is another's
+    file = places[0] / "report.json"
+    edit(file, lambda r: r["model"].update(id=r["model"]["id"].translate({48: "1", 49: "0"})))
+    runs = report(places, tmp_path / "b.md").runs
+    assert perplexities(runs) == [wanted[0], [], wanted[1]]
+    assert "Which result" not in runs[2].asked
+    # and where an older headprune wrote it, nobody knows
+    edit(file, lambda r: r["model"].pop("id"))
+    runs = report(places, tmp_path / "c.md").runs
+    assert perplexities(runs) == [wanted[0], [], wanted[1]]
+    assert "Which result that is, is unknown: an earlier headprune" in runs[2].asked
+    assert "an earlier headprune" in (tmp_path / "c.md").read_text()
+
+
+def test_an_evaluation_is_shown_once_and_the_newest_first(
+    made: Path, measured: dict[str, Report], tmp_path: Path
+) -> None:
+    shutil.copytree(made / "half", tmp_path / "run" / "small")
+    newer = measured["half"].model_dump(mode="json")
+    newer["provenance"]["created"] = "2100-01-01T00:00:00+00:00"
+    newer["model"]["metrics"][0]["value"] = 7.0
+    for name, content in (("a", measured["half"].model_dump(mode="json")), ("z", newer)):
+        (tmp_path / "run" / f"{name}.json").write_text(json.dumps(content))
+    shutil.copy(tmp_path / "run" / "a.json", tmp_path / "copy.json")
+    runs = report([tmp_path / "run", tmp_path / "copy.json"], tmp_path / "page.md").runs
+    assert perplexities(runs) == [[7.0, measured["half"].model.metrics[0].value]]
+
+
+def test_what_was_measured_on_the_way_belongs_to_the_run(made: Path, tmp_path: Path) -> None:
+    original = evaluate(made / "base", text_of(made), EVALUATE)
+    original.write(tmp_path / "original.json")
+    (run,) = report([made / "half", tmp_path / "original.json"], tmp_path / "page.md").runs
+    assert [e.id for e in run.evaluations] == [original.id]
+    assert run.evaluation is None  # it says nothing of the result
+    edit(tmp_path / "original.json", lambda r: r["model"].update(id="0" * 64))
+    runs = report([made / "half", tmp_path / "original.json"], tmp_path / "page2.md").runs
+    assert [len(run.evaluations) for run in runs] == [0, 1]
+
+
+def test_checks_belong_to_the_result_that_was_checked(made: Path, tmp_path: Path) -> None:
+    config = CheckConfig(
+        model=str(made / "half"), data=str(made / "text.txt"), limits=LIMITS, seq_len=16
+    )
+    (tmp_path / "check.json").write_text(check(config).model_dump_json())
+    places = [made / "most", made / "half", tmp_path / "check.json"]
+    runs = report(places, tmp_path / "a.md").runs
+    assert [len(run.checks) for run in runs] == [0, 1]
+    edit(tmp_path / "check.json", lambda c: c.pop("measured"))
+    runs = report(places, tmp_path / "b.md").runs
+    assert [len(run.checks) for run in runs] == [0, 0, 1]
+    assert "is unknown: an earlier headprune" in runs[2].asked
+
+
+def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
+    score(
+        home / "base",
+        tmp_path / "other",
+        ["magnitude"],
+        config=SMALL.model_copy(update={"seed": 1}),
+    )
+    (run, alone) = report([home / "half", tmp_path / "other"], tmp_path / "a.md").runs
+    assert run.head_map is not None and run.head_map.evidence is None
+    assert alone.folder.name == "other"
+    assert f"chosen by magnitude (scores {read_scores(home / 'scores').id[:12]})" in run.asked
+    runs = report([home / "half", tmp_path / "other", home / "scores"], tmp_path / "b.md").runs
+    assert [run.folder.name for run in runs] == ["half", "other"]
+    assert runs[0].head_map is not None and runs[0].head_map.evidence == "score magnitude"
+
+
+def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:
+    made_by = {"command": "prune", "options": {"keep": 0.5, "shape": "auto", "plan": None}}
+    edit(home / "half" / "headprune.json", lambda m: m.update(made_by=made_by))
+    manifest = read_manifest(home / "half")
+    page = report([home / "half"], tmp_path / "page.html").output.read_text()
+    for told in (manifest.id, manifest.parent, "headprune prune, keep 0.5, shape auto"):
+        assert str(told) in page
+
+
+# Older ones, and damaged ones
+
+
+def as_earlier(manifest: dict[str, Any]) -> None:
+    """Turns a manifest into what headprune wrote before results knew what they are."""
+    done = manifest.pop("done")
+    kind = done.pop("kind")
+    for name in ("id", "parent", "made_by"):
+        manifest.pop(name)
+    for name in ("seed", "teacher_id"):
+        done.pop(name, None)
+    trained = kind != "pruning" or manifest["refit"] is not None or done["trained_weights"]
+    manifest["trained_weights"] = trained
+    manifest["sharing"] = done if kind == "merging" else None
+    manifest["healing"] = done if kind == "healing" else None
+    for step in manifest.get("lineage", ()):
+        as_earlier(step)
+
+
+@pytest.fixture
+def earlier(home: Path, tmp_path: Path) -> Path:
+    """A chain that an earlier headprune made: cut, merged, healed."""
+    convert_gqa(home / "half", tmp_path / "run" / "merged", ConvertConfig(kv_heads=1))
+    training = HealConfig(steps=1, batch_size=2, seq_len=16)
+    heal(tmp_path / "run/merged", home / "base", text_of(home), tmp_path / "run/healed", training)
+    shutil.copytree(home / "half", tmp_path / "run" / "half")
+    for name in ("half", "merged", "healed"):
+        edit(tmp_path / "run" / name / "headprune.json", as_earlier)
+    return tmp_path / "run"
+
+
+def test_earlier_results_are_read_as_the_same(earlier: Path) -> None:
+    healed = read_manifest(earlier / "healed")
+    kinds = [type(step.done) for step in healed.steps]
+    assert kinds == [Pruning, Merging, Healing]
+    assert healed.lineage[0].evidence is None
+    assert [step.id for step in healed.lineage] == [None, None]
+    assert healed.id == healed.digest() == id_of_model(earlier / "healed")
+    verified = verify(earlier / "healed")
+    assert verified.passed
+    edit(earlier / "healed" / "headprune.json", lambda m: m.update(healing=[1]))
+    with pytest.raises(CheckpointError, match="done: Input should be a valid dictionary"):
+        read_manifest(earlier / "healed")
+
+
+def test_of_earlier_results_the_page_says_what_is_unknown(earlier: Path, tmp_path: Path) -> None:
+    runs = report([earlier], tmp_path / "page.md").runs
+    assert [run.folder.name for run in runs] == ["half", "healed", "merged"]
+    assert "what that was made of is unknown: an earlier headprune" in runs[0].asked
+
+
+def test_verify_tells_when_the_record_was_edited(home: Path) -> None:
+    assert verify(home / "half").passed
+    edit(home / "half" / "headprune.json", lambda m: m["done"]["evidence"].update(keep=0.75))
+    hashes = verify(home / "half").checks[0]
+    assert not hashes.passed
+    assert "headprune.json was changed" in hashes.found
+
+
+def test_verify_tells_a_refit_from_trained_weights(home: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model.layers.0.self_attn": [0, 1]}))
+    options: dict[str, Any] = {"refit": text_of(home), "calibration": SMALL}
+    prune(home / "base", tmp_path / "refitted", plan=plan, **options)
+    told = str(verify(tmp_path / "refitted", against=home / "base").not_run)
+    assert "its output projections were refitted on" in told and "trained" not in told
+    config = TrainGatesConfig(
+        target_heads=0.5, steps=2, batch_size=2, seq_len=16, train="attention"
+    )
+    train_gates(home / "base", text_of(home), tmp_path / "gates", config)
+    prune(home / "base", tmp_path / "trained", gates=tmp_path / "gates")
+    told = str(verify(tmp_path / "trained", against=home / "base").not_run)
+    assert "its weights were trained" in told and "refitted" not in told
+    assert verify(home / "half", against=home / "base").not_run is None
+
+
+DAMAGED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "kind": (lambda m: m["done"].update(kind="cutting"), "done"),
+    "foreign": (lambda m: m["done"].update(steps=3), "done.pruning.steps"),
+    "evidence": (lambda m: m["done"]["evidence"].update(id="x"), "done.pruning.evidence.id"),
+    "keep": (lambda m: m["done"]["evidence"].update(keep="half"), "done.pruning.evidence.keep"),
+    "id": (lambda m: m.update(id=3), "id"),
+    "parent": (lambda m: m.update(parent="base"), "parent"),
+    "refit": (lambda m: m.update(refit={"data": "text.txt"}), "refit.tokens"),
+    "command": (lambda m: m.update(made_by={"command": "prune"}), "made_by.options"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_parts(case: str, home: Path) -> None:
+    change, message = DAMAGED[case]
+    edit(home / "half" / "headprune.json", change)
+    with pytest.raises(CheckpointError) as told:
+        read_manifest(home / "half")
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_damaged_id_of_scores(home: Path) -> None:
+    edit(home / "scores" / "scores.json", lambda m: m.update(id="x"))
+    with pytest.raises(CheckpointError, match="id: String should match"):
+        read_scores(home / "scores")
