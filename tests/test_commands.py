@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 import headprune
 from headprune.cli import app as cli
+from headprune.cli.settings import read_settings
 from headprune.declaration import (
     COMMANDS,
     Command,
@@ -27,7 +28,6 @@ from headprune.declaration import (
 )
 from headprune.errors import HeadpruneError
 from headprune.recipe import kinds
-from headprune.settings_file import read_settings
 from tests.test_cli import run
 
 pytestmark = pytest.mark.quick

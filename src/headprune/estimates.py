@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from headprune.config import Dtype
-
 REACHED = 0.4  # of the FLOP/s of a large matrix product, by training steps of small batches
 BYTES_PER_TOKEN = 4  # of English text
 OVERHEAD_SECONDS = 10.0  # starting, probing
 BYTES_PER_SECOND = 2e8  # of weights that are read, written and hashed
 SPEED_SECONDS = 20.0  # timing prefill and decoding of one model
 RECORD_BYTES = 100_000  # a plan, scores, a report
-_ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2, Dtype.FLOAT64: 8}
+_AUTO = "auto"
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,23 @@ class Sizes:
         states = tokens * self.hidden * itemsize * (16 * self.layers if trained else 32)
         return states + 3 * 4 * tokens * self.vocabulary
 
-    def stored(self, dtype: Dtype = Dtype.AUTO) -> int:
+    def stored(self, dtype: str = _AUTO) -> int:
         """Bytes of the weights in an element type; "auto" is that of the checkpoint."""
         return self.parameters * self.itemsize_of(dtype)
 
-    def computed(self, dtype: Dtype = Dtype.AUTO) -> int:
+    def computed(self, dtype: str = _AUTO) -> int:
         """Bytes of the weights in what is computed in; "auto" is float32 at least."""
         return self.parameters * self.computed_itemsize(dtype)
 
-    def itemsize_of(self, dtype: Dtype) -> int:
+    def itemsize_of(self, dtype: str) -> int:
         """Bytes of an element."""
         return _ITEMSIZE.get(dtype, self.itemsize)
 
-    def computed_itemsize(self, dtype: Dtype) -> int:
+    def computed_itemsize(self, dtype: str) -> int:
         """Bytes of an element of what is computed in."""
-        return max(self.itemsize, 4) if dtype is Dtype.AUTO else self.itemsize_of(dtype)
+        return max(self.itemsize, 4) if dtype == _AUTO else self.itemsize_of(dtype)
 
-    def writing(self, out_dtype: Dtype) -> float:
+    def writing(self, out_dtype: str) -> float:
         """Seconds of loading a model, cutting it, writing it and reading it back."""
         return OVERHEAD_SECONDS + 4 * self.stored(out_dtype) / BYTES_PER_SECOND
 

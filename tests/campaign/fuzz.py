@@ -83,8 +83,8 @@ def _train() -> object:
 
 def _settings(command: str, file: str) -> object:
     """What --config gives a command."""
+    from headprune.cli.settings import read_settings
     from headprune.declaration import COMMANDS, build
-    from headprune.settings_file import read_settings
 
     asked = COMMANDS[command]
     inputs = {"model": "m", "data": "d", "output": "o"}

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from headprune.cli import terminal
+from headprune.cli.settings import read_settings
 from headprune.declaration import (
     Command,
     Door,
@@ -25,7 +26,6 @@ from headprune.declaration import (
     warn_of_old_names,
 )
 from headprune.errors import HeadpruneError
-from headprune.settings_file import read_settings
 
 _CONFIG, _JSON, _OLD = "config_file", "json_", "old_"  # parameters that are no options of a command
 
