@@ -1,1 +1,0 @@
-"""One function per command; no terminal."""
