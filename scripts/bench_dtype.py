@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench_quality import Protocol
 from headprune import from_pretrained
-from headprune.models.stored import stored_bytes
+from headprune.model.stored import stored_bytes
 
 console = Console()
 STORED = ("float32", "bfloat16")

@@ -29,11 +29,11 @@ from headprune import from_pretrained
 from headprune.config import ConvertConfig, DataConfig, Grouping, HealConfig, HealTrain
 from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.distillation.heal import heal
 from headprune.evaluation.quality import embeddings
-from headprune.merging import NEEDS_CALIBRATION
-from headprune.models.loading import load_tokenizer, task_of
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.heal import heal
+from headprune.export.convert_gqa import convert_gqa
+from headprune.model.loading import load_tokenizer, task_of
+from headprune.surgery.merges import NEEDS_CALIBRATION
 
 console = Console()
 FIDELITY_TEXTS = 256

@@ -27,9 +27,9 @@ from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
 from headprune.evaluation import metrics
 from headprune.evaluation.quality import causal_losses
-from headprune.models.loading import load_tokenizer
-from headprune.pipelines.prune import prune
-from headprune.pipelines.train_gates import train_gates
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.model.loading import load_tokenizer
 from headprune.tensors.units import Unit
 
 console = Console()

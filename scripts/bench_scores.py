@@ -34,23 +34,23 @@ from transformers import PreTrainedModel
 from bench_quality import Protocol
 from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.data.batch import Batch
+from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.evaluation import metrics
 from headprune.evaluation.comparison import rank_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
-from headprune.models.allocation import allocate
-from headprune.models.attention import attention_of
-from headprune.models.evidence import collect
-from headprune.models.gating import fixed, gated
-from headprune.models.loading import load_tokenizer, task_of
-from headprune.models.losses import example_losses
-from headprune.models.refit import refit
-from headprune.pipelines.calibration import calibration
-from headprune.pipelines.plan import equal_shares
-from headprune.pipelines.score import gather, needs_of, scores_of
+from headprune.evidence.collection import collect
+from headprune.evidence.losses import example_losses
+from headprune.evidence.score import gather, needs_of, scores_of
+from headprune.model.attention import attention_of
+from headprune.model.batch import Batch
+from headprune.model.gating import fixed, gated
+from headprune.model.loading import load_tokenizer, task_of
+from headprune.planning.allocation import allocate
+from headprune.planning.plan import equal_shares
+from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit

@@ -29,17 +29,18 @@ from headprune import from_pretrained
 from headprune.config import DataConfig, Train
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
-from headprune.models.attention import attention_of
-from headprune.models.gating import gated
-from headprune.models.loading import load_tokenizer
-from headprune.models.planning import default_unit, head_budget, plan_from_scores, unit_sizes
-from headprune.models.surgery import cut_heads, resolve
-from headprune.training.gates import Gates
-from headprune.training.objectives import labelled
-from headprune.training.optimizer import GateOptimizer
-from headprune.training.rounds import plan_rounds
-from headprune.training.sparsity import HeadTarget
-from headprune.training.trainer import GatedModel, freeze
+from headprune.gates.gates import Gates
+from headprune.gates.objectives import labelled
+from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.rounds import plan_rounds
+from headprune.gates.sparsity import HeadTarget
+from headprune.gates.trainer import GatedModel, freeze
+from headprune.model.attention import attention_of
+from headprune.model.gating import gated
+from headprune.model.loading import load_tokenizer
+from headprune.model.units import default_unit, head_budget, unit_sizes
+from headprune.planning.from_scores import plan_from_scores
+from headprune.surgery.cut import cut_heads, resolve
 
 SHAPES = {
     "1B-shaped Llama": {

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.criteria import Evidence
-from headprune.data.batch import doubled, real_tokens, token_mask
 from headprune.data.samples import CalibrationSample
-from headprune.models.heads import project_output, read_output
-from headprune.models.loading import task_of
-from headprune.models.losses import example_losses
-from headprune.models.streams import OneStream, Stream, in_sequence
+from headprune.evidence.criteria import Evidence
+from headprune.evidence.losses import example_losses
+from headprune.model.batch import doubled, real_tokens, token_mask
+from headprune.model.heads import project_output, read_output
+from headprune.model.loading import task_of
+from headprune.model.streams import OneStream, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices
 

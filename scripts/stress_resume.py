@@ -38,9 +38,9 @@ from tests import tiny
 from transformers.utils import logging
 
 from headprune.config import ConvertConfig, DataConfig, HealConfig, Train, TrainGatesConfig
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.heal import heal
-from headprune.pipelines.train_gates import train_gates
+from headprune.distillation.heal import heal
+from headprune.export.convert_gqa import convert_gqa
+from headprune.gates.train_gates import train_gates
 
 COMMANDS = ("train-gates", "heal")
 SAVE_EVERY = 3

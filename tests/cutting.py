@@ -8,11 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 import headprune
-from headprune.models import proof
-from headprune.models.attention import attention_of, identity
-from headprune.models.planning import default_unit
-from headprune.models.surgery import Cut, cut_heads
-from headprune.plan import AttentionPlan, Plan
+from headprune.model import probes
+from headprune.model.attention import attention_of, identity
+from headprune.model.units import default_unit
+from headprune.proof import equivalence
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import Cut, cut_heads
 
 
 def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
@@ -41,22 +42,22 @@ def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
     return Plan(unit=unit, model=identity(model, "tiny"), attentions=parts)
 
 
-def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
+def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> equivalence.Proof:
     """Gates, cuts, writes, reloads and compares."""
-    expected = proof.expect(model, cuts)
+    expected = equivalence.expect(model, cuts)
     cut_heads(model, cuts)
-    cut = proof.probe(model, expected.inputs)
+    cut = probes.probe(model, expected.inputs)
     model.save_pretrained(folder)
     attn = model.config._attn_implementation
     reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
-    return proof.conclude(expected, cut, proof.probe(reloaded, expected.inputs))
+    return equivalence.conclude(expected, cut, probes.probe(reloaded, expected.inputs))
 
 
 def expecting(
-    wanted: proof.Outputs,
-    control: proof.Outputs | None = None,
+    wanted: probes.Outputs,
+    control: probes.Outputs | None = None,
     rounding: float = 0.0,
     dtype: torch.dtype = torch.float32,
-) -> proof.Expectation:
+) -> equivalence.Expectation:
     """What a proof compares with, from outputs."""
-    return proof.Expectation({}, wanted, control, rounding, dtype)
+    return equivalence.Expectation({}, wanted, control, rounding, dtype)

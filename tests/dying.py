@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from headprune import writing
-from headprune.checkpoint.outputs import claimed, whole_folder, write_whole
+from headprune.io import writing
+from headprune.io.outputs import claimed, whole_folder, write_whole
 
 FILES = ("scores.json", "scores.safetensors")
 

@@ -22,17 +22,17 @@ from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.evaluation.report import METRICS
 from headprune.evaluation.samples import FORMULAS, Samples
-from headprune.evaluation.speed import ratios
-from headprune.pipelines.check import (
+from headprune.model.speed import ratios
+from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
+from headprune.regression.actions import annotation, step_summary, workflow_commands
+from headprune.regression.baseline import Baseline, read_baseline
+from headprune.regression.check import (
     CheckReport,
     check,
     counted,
     update_baseline,
     with_rare_errors,
 )
-from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
-from headprune.regression.actions import annotation, step_summary, workflow_commands
-from headprune.regression.baseline import Baseline, read_baseline
 from headprune.regression.git import git_state
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import KNOWN, Kind, parse_limit

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
 from headprune.cli import app as cli
-from headprune.models.attention import attention_of
+from headprune.model.attention import attention_of
 from tests import forked, tiny
 from tests.dying import state, write
 

@@ -22,18 +22,19 @@ from headprune.config import (
     HealTrain,
     ShapeOption,
 )
+from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
+from headprune.export.convert_gqa import Converted, convert_gqa
+from headprune.export.prune import prune
 from headprune.families import FAMILIES
-from headprune.merging import MERGES
-from headprune.models import proof
-from headprune.models.attention import attention_of
-from headprune.models.heads import read_heads, write_heads
-from headprune.models.surgery import cut_heads, resolve
-from headprune.pipelines.convert_gqa import Converted, convert_gqa
-from headprune.pipelines.heal import heal
-from headprune.pipelines.prune import prune
-from headprune.pipelines.verify import verify
-from headprune.plan import AttentionPlan, Plan, Shape, read_plan
+from headprune.model import probes
+from headprune.model.attention import attention_of
+from headprune.model.heads import read_heads, write_heads
+from headprune.proof import equivalence
+from headprune.proof.verify import verify
+from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
+from headprune.surgery.cut import cut_heads, resolve
+from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting
@@ -79,8 +80,8 @@ def convert(folder: Path, case: str, kv_heads: Any = 1, **options: Any) -> Conve
     return convert_gqa(str(model), output, ConvertConfig(**settings), calibrate, **others)
 
 
-def outputs(model: PreTrainedModel) -> proof.Outputs:
-    return proof.probe(model, proof.probe_inputs(model))
+def outputs(model: PreTrainedModel) -> probes.Outputs:
+    return probes.probe(model, probes.probe_inputs(model))
 
 
 @pytest.mark.parametrize("case", SHARING)
@@ -100,7 +101,7 @@ def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     heads = read_heads(attention)
     write_heads(attention, replace(heads, v=heads.v.flip(1)))
     wanted = result.pruned.manifest.probe
-    assert proof.difference_from_stored(wanted, outputs(reloaded)) > 1e2 * measured.tolerance
+    assert equivalence.difference_from_stored(wanted, outputs(reloaded)) > 1e2 * measured.tolerance
 
 
 @pytest.mark.parametrize("case", [c for c in SHARING if tiny.task(c) == "causal-lm"])
@@ -108,7 +109,7 @@ def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> N
     before = tiny.kv_heads(case)
     convert(folder, case, before // 3, merge="first")
     model = headprune.from_pretrained(folder / "out")
-    ids = proof.probe_inputs(model)["input_ids"][:1]
+    ids = probes.probe_inputs(model)["input_ids"][:1]
     cache = model(ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
     assert {layer.keys.shape[1] for layer in cache.layers} == {before // 3}
     model.generation_config.eos_token_id = None
@@ -125,14 +126,14 @@ def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) ->
     convert(folder, case, 2, merge="first")
     model = headprune.from_pretrained(folder / "out")
     model.generation_config.eos_token_id = None
-    inputs: dict[str, Any] = dict(proof.probe_inputs(model))
+    inputs: dict[str, Any] = dict(probes.probe_inputs(model))
     inputs.pop("decoder_input_ids")
     options = {**inputs, "decoder_start_token_id": 2, "max_new_tokens": 9, "do_sample": False}
     uncached = model.generate(**options, use_cache=False).tolist()
     assert model.generate(**options).tolist() == uncached
     beams = model.generate(**options, num_beams=2, use_cache=False).tolist()
     assert model.generate(**options, num_beams=2).tolist() == beams
-    cache = model(**proof.probe_inputs(model), use_cache=True).past_key_values
+    cache = model(**probes.probe_inputs(model), use_cache=True).past_key_values
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
         assert {layer.keys.shape[1] for layer in part.layers} == {2}
 
@@ -146,12 +147,12 @@ def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None
         with pytest.raises(HeadpruneError, match="text"):
             convert(folder, case, count, merge="lowrank")
         return
-    ids = proof.probe_inputs(model)
-    wanted = proof.probe(model, ids)
+    ids = probes.probe_inputs(model)
+    wanted = probes.probe(model, ids)
 
     def gap(merge: str) -> float:
         convert(folder, case, count, merge=merge, output=folder / merge)
-        got = proof.probe(headprune.from_pretrained(folder / merge), ids)
+        got = probes.probe(headprune.from_pretrained(folder / merge), ids)
         name = next(iter(wanted))
         return float((got[name] - wanted[name]).norm() / wanted[name].norm())
 
@@ -176,7 +177,7 @@ def test_identical_heads_merge_without_a_trace(case: str, merge: str, folder: Pa
     convert(folder, case, 1, merge=merge)
     got = outputs(headprune.from_pretrained(folder / "out"))
     # lowrank solves systems in float32
-    assert proof.difference(wanted, got) < (2e-3 if merge == "lowrank" else 1e-5)
+    assert equivalence.difference(wanted, got) < (2e-3 if merge == "lowrank" else 1e-5)
 
 
 @pytest.mark.parametrize("merge", ["mean", "lowrank"])
@@ -184,7 +185,7 @@ def test_as_many_kv_heads_as_there_are_is_the_model_itself(merge: str, folder: P
     result = convert(folder, "llama-gqa", 3, merge=merge)
     original = headprune.from_pretrained(folder / "model")
     converted = headprune.from_pretrained(folder / "out")
-    assert proof.difference(outputs(original), outputs(converted)) == 0
+    assert equivalence.difference(outputs(original), outputs(converted)) == 0
     assert result.pruned.manifest.shape is Shape.NATIVE
 
 
@@ -195,7 +196,7 @@ def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder: Path)
     assert not {"headprune", "auto_map", "per_layer_config"} & set(config)
     stock = AutoModelForCausalLM.from_pretrained(folder / "out")
     wanted = outputs(headprune.from_pretrained(folder / "out"))
-    assert proof.difference(wanted, outputs(stock.eval())) == 0
+    assert equivalence.difference(wanted, outputs(stock.eval())) == 0
 
 
 @pytest.mark.process
@@ -251,9 +252,12 @@ def test_the_order_of_heads_does_not_matter(folder: Path) -> None:
     for place in (folder, folder / "other"):
         convert(place, "llama-mha", 3, merge="procrustes", grouping=Grouping.SIMILAR)
         found.append(outputs(headprune.from_pretrained(place / "out")))
-    assert proof.difference(*found) < 1e-4
+    assert equivalence.difference(*found) < 1e-4
     convert(folder / "other", "", 3, merge="mean", output=folder / "adjacent")
-    assert proof.difference(found[0], outputs(headprune.from_pretrained(folder / "adjacent"))) > 0.1
+    assert (
+        equivalence.difference(found[0], outputs(headprune.from_pretrained(folder / "adjacent")))
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize("merge", ["mean", "lowrank"])
@@ -407,12 +411,12 @@ def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
         for a in attention_of(model)
     }
     cuts = resolve(Plan(unit=Unit.KV_GROUP, attentions=parts), model)
-    inputs = proof.probe_inputs(model)
-    wanted = proof.probe_gated(model, cuts, inputs)
+    inputs = probes.probe_inputs(model)
+    wanted = equivalence.probe_gated(model, cuts, inputs)
     cut_heads(model, cuts)
-    got = proof.probe(model, inputs)
+    got = probes.probe(model, inputs)
     with pytest.raises(ProofError, match="differ by"):
-        proof.conclude(expecting(wanted), got, got)
+        equivalence.conclude(expecting(wanted), got, got)
 
 
 def healing(folder: Path, output: str = "healed", **options: Any) -> Any:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headprune.models.cost import model_cost
-from headprune.models.proof import probe_inputs
-from headprune.models.surgery import cut_heads, resolve
-from headprune.pipelines.inspect import inspect
+from headprune.model.cost import model_cost
+from headprune.model.inspection import inspect
+from headprune.model.probes import probe_inputs
+from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.test_generation import GENERATING

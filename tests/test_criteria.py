@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.scores import read_scores
 from headprune.cli import app as cli
 from headprune.config import (
     BudgetConfig,
@@ -24,25 +23,26 @@ from headprune.config import (
     EvaluateConfig,
     TrainGatesConfig,
 )
-from headprune.criteria import CRITERIA, Activations, Evidence
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
-from headprune.models.allocation import Limit, allocate, kv_of_query
-from headprune.models.attention import attention_of
-from headprune.models.budgets import Prices, cache_prices, parameter_prices
-from headprune.models.cost import STUB, model_cost
-from headprune.models.evidence import collect
-from headprune.models.gating import fixed, gated
-from headprune.models.heads import read_heads, read_output, write_heads, write_output
-from headprune.models.loading import task_of
-from headprune.models.losses import example_losses
-from headprune.models.surgery import cut_heads, resolve
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.plan import plan
-from headprune.pipelines.prune import prune
-from headprune.pipelines.score import gather, needs_of, score, scores_of
-from headprune.pipelines.sweep import sweep
-from headprune.pipelines.train_gates import train_gates
-from headprune.plan import Plan
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.sweep import sweep
+from headprune.evidence.collection import collect
+from headprune.evidence.criteria import CRITERIA, Activations, Evidence
+from headprune.evidence.losses import example_losses
+from headprune.evidence.score import gather, needs_of, score, scores_of
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.model.attention import attention_of
+from headprune.model.cost import STUB, model_cost
+from headprune.model.gating import fixed, gated
+from headprune.model.heads import read_heads, read_output, write_heads, write_output
+from headprune.model.loading import task_of
+from headprune.planning.allocation import Limit, allocate, kv_of_query
+from headprune.planning.budgets import Prices, cache_prices, parameter_prices
+from headprune.planning.plan import plan
+from headprune.schemas.plan import Plan
+from headprune.schemas.scores import read_scores
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit, members
 from tests import tiny
 
@@ -490,7 +490,7 @@ def test_nan_is_named_with_its_layer(
     tmp_path: Path, text: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # what is looked at when a model is loaded is made up; text may overflow all the same
-    monkeypatch.setattr("headprune.pipelines.prune.refuse_not_finite", lambda *_: None)
+    monkeypatch.setattr("headprune.model.opening.refuse_not_finite", lambda *_: None)
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -531,7 +531,7 @@ def test_a_sweep_measures_against_the_whole_model_where_nothing_else_tells(
         bases.append(against)
         return evaluate(*arguments, against=against, **options)
 
-    monkeypatch.setattr("headprune.pipelines.sweep.evaluate", watched)
+    monkeypatch.setattr("headprune.evaluation.sweep.evaluate", watched)
     data = DataConfig(source=str(tmp_path / "text.jsonl"))
     evaluation = EvaluateConfig(seq_len=16, speed=False)
     done = sweep(

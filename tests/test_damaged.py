@@ -13,21 +13,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headprune
-from headprune.checkpoint.gates import GatesMetadata, read_gates, write_gates
-from headprune.checkpoint.manifest import read_manifest
-from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
-from headprune.markup import sentence
-from headprune.models import proof
-from headprune.models.attention import attention_of, identity
-from headprune.models.loading import load_config, load_tokenizer
-from headprune.models.reading import damage_is
-from headprune.models.sizes import without_weights
-from headprune.pipelines.prune import preview, prune
-from headprune.pipelines.score import score
-from headprune.plan import AttentionPlan, Plan, read_plan
+from headprune.evidence.score import score
+from headprune.export.prune import preview, prune
+from headprune.io.markup import sentence
+from headprune.model import probes
+from headprune.model.attention import attention_of, identity
+from headprune.model.loading import load_config, load_tokenizer
+from headprune.model.reading import damage_is
+from headprune.model.sizes import without_weights
+from headprune.proof import equivalence
 from headprune.runtime import modeling_headprune
+from headprune.schemas.gates import GatesMetadata, read_gates, write_gates
+from headprune.schemas.manifest import read_manifest
+from headprune.schemas.plan import AttentionPlan, Plan, read_plan
+from headprune.schemas.scores import read_scores
 from headprune.tensors.units import Unit, members
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -299,10 +300,10 @@ def test_ids_that_the_original_cannot_have_had(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [{"forward": "kv_heads"}, {"__class__": "kv_heads"}, [], None])
 def test_the_row_of_the_family_is_headprunes_own(row: object, uneven: Path) -> None:
     wanted = headprune.from_pretrained(uneven)
-    inputs = proof.probe_inputs(wanted)
+    inputs = probes.probe_inputs(wanted)
     edit(uneven / "config.json", lambda c: c["headprune"]["family"].update(follows=row))
     got = headprune.from_pretrained(uneven)
-    assert proof.difference(proof.probe(wanted, inputs), proof.probe(got, inputs)) == 0
+    assert equivalence.difference(probes.probe(wanted, inputs), probes.probe(got, inputs)) == 0
     with pytest.raises(ValueError, match=r"damaged: 'follows'|is no number of heads"):
         modeling_headprune.LlamaForCausalLM(load_config(uneven))
 

@@ -27,16 +27,17 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.data import sources
+from headprune.data.batches import batches
 from headprune.data.files import ANY_RATIO
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
-from headprune.merging.spec import Groups, HeadWeights, MergeContext
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.evaluate import evaluate
-from headprune.training.batches import batches
+from headprune.evaluation.evaluate import evaluate
+from headprune.export.convert_gqa import convert_gqa
+from headprune.model.heads import HeadWeights
+from headprune.surgery.merges.spec import Groups, MergeContext
 from tests import tiny
 from tests.test_cli import run
 
@@ -255,7 +256,7 @@ def test_a_difference_without_a_finite_interval_is_said(
         undefined = bootstrap(lambda i: np.full(i.shape[:-1], np.nan), 3, 50, 0.95, seed=0)
     assert not undefined.is_finite and not told
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    monkeypatch.setattr("headprune.pipelines.evaluate.bootstrap", lambda *args: undefined)
+    monkeypatch.setattr("headprune.evaluation.evaluate.bootstrap", lambda *args: undefined)
     config = EvaluateConfig(seq_len=16, speed=False, max_windows=3)
     with pytest.warns(HeadpruneWarning, match="against the base has no finite interval on 3"):
         report = evaluate(model, DataConfig(source=str(text_file)), config, against=model)
@@ -268,7 +269,7 @@ def test_a_merge_without_finite_weights_is_said_at_once(
     def overflowing(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
         return replace(heads, v=heads.v * 1e38 * 1e38)
 
-    monkeypatch.setattr("headprune.pipelines.convert_gqa.MERGES", {"mean": overflowing})
+    monkeypatch.setattr("headprune.export.convert_gqa.MERGES", {"mean": overflowing})
     with pytest.raises(DataError, match="--merge mean makes no finite weights of .model.layers.0"):
         convert_gqa(llama_folder, tmp_path / "out", ConvertConfig(kv_heads=1, merge="mean"))
     assert not (tmp_path / "out").exists()

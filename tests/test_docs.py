@@ -61,8 +61,8 @@ def test_the_table_of_families_is_what_the_command_prints(
 def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
     import registry_tables
 
-    from headprune.criteria import CRITERIA
-    from headprune.merging import MERGES
+    from headprune.evidence.criteria import CRITERIA
+    from headprune.surgery.merges import MERGES
 
     assert all(f"## `{name}`" in registry_tables.criteria() for name in CRITERIA)
     assert all(f"## `{name}`" in registry_tables.merges() for name in MERGES)

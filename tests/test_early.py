@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
 from headprune.config import CalibrationConfig
-from headprune.plan import ModelIdentity
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.test_cli import run

@@ -19,10 +19,10 @@ from headprune.data.sources import read_examples
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import metrics, quality
 from headprune.evaluation.comparison import bootstrap, rank_correlation
+from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report, metric
-from headprune.evaluation.speed import measure
-from headprune.models.attention import attention_of
-from headprune.pipelines.evaluate import evaluate
+from headprune.model.attention import attention_of
+from headprune.model.speed import measure
 from tests import tiny
 
 FAST = {"seq_len": 16, "resamples": 200, "speed": False}

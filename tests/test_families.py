@@ -18,20 +18,21 @@ from transformers import LlamaConfig, PreTrainedModel
 import headprune
 from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
 from headprune.errors import DataError, FamilyError, PlanError, ProofError
+from headprune.evaluation.evaluate import evaluate
+from headprune.export.prune import prune
 from headprune.families import COMMON_SETTINGS, FAMILIES
-from headprune.models import proof
-from headprune.models.attention import (
+from headprune.gates.train_gates import train_gates
+from headprune.model import probes
+from headprune.model.attention import (
     attention_of,
     family_of,
     of_kinds,
     refuse_unknown_settings,
 )
-from headprune.models.loading import task_of
-from headprune.models.surgery import cut_heads, resolve
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.prune import prune
-from headprune.pipelines.train_gates import train_gates
-from headprune.plan import AttentionPlan, Plan
+from headprune.model.loading import task_of
+from headprune.proof import equivalence
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting, prove, uneven_plan
@@ -85,15 +86,15 @@ def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Pa
 def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)
-    inputs = proof.probe_inputs(model)
-    wanted = proof.probe_gated(model, cuts, inputs)
+    inputs = probes.probe_inputs(model)
+    wanted = equivalence.probe_gated(model, cuts, inputs)
     first = next(i for i, c in enumerate(cuts) if c.scale and len(set(c.scale)) > 1)
     assert cuts[first].scale is not None
     cuts[first] = replace(cuts[first], scale=cuts[first].scale[::-1])
     cut_heads(model, cuts)
-    cut = proof.probe(model, inputs)
+    cut = probes.probe(model, inputs)
     with pytest.raises(ProofError, match="nothing was written"):
-        proof.conclude(expecting(wanted), cut, cut)
+        equivalence.conclude(expecting(wanted), cut, cut)
 
 
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
@@ -141,7 +142,7 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     groups = [a.group_sizes for a in attention_of(reloaded)]
     assert groups == [(1, 2), (1, 2, 2), (2, 1, 2), (1,)]
     if reloaded.can_generate():
-        ids = proof.probe_inputs(reloaded)["input_ids"][:1]
+        ids = probes.probe_inputs(reloaded)["input_ids"][:1]
         options = {"max_new_tokens": 9, "do_sample": False}
         uncached = reloaded.generate(ids, use_cache=False, **options).tolist()
         assert reloaded.generate(ids, **options).tolist() == uncached
@@ -216,7 +217,7 @@ def test_a_family_that_transformers_changed_asks_for_the_newer_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny.config("t5")
-    module = "headprune.models.attention.transformers"
+    module = "headprune.model.attention.transformers"
     monkeypatch.setattr(module, SimpleNamespace(__version__="5.14.2"))
     with pytest.raises(FamilyError, match=r"from transformers 5.15 on.*installed is 5.14.2"):
         family_of(config)
@@ -255,7 +256,7 @@ def test_the_encoder_of_a_cut_encoder_decoder_loads_on_its_own(case: str, tmp_pa
     cut_heads(model, cuts)
     model.save_pretrained(tmp_path)
     encoder = headprune.from_pretrained(tmp_path, auto_class="AutoModelForTextEncoding")
-    inputs = proof.probe_inputs(model)
+    inputs = probes.probe_inputs(model)
     with torch.no_grad():
         wanted = model(**inputs).encoder_last_hidden_state
         got = encoder(inputs["input_ids"], attention_mask=inputs["attention_mask"])

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.report.figures import Series, bars, curve, heat_map, pareto, save, trajectories
+from headprune.io.figures import Series, bars, curve, heat_map, pareto, save, trajectories
 
 ROWS = [[0.1, 0.9, None], [0.5], []]
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from headprune.errors import ProofError
-from headprune.models import proof
-from headprune.models.attention import attention_of
-from headprune.models.gating import fixed, gated
-from headprune.models.loading import task_of
-from headprune.models.surgery import Cut, cut_heads, resolve
-from headprune.plan import AttentionPlan, Plan
+from headprune.model import probes
+from headprune.model.attention import attention_of
+from headprune.model.gating import fixed, gated
+from headprune.model.loading import task_of
 from headprune.runtime import modeling_headprune
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import prove, uneven_plan
@@ -84,7 +84,7 @@ def _generate(model: PreTrainedModel, one_text: bool = False, **options: Any) ->
     """Tokens, and the logits they were chosen by; of beams, whose losers may tie, the scores."""
     inputs = REPEATING if one_text else _left_padded()
     if task_of(model) == "seq2seq-lm":
-        inputs = proof.probe_inputs(model)
+        inputs = probes.probe_inputs(model)
         del inputs["decoder_input_ids"]
         inputs = {name: value[:1] if one_text else value for name, value in inputs.items()}
         options["decoder_start_token_id"] = 2
@@ -225,7 +225,7 @@ def test_the_proof_decodes_in_chunks_and_so_sees_a_missing_stub(
     monkeypatch.setattr(modeling_headprune, "_keep_length", stub_in_layer_0)
     with pytest.raises((ProofError, RuntimeError)):
         proven()
-    monkeypatch.setattr(proof, "_decoded_in_chunks", lambda model, inputs: torch.ones(1))
+    monkeypatch.setattr(probes, "_decoded_in_chunks", lambda model, inputs: torch.ones(1))
     assert proven()  # one text decoded one by one does not show it
 
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import headprune
-from headprune.checkpoint.gates import read_gates, read_metadata
-from headprune.checkpoint.manifest import read_manifest
-from headprune.checkpoint.runs import read_run
-from headprune.checkpoint.scores import read_scores
 from headprune.errors import HeadpruneError
-from headprune.models.attention import attention_of
-from headprune.pipelines.report import report
-from headprune.pipelines.verify import verify
-from headprune.plan import Shape, read_plan
-from headprune.records import Pruning
+from headprune.model.attention import attention_of
+from headprune.proof.verify import verify
 from headprune.regression.baseline import read_baseline
+from headprune.report.report import report
+from headprune.schemas.gates import read_gates, read_metadata
+from headprune.schemas.manifest import read_manifest
+from headprune.schemas.plan import Shape, read_plan
+from headprune.schemas.records import Pruning
+from headprune.schemas.runs import read_run
+from headprune.schemas.scores import read_scores
 from headprune.tensors.units import Unit
 
 pytestmark = pytest.mark.quick

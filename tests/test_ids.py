@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headprune.checkpoint.gates import read_gates, read_metadata
-from headprune.checkpoint.manifest import Manifest, read_manifest
-from headprune.checkpoint.scores import read_scores
 from headprune.config import (
     CalibrationConfig,
     CheckConfig,
@@ -23,21 +20,24 @@ from headprune.config import (
     HealConfig,
     TrainGatesConfig,
 )
+from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError
+from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
-from headprune.pipelines.check import CheckReport, check
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.heal import heal
-from headprune.pipelines.ids import id_of_model
-from headprune.pipelines.prune import prune
-from headprune.pipelines.report import report
-from headprune.pipelines.score import score
-from headprune.pipelines.sweep import sweep
-from headprune.pipelines.train_gates import train_gates
-from headprune.pipelines.verify import verify
-from headprune.records import Evidence, Healing, MadeBy, Merging, Pruning
+from headprune.evaluation.sweep import sweep
+from headprune.evidence.score import score
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.model.identity import id_of_model
+from headprune.proof.verify import verify
+from headprune.regression.check import CheckReport, check
+from headprune.report.report import report
 from headprune.report.view import Run
+from headprune.schemas.gates import read_gates, read_metadata
+from headprune.schemas.manifest import Manifest, read_manifest
+from headprune.schemas.records import Evidence, Healing, MadeBy, Merging, Pruning
+from headprune.schemas.scores import read_scores
 from tests import tiny
 
 EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, speed=False)

@@ -25,13 +25,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headprune
-from headprune.checkpoint import seccomp, unpickling
-from headprune.checkpoint.sandbox import converse
 from headprune.errors import CheckpointError
-from headprune.markup import sentence
-from headprune.models import proof
-from headprune.pipelines import import_pickle as pipeline
-from headprune.pipelines.import_pickle import check_written, import_pickle
+from headprune.io.markup import sentence
+from headprune.model import probes
+from headprune.pickles import import_pickle as pipeline
+from headprune.pickles import seccomp, unpickling
+from headprune.pickles.import_pickle import check_written, import_pickle
+from headprune.pickles.sandbox import converse
+from headprune.proof import equivalence
 from tests import tiny
 from tests.test_cli import run
 
@@ -124,12 +125,12 @@ def test_the_import_computes_what_was_pickled(
     loaded, info = headprune.from_pretrained(tmp_path / "new", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    inputs = proof.probe_inputs(model)
-    wanted = proof.probe(model, inputs)
-    assert proof.difference(wanted, proof.probe(aligned(loaded), inputs)) == 0
+    inputs = probes.probe_inputs(model)
+    wanted = probes.probe(model, inputs)
+    assert equivalence.difference(wanted, probes.probe(aligned(loaded), inputs)) == 0
     with torch.no_grad():  # the corrupted sibling: one row of the last weights
         model.get_output_embeddings().weight[5] += 0.1
-    assert proof.difference(proof.probe(model, inputs), proof.probe(loaded, inputs)) > 1e-3
+    assert equivalence.difference(probes.probe(model, inputs), probes.probe(loaded, inputs)) > 1e-3
 
 
 def aligned(model: PreTrainedModel) -> PreTrainedModel:
@@ -235,9 +236,9 @@ def test_shards_stay_shards(folder: Path, tmp_path: Path) -> None:
     assert new["weight_map"].keys() | {"lm_head.weight"} == index["weight_map"].keys()
     assert done.tied == {"lm_head.weight": "transformer.wte.weight"}
     assert new["metadata"]["total_size"] == done.weight_bytes
-    inputs = proof.probe_inputs(model)
+    inputs = probes.probe_inputs(model)
     loaded = aligned(headprune.from_pretrained(tmp_path / "new"))
-    assert proof.difference(proof.probe(model, inputs), proof.probe(loaded, inputs)) == 0
+    assert equivalence.difference(probes.probe(model, inputs), probes.probe(loaded, inputs)) == 0
 
 
 @pytest.mark.usefixtures("in_process")
@@ -478,7 +479,7 @@ def test_a_malicious_pickle_runs_nothing(
 ATTEMPTS = """\
 import os, socket, subprocess, threading
 from pathlib import Path
-from headprune.checkpoint.sandbox import confine
+from headprune.pickles.sandbox import confine
 
 def child():
     if not (pid := os.fork()):
@@ -564,7 +565,7 @@ def test_each_wall_holds_without_the_other(place: Path, folder: Path, tmp_path: 
     seen = tmp_path / "seen"
     put(folder, {"a": Malicious(seen)})
     (place / "careless.py").write_text(
-        "import torch\nfrom headprune.checkpoint.sandbox import confine\n"
+        "import torch\nfrom headprune.pickles.sandbox import confine\n"
         "def main(job, say):\n"
         "    confine(60)\n"
         "    say({'a': torch.load(job['file'], weights_only=False)['a']})\n"
@@ -579,7 +580,7 @@ def test_without_seccomp_the_command_still_works(
 ) -> None:
     (place / "elsewhere.py").write_text(
         "import platform\nplatform.machine = lambda: 'riscv64'\n"
-        "from headprune.checkpoint.unpickling import main\n"
+        "from headprune.pickles.unpickling import main\n"
     )
     monkeypatch.setattr(pipeline, "READER", "elsewhere")
     code, out, err = run(capsys, "import-pickle", folder, place / "new")
@@ -595,7 +596,7 @@ def test_without_seccomp_the_command_still_works(
         ("import os; os.abort()", "was ended by SIGABRT"),
         ("raise ValueError('so \\x1b[2J')", r"ValueError: so \\x1b\[2J"),
         ("import sys; sys.exit(3)", "ended with exit code 3"),
-        ("from headprune.checkpoint.sandbox import confine; confine(0)\n while True: pass", "XCPU"),
+        ("from headprune.pickles.sandbox import confine; confine(0)\n while True: pass", "XCPU"),
     ],
 )
 def test_a_process_that_dies(body: str, message: str, place: Path) -> None:
@@ -625,7 +626,7 @@ def test_a_process_that_lies_is_not_believed(
 def test_a_full_disk_is_said(folder: Path) -> None:
     files = [[str(folder / BIN), "/dev/full"]]
     with pytest.raises(CheckpointError, match="Could not write 'OUT': the disk is full"):
-        heard("headprune.checkpoint.unpickling", files=files, tied={}, output="OUT")
+        heard("headprune.pickles.unpickling", files=files, tied={}, output="OUT")
 
 
 def answer(machine: str, architecture: int, number: int, *arguments: int) -> int:

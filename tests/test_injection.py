@@ -21,13 +21,13 @@ from headprune.cli import terminal
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig, TrainGatesConfig
 from headprune.declaration import COMMANDS
 from headprune.errors import HeadpruneError
-from headprune.markup import inert, json_safe, printable, sentence, xml_safe
-from headprune.pipelines.check import CheckReport, check, update_baseline
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.prune import prune
-from headprune.pipelines.report import report
-from headprune.pipelines.score import score
-from headprune.pipelines.train_gates import train_gates
+from headprune.evaluation.evaluate import evaluate
+from headprune.evidence.score import score
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
+from headprune.regression.check import CheckReport, check, update_baseline
+from headprune.report.report import report
 from tests import tiny
 from tests.test_cli import headprune, printed
 
@@ -284,7 +284,7 @@ def test_a_bug_is_shown_and_is_no_command(
     def broken(*arguments: object) -> None:
         raise RuntimeError(START)
 
-    monkeypatch.setattr("headprune.pipelines.check.check", broken)
+    monkeypatch.setattr("headprune.regression.check.check", broken)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     code, out, err = run(capsys, *FILES["baseline"][1](place))
     assert (code, out) == (2, "")  # 1 is for broken limits

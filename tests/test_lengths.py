@@ -18,13 +18,13 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
-from headprune.data.lengths import most_tokens, usable_length
+from headprune.data.batches import batches
+from headprune.data.calibration import calibration
 from headprune.errors import HeadpruneWarning
-from headprune.pipelines.calibration import calibration
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.sweep import sweep
-from headprune.training.batches import batches
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.sweep import sweep
+from headprune.export.convert_gqa import convert_gqa
+from headprune.model.lengths import most_tokens, usable_length
 from tests import tiny
 
 LONGEST = 128  # of the tiny models

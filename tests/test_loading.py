@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.errors import CheckpointError
-from headprune.models.attention import attention_of
-from headprune.models.gating import fixed, gated
-from headprune.models.surgery import resolve
-from headprune.pipelines.prune import prune
+from headprune.export.prune import prune
+from headprune.model.attention import attention_of
+from headprune.model.gating import fixed, gated
+from headprune.surgery.cut import resolve
 from tests import load_routes, tiny
 from tests.cutting import uneven_plan
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headprune.errors import DataError, PlanError
-from headprune.merging import MERGES, NEEDS_CALIBRATION, HeadWeights, MergeContext
-from headprune.merging.budget import spread
-from headprune.merging.grouping import (
+from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, HeadWeights, MergeContext
+from headprune.surgery.merges.budget import spread
+from headprune.surgery.merges.grouping import (
     EXACT,
     adjacent,
     lowrank_cost,
@@ -23,7 +23,7 @@ from headprune.merging.grouping import (
     partitions,
     similar,
 )
-from headprune.merging.spec import MergeActivations, project
+from headprune.surgery.merges.spec import MergeActivations, project
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import RotaryPairs, Rotation
 from headprune.tensors.solvers import conjugate_gradients
@@ -250,7 +250,7 @@ def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
 
     few, many = lost(4), lost(64)
     assert many < few < 1.5 * many
-    monkeypatch.setattr(sys.modules["headprune.merging.lowrank"], "RIDGES", (1e-6,))
+    monkeypatch.setattr(sys.modules["headprune.surgery.merges.lowrank"], "RIDGES", (1e-6,))
     assert lost(4) > 1.8 * lost(64)  # fitted as closely as it goes
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from headprune.command_line import command
 from headprune.config import Dtype
 from headprune.console.next_commands import _free
-from headprune.models import attention
+from headprune.io.shell import command
+from headprune.model import attention
 from tests import tiny
 from tests.dying import write
 from tests.test_cli import run
@@ -204,7 +204,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
         start += ["--heal", "3"]
     write(Path("out"), 1)  # --overwrite is needed again
     with monkeypatch.context() as patched:
-        patched.setattr("headprune.pipelines.heal.stop_on_interrupt", stopped)
+        patched.setattr("headprune.distillation.heal.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start, *healing)
     assert code == 130, err
     (line,) = (part for part in err.split("Go on with: ") if part.startswith("headprune heal"))
@@ -220,7 +220,7 @@ def test_gates_that_were_stopped_go_on_as_printed(
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     start = ["train-gates", "a model", "--data", "some text.txt", "--output", "gates", *TRAIN]
     with monkeypatch.context() as patched:
-        patched.setattr("headprune.pipelines.train_gates.stop_on_interrupt", stopped)
+        patched.setattr("headprune.gates.train_gates.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start)
     assert (code, "Go on with the same command and --resume." in err) == (130, True), err
     ran(capsys, *start, "--resume")

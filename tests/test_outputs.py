@@ -15,16 +15,15 @@ from xml.etree import ElementTree as Xml
 import pytest
 import yaml
 
-from headprune import writing
-from headprune.checkpoint import ownership
-from headprune.checkpoint.outputs import claimed, claimed_file, refuse_foreign, whole_folder
 from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig
 from headprune.errors import CheckpointError
-from headprune.pipelines import sweep as sweeping
-from headprune.pipelines.clean import clean, survey
-from headprune.pipelines.sweep import sweep
-from headprune.report.figures import heat_map, save
-from headprune.writing import beside, reserved, work_folder, write_whole
+from headprune.evaluation import sweep as sweeping
+from headprune.evaluation.sweep import sweep
+from headprune.io import ownership, writing
+from headprune.io.figures import heat_map, save
+from headprune.io.leftovers import clean, survey
+from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
+from headprune.io.writing import beside, reserved, work_folder, write_whole
 from tests import tiny
 from tests.dying import FILES, state, write
 from tests.test_cli import run
@@ -174,7 +173,7 @@ def another_process(output: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has claimed an output."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from headprune.checkpoint.outputs import claimed, whole_folder\n"
+        "from headprune.io.outputs import claimed, whole_folder\n"
         "with claimed(Path(sys.argv[1]), True), whole_folder(Path(sys.argv[1])) as new:\n"
         "    (new / 'half').write_text('x'); print('ready', flush=True); sys.stdin.read()"
     )

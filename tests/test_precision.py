@@ -23,23 +23,25 @@ from headprune.config import (
     ShapeOption,
     TrainGatesConfig,
 )
+from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError, ProofError
-from headprune.merging import MERGES
-from headprune.models import proof
-from headprune.models.attention import attention_of
-from headprune.models.precision import refuse_missing_dtype, widened
-from headprune.models.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
-from headprune.models.surgery import cut_heads, fold_gates, resolve
-from headprune.pipelines import prune as pruning
-from headprune.pipelines.check import check
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.heal import heal
-from headprune.pipelines.prune import Pruned, migrate, prune
-from headprune.pipelines.score import score
-from headprune.pipelines.train_gates import train_gates
-from headprune.pipelines.verify import verify
-from headprune.plan import Plan
+from headprune.evaluation.evaluate import evaluate
+from headprune.evidence.score import score
+from headprune.export import prune as pruning
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import migrate, prune
+from headprune.export.publish import Pruned
+from headprune.gates.train_gates import train_gates
+from headprune.model import probes
+from headprune.model.attention import attention_of
+from headprune.model.precision import refuse_missing_dtype, widened
+from headprune.model.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
+from headprune.proof import equivalence
+from headprune.proof.verify import verify
+from headprune.regression.check import check
+from headprune.schemas.plan import Plan
+from headprune.surgery.cut import cut_heads, fold_gates, resolve
+from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -207,15 +209,15 @@ def test_migration(half: torch.dtype, tmp_path: Path) -> None:
 def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     net = headprune.from_pretrained(base, dtype=torch.float32)
-    expected = proof.expect(net, resolve(uneven_plan(net), net))
+    expected = equivalence.expect(net, resolve(uneven_plan(net), net))
     shifted = {
         path: part.model_copy(update={"scale": part.scale and part.scale[::-1]})
         for path, part in uneven_plan(net).attentions.items()
     }
     cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=shifted), net))
-    outputs = proof.probe(net, expected.inputs)
+    outputs = probes.probe(net, expected.inputs)
     with pytest.raises(ProofError, match="differ by"):
-        proof.conclude(expected, outputs, outputs)
+        equivalence.conclude(expected, outputs, outputs)
 
 
 @pytest.mark.parametrize("case", tiny.present("gemma3_text", "llama-gqa", "gpt2", "falcon-alibi"))
@@ -223,11 +225,11 @@ def test_widened_is_what_loading_in_float32_gives(case: str, tmp_path: Path) -> 
     base = saved(case, torch.bfloat16, tmp_path / "model")
     loaded = headprune.from_pretrained(base, dtype=torch.float32)
     half = headprune.from_pretrained(base)
-    inputs = proof.probe_inputs(loaded)
-    wanted = proof.probe(loaded, inputs)
-    rounded = proof.difference(wanted, proof.probe(half, inputs))
+    inputs = probes.probe_inputs(loaded)
+    wanted = probes.probe(loaded, inputs)
+    rounded = equivalence.difference(wanted, probes.probe(half, inputs))
     assert rounded > 1e-3
-    assert proof.difference(wanted, proof.probe(widened(half), inputs)) == 0.0
+    assert equivalence.difference(wanted, probes.probe(widened(half), inputs)) == 0.0
 
 
 @pytest.mark.parametrize("computed", list(HALVES))
@@ -341,12 +343,14 @@ def test_rounding_says_whether_it_changed_anything() -> None:
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
 def test_folded_gates_compute_what_gates_do(case: str) -> None:
     net = tiny.model(case)
-    cuts, inputs = resolve(uneven_plan(net), net), proof.probe_inputs(net)
-    wanted = proof.probe_gated(net, cuts, inputs)
+    cuts, inputs = resolve(uneven_plan(net), net), probes.probe_inputs(net)
+    wanted = equivalence.probe_gated(net, cuts, inputs)
     folded = fold_gates(cuts)
     assert all(cut.scale is None for cut in folded)
-    assert proof.difference(wanted, proof.probe_gated(net, folded, inputs)) < 1e-6
-    assert proof.difference(wanted, proof.probe_gated(net, cuts, inputs)) > 1e-3  # twice
+    assert equivalence.difference(wanted, equivalence.probe_gated(net, folded, inputs)) < 1e-6
+    assert (
+        equivalence.difference(wanted, equivalence.probe_gated(net, cuts, inputs)) > 1e-3
+    )  # twice
 
 
 def overflowing(tmp_path: Path, weight: float) -> Path:
@@ -425,13 +429,13 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
     data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
-    monkeypatch.setattr(proof, "probe_rounding", lambda *_: 0.5)
+    monkeypatch.setattr(equivalence, "probe_rounding", lambda *_: 0.5)
 
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("it went to work")
 
     monkeypatch.setattr(pruning, "refit_outputs", worked)
-    monkeypatch.setattr("headprune.pipelines.convert_gqa.convert_in_sequence", worked)
+    monkeypatch.setattr("headprune.export.convert_gqa.convert_in_sequence", worked)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(ProofError, match="would show nothing"):
         prune(base, tmp_path / "out", plan=plan, refit=data, calibration=SMALL)
@@ -499,8 +503,9 @@ def test_a_checkpoint_of_the_hub_that_is_not_found_again_keeps_its_type(
 ) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
-    monkeypatch.setattr("headprune.pipelines.prune.stored_tensors", lambda *_: {})
-    monkeypatch.setattr("headprune.models.stored.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.export.publish.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.model.opening.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.model.stored.stored_tensors", lambda *_: {})
     result = prune(base, tmp_path / "out", plan=plan)
     assert dtypes_on_disk(result.output) == {torch.bfloat16}
     assert not result.warnings

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from headprune import processes
-from headprune.checkpoint.gates import read_metadata
 from headprune.cli import app as cli
 from headprune.config import ConvertConfig, DataConfig, HealConfig, Method, Train, TrainGatesConfig
+from headprune.distillation.heal import heal
 from headprune.errors import HeadpruneError
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.heal import heal
-from headprune.pipelines.prune import prune
-from headprune.pipelines.train_gates import train_gates
-from headprune.pipelines.verify import verify
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.proof.verify import verify
+from headprune.schemas.gates import read_metadata
 from tests import tiny
 
 SETTINGS: dict[str, Any] = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}

@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples
 from headprune.errors import CheckpointError, DataError
-from headprune.models.loading import load_tokenizer
+from headprune.model.loading import load_tokenizer
 from tests import tiny
 from tests.test_cli import run
 

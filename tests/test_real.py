@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.manifest import read_manifest
 from headprune.config import (
     CalibrationConfig,
     ConvertConfig,
@@ -21,23 +20,19 @@ from headprune.config import (
     ShapeOption,
     TrainGatesConfig,
 )
-from headprune.models.attention import attention_of
-from headprune.models.loading import from_pretrained, load_tokenizer
-from headprune.models.planning import (
-    default_unit,
-    even_units,
-    head_budget,
-    plan_from_scores,
-    unit_sizes,
-)
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.heal import heal
-from headprune.pipelines.prune import prune
-from headprune.pipelines.score import score
-from headprune.pipelines.train_gates import train_gates
-from headprune.pipelines.verify import verify
-from headprune.plan import Plan
+from headprune.distillation.heal import heal
+from headprune.evaluation.evaluate import evaluate
+from headprune.evidence.score import score
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.model.attention import attention_of
+from headprune.model.loading import from_pretrained, load_tokenizer
+from headprune.model.units import default_unit, head_budget, unit_sizes
+from headprune.planning.from_scores import even_units, plan_from_scores
+from headprune.proof.verify import verify
+from headprune.schemas.manifest import read_manifest
+from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit
 
 pytestmark = pytest.mark.real

@@ -15,14 +15,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from headprune.checkpoint.runs import digest_of_data
 from headprune.config import DataConfig
 from headprune.declaration import COMMANDS, Context
 from headprune.errors import HeadpruneError, RecipeError
-from headprune.pipelines import sizes
-from headprune.pipelines.forecast import forecast
-from headprune.pipelines.run import run as run_recipe
-from headprune.recipe import kinds, read_recipe
+from headprune.recipes import sizes
+from headprune.recipes.forecast import forecast
+from headprune.recipes.recipe import kinds, read_recipe
+from headprune.recipes.run import run as run_recipe
+from headprune.schemas.runs import digest_of_data
 from tests import forked, tiny
 from tests.test_cli import headprune, run
 

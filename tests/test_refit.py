@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.errors import DataError, PlanError
-from headprune.models.attention import attention_of
-from headprune.models.heads import read_heads, read_output, write_heads
-from headprune.models.refit import refit
-from headprune.pipelines.prune import prune
+from headprune.export.prune import prune
+from headprune.model.attention import attention_of
+from headprune.model.heads import read_heads, read_output, write_heads
+from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
 from tests import tiny

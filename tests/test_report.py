@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
-from headprune.checkpoint.gates import GatesMetadata, write_gates
 from headprune.config import (
     ConvertConfig,
     DataConfig,
@@ -23,14 +22,15 @@ from headprune.config import (
     HealConfig,
     TrainGatesConfig,
 )
+from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.heal import heal
-from headprune.pipelines.prune import prune
-from headprune.pipelines.report import report
-from headprune.pipelines.train_gates import train_gates
-from headprune.plan import ModelIdentity
+from headprune.evaluation.evaluate import evaluate
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import prune
+from headprune.gates.train_gates import train_gates
+from headprune.report.report import report
+from headprune.schemas.gates import GatesMetadata, write_gates
+from headprune.schemas.plan import ModelIdentity
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.browser import Browser, started
@@ -481,8 +481,8 @@ def test_what_cannot_be_reported_on(
 
 def test_a_check_is_shown_with_what_it_is_about(tmp_path: Path) -> None:
     from headprune.config import CheckConfig
-    from headprune.pipelines.check import check as run_check
-    from headprune.pipelines.prune import prune
+    from headprune.export.prune import prune
+    from headprune.regression.check import check as run_check
     from tests.cutting import uneven_plan
 
     model = tiny.model("llama-gqa")
@@ -542,7 +542,7 @@ def test_heads_that_no_model_has_are_not_drawn(tmp_path: Path) -> None:
 
 
 def test_figures_draw_whatever_numbers_and_names_they_get(tmp_path: Path) -> None:
-    from headprune.report import figures
+    from headprune.io import figures
 
     wild = [1e300, -1e308, float("nan"), float("inf"), 0.0]
     line = figures.Series("\ud800\x1b" + "x" * 10_000, wild, wild, wild[::-1], wild)

@@ -22,17 +22,17 @@ from safetensors.torch import load_file, save_file
 from headprune import config as cfg
 from headprune.config import DataConfig, HealConfig, Train, TrainGatesConfig
 from headprune.declaration import build
+from headprune.distillation import heal as healing
+from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
-from headprune.pipelines import heal as healing
-from headprune.pipelines import train_gates as training
-from headprune.pipelines.heal import heal
-from headprune.pipelines.train_gates import train_gates
+from headprune.gates import train_gates as training
+from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.train_gates import train_gates
+from headprune.io.writing import work_folder
 from headprune.report.discovery import discover
 from headprune.training import checkpoints, resumable
 from headprune.training.checkpoints import Expected
-from headprune.training.optimizer import GateOptimizer
 from headprune.training.work import GatesSettings, Work, settings_now
-from headprune.writing import work_folder
 from tests import tiny
 from tests.test_cli import run
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.data.batch import Batch, doubled, real_tokens, token_mask, without_labels
 from headprune.errors import PlanError
-from headprune.merging import MERGES, HeadWeights, MergeContext
-from headprune.models.attention import attention_of
-from headprune.models.conversion import convert_in_sequence, geometry
-from headprune.models.forward import run_model
-from headprune.models.gating import fixed, gated
-from headprune.models.heads import project_output, read_output
-from headprune.models.proof import probe_inputs
-from headprune.models.refit import refit
-from headprune.models.streams import OneStream, RunsTwice, Stream, entering, in_sequence
+from headprune.model.attention import attention_of
+from headprune.model.batch import Batch, doubled, real_tokens, token_mask, without_labels
+from headprune.model.forward import run_model
+from headprune.model.gating import fixed, gated
+from headprune.model.heads import project_output, read_output
+from headprune.model.probes import probe_inputs
+from headprune.model.streams import OneStream, RunsTwice, Stream, entering, in_sequence
 from headprune.runtime.modeling_headprune import Attention
+from headprune.surgery.conversion import convert_in_sequence, geometry
+from headprune.surgery.merges import MERGES, HeadWeights, MergeContext
+from headprune.surgery.refit import refit
 from tests import tiny
 
 CASES = tiny.present("llama-gqa", "gpt2", "bert-mlm", "t5", "qwen3", "gpt_neox")

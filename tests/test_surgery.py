@@ -10,11 +10,12 @@ import torch
 
 import headprune
 from headprune.errors import FamilyError, PlanError, ProofError
-from headprune.models import proof
-from headprune.models.attention import attention_of, fingerprint
-from headprune.models.planning import default_unit, plan_from_scores, unit_sizes
-from headprune.models.surgery import cut_heads, resolve, result_shape
-from headprune.plan import AttentionPlan, Plan, Shape, read_plan
+from headprune.model.attention import attention_of, fingerprint
+from headprune.model.units import default_unit, unit_sizes
+from headprune.planning.from_scores import plan_from_scores
+from headprune.proof import equivalence
+from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
+from headprune.surgery.cut import cut_heads, resolve, result_shape
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting, prove, uneven_plan
@@ -38,21 +39,21 @@ def test_a_proof_that_rounding_hides_is_none() -> None:
     wanted, near = {"logits": torch.tensor([1.0, 2.0])}, {"logits": torch.tensor([1.0, 2.0001])}
     other = {"logits": torch.tensor([2.0, 1.0])}
     with pytest.raises(ProofError, match="differ by 4.99e-05"):
-        proof.conclude(expecting(wanted, other), near, near)
-    amplified = proof.conclude(expecting(wanted, other, rounding=2e-5), near, near)
+        equivalence.conclude(expecting(wanted, other), near, near)
+    amplified = equivalence.conclude(expecting(wanted, other, rounding=2e-5), near, near)
     assert amplified.tolerance == 8e-5
     hidden = expecting(wanted, other, rounding=0.1)
     with pytest.raises(ProofError, match="would show nothing.*in float64"):
         hidden.refuse_inconclusive()
     with pytest.raises(ProofError, match="would show nothing"):
-        proof.conclude(hidden, near, near)
+        equivalence.conclude(hidden, near, near)
 
 
 def test_the_proof_fails_on_nan() -> None:
     good = {"logits": torch.ones(2, 3)}
     bad = {"logits": torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])}
     with pytest.raises(ProofError):
-        proof.conclude(expecting(good), bad, good)
+        equivalence.conclude(expecting(good), bad, good)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])

@@ -14,20 +14,21 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig
 from headprune.errors import HeadpruneError
-from headprune.models.attention import attention_of
-from headprune.models.gating import gated
-from headprune.models.heads import read_output
-from headprune.pipelines.prune import preview, prune
-from headprune.pipelines.train_gates import GatesRun, train_gates
+from headprune.export.prune import preview, prune
+from headprune.gates.channels import Channels
+from headprune.gates.gates import Gates
+from headprune.gates.objectives import Distillation, labelled
+from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.rounds import default_count, plan_rounds, round_at
+from headprune.gates.sparsity import HeadTarget, multiplier
+from headprune.gates.train_gates import GatesRun, train_gates
+from headprune.model.attention import attention_of
+from headprune.model.gating import gated
+from headprune.model.heads import read_output
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
-from headprune.training.channels import Channels
-from headprune.training.gates import Gates
-from headprune.training.objectives import Distillation, kl_divergence, labelled, relative_error
-from headprune.training.optimizer import GateOptimizer
+from headprune.training.divergence import kl_divergence, relative_error
 from headprune.training.resumable import Interrupted
-from headprune.training.rounds import default_count, plan_rounds, round_at
-from headprune.training.sparsity import HeadTarget, multiplier
 from tests import tiny
 
 

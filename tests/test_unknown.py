@@ -10,8 +10,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from headprune.errors import FamilyError
 from headprune.families import FAMILIES
-from headprune.models.attention import family_of
-from headprune.models.unknown import why_unknown
+from headprune.model.attention import family_of
+from headprune.model.unknown import why_unknown
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_hidden_layers": 2},

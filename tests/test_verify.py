@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.config import ConvertConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
-from headprune.models import proof
-from headprune.models.attention import attention_of
-from headprune.models.surgery import cut_heads, resolve
-from headprune.pipelines.convert_gqa import convert_gqa
-from headprune.pipelines.prune import migrate, prune
-from headprune.pipelines.verify import Verification, verify
-from headprune.plan import AttentionPlan, Plan
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import migrate, prune
+from headprune.model import probes
+from headprune.model.attention import attention_of
+from headprune.proof import equivalence
+from headprune.proof.verify import Verification, verify
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -118,15 +119,15 @@ PRUNED = {0: [1, 4], 2: [0, 1, 2]}
 def test_a_folder_of_transformers_4_loads_and_migrates(case: str, tmp_path: Path) -> None:
     model = tiny.model(case)
     folder = old_folder(model, tmp_path / "old", PRUNED)
-    inputs = proof.probe_inputs(model)
-    wanted = proof.probe(model, inputs)
+    inputs = probes.probe_inputs(model)
+    wanted = probes.probe(model, inputs)
     loaded = headprune.from_pretrained(folder)
-    assert proof.difference(wanted, proof.probe(loaded, inputs)) == 0
+    assert equivalence.difference(wanted, probes.probe(loaded, inputs)) == 0
     out = migrate(folder, tmp_path / "new").output
     assert verify(out).passed
     assert "pruned_heads" not in json.loads((out / "config.json").read_text())
     migrated = headprune.from_pretrained(out)
-    assert proof.difference(wanted, proof.probe(migrated, inputs)) == 0
+    assert equivalence.difference(wanted, probes.probe(migrated, inputs)) == 0
     assert [a.query_ids for a in attention_of(migrated)][:3] == [
         (0, 2, 3, 5),
         (0, 1, 2, 3, 4, 5),
@@ -367,15 +368,17 @@ def test_what_rounding_explains_is_measured_where_it_matters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny.model("llama-gqa")
-    inputs = proof.probe_inputs(model)
-    outputs = proof.probe(model, inputs)
-    least = proof.TOLERANCE[torch.float32]
-    monkeypatch.setattr(proof, "probe_rounding", lambda *args: 1e-3)
-    assert proof.allowed(model, inputs, outputs, least / 2) == least
-    assert proof.allowed(model, inputs, outputs, 2 * least) == proof.AMPLIFICATION * 1e-3
-    assert proof.allowed(model, inputs, outputs, float("nan")) == least
+    inputs = probes.probe_inputs(model)
+    outputs = probes.probe(model, inputs)
+    least = equivalence.TOLERANCE[torch.float32]
+    monkeypatch.setattr(equivalence, "probe_rounding", lambda *args: 1e-3)
+    assert equivalence.allowed(model, inputs, outputs, least / 2) == least
+    assert (
+        equivalence.allowed(model, inputs, outputs, 2 * least) == equivalence.AMPLIFICATION * 1e-3
+    )
+    assert equivalence.allowed(model, inputs, outputs, float("nan")) == least
     monkeypatch.undo()
-    assert 0 < proof.allowed(model, inputs, outputs, 1.0) < 1e-3
+    assert 0 < equivalence.allowed(model, inputs, outputs, 1.0) < 1e-3
 
 
 def test_an_older_result_says_less_of_its_proof(result: Path) -> None:
@@ -417,8 +420,8 @@ def test_ids_stay_those_of_the_original_after_a_plain_cut(
     for folder in (twice, direct):
         model = headprune.from_pretrained(folder)
         assert {a.query_ids for a in attention_of(model)} == {(4, 5)}
-        outputs.append(proof.probe(model, proof.probe_inputs(model)))
-    assert proof.difference(*outputs) == 0
+        outputs.append(probes.probe(model, probes.probe_inputs(model)))
+    assert equivalence.difference(*outputs) == 0
     with pytest.raises(PlanError, match="head 0 "):
         keep(once, (0, 1), tmp_path / "gone")
 

@@ -14,17 +14,17 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 import headprune
-from headprune import hub
 from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.console import render
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
-from headprune.models.attention import attention_of
-from headprune.models.loading import load_config
-from headprune.pipelines.prune import prune
-from headprune.pipelines.verify import verify
-from headprune.plan import AttentionPlan, Plan
+from headprune.export.prune import prune
+from headprune.io import hub
+from headprune.model.attention import attention_of
+from headprune.model.loading import load_config
+from headprune.proof.verify import verify
+from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan

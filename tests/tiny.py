@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from headprune.families import FAMILIES, vision_language
-from headprune.models.loading import _TASKS
+from headprune.model.loading import _TASKS
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]

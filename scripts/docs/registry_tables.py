@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from headprune.console.render import families_markdown
-from headprune.criteria import CRITERIA
+from headprune.evidence.criteria import CRITERIA
 from headprune.families.capabilities import capabilities
-from headprune.merging import MERGES, NEEDS_CALIBRATION
+from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION
 
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {
@@ -35,7 +35,7 @@ def criteria() -> str:
         needs = "; ".join(dict.fromkeys(_NEEDS[need] for need in sorted(criterion.needs)))
         refit = "yes" if criterion.assumes_refit else ""
         rows.append(f"| [`{name}`](#{name}) | {criterion.sees} | {needs or 'nothing'} | {refit} |")
-        text = _docstring(f"headprune.criteria.{name.replace('-', '_')}")
+        text = _docstring(f"headprune.evidence.criteria.{name.replace('-', '_')}")
         source = f"Source: {_escaped(criterion.source)}."
         sections.append(f"## `{name}` {{ #{name} }}\n\n{text}\n\n{source}")
     head = "| criterion | lowest score | needs | assumes a refit |\n| --- | --- | --- | --- |"
@@ -46,7 +46,7 @@ def merges() -> str:
     """A table of all merges, then a section for each with the docstring of its file."""
     rows, sections = [], []
     for name in MERGES:
-        text = _docstring(f"headprune.merging.{name.replace('-', '_')}")
+        text = _docstring(f"headprune.surgery.merges.{name.replace('-', '_')}")
         first = " ".join(text.split("\n\n")[0].split())
         needs = "yes" if name in NEEDS_CALIBRATION else ""
         rows.append(f"| [`{name}`](#{name}) | {first} | {needs} |")

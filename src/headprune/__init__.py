@@ -13,8 +13,8 @@ from headprune._version import __version__ as __version__
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _OTHERS = {
     "Context": "headprune.declaration",
-    "Plan": "headprune.plan",
-    "from_pretrained": "headprune.models.loading",
+    "Plan": "headprune.schemas.plan",
+    "from_pretrained": "headprune.model.loading",
 }
 
 

@@ -12,9 +12,9 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headprune.declaration import Options, Panel, Slot, option
-from headprune.parsing import shown
+from headprune.io.parsing import shown
+from headprune.io.writing import write_whole
 from headprune.tensors.units import Unit
-from headprune.writing import write_whole
 
 # bounds that no use comes near, so that a slip of the hand is refused and not run for years
 Positive = Annotated[float, Field(gt=0, le=1e9)]

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from headprune.errors import HeadpruneError
-from headprune.parsing import shown
+from headprune.io.parsing import shown
 from headprune.registry import Registry, did_you_mean
 
 if TYPE_CHECKING:

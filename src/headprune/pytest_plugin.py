@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from headprune.pipelines.check import CheckReport
+    from headprune.regression.check import CheckReport
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def _assert_no_regression(
 ) -> CheckReport:
     from headprune.config import CheckConfig
     from headprune.declaration import Door, build
-    from headprune.pipelines.check import check
     from headprune.regression.baseline import read_baseline
+    from headprune.regression.check import check
     from headprune.regression.verdicts import Verdict
 
     made = read_baseline(Path(baseline))

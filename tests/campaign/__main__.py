@@ -19,7 +19,7 @@ os.environ |= {
 for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "FORCE_COLOR", "WORLD_SIZE", "RANK"):
     os.environ.pop(name, None)
 
-from headprune.markup import printable
+from headprune.io.markup import printable
 from tests.campaign import faults, fuzz, kill, numeric, originals, security, summary, warm
 from tests.campaign.cases import Case, Result, go_through
 

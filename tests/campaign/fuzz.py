@@ -38,37 +38,37 @@ class Reader:
 
 
 def _config() -> object:
-    from headprune.models.loading import load_config
+    from headprune.model.loading import load_config
 
     return load_config("llama")
 
 
 def _tokenizer() -> object:
-    from headprune.models.loading import load_tokenizer
+    from headprune.model.loading import load_tokenizer
 
     return load_tokenizer("llama")
 
 
 def _plan() -> object:
-    from headprune.plan import read_plan
+    from headprune.schemas.plan import read_plan
 
     return read_plan(Path("plan.json"), {"model.layers.0.self_attn": (range(6), 3)})
 
 
 def _manifest() -> object:
-    from headprune.checkpoint.manifest import read_manifest
+    from headprune.schemas.manifest import read_manifest
 
     return read_manifest(Path("result"))
 
 
 def _scores() -> object:
-    from headprune.checkpoint.scores import read_scores
+    from headprune.schemas.scores import read_scores
 
     return read_scores(Path("scores"))
 
 
 def _recipe() -> object:
-    from headprune.recipe import read_recipe
+    from headprune.recipes.recipe import read_recipe
 
     return read_recipe(Path("job.yaml"))
 
@@ -98,7 +98,7 @@ def _baseline() -> object:
 
 
 def _run() -> object:
-    from headprune.checkpoint.runs import read_run
+    from headprune.schemas.runs import read_run
 
     return read_run(Path("run"))
 

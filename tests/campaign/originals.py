@@ -166,8 +166,8 @@ def _interrupted(place: Path, name: str, originals: Path) -> None:
 
     def train() -> None:
         from headprune.config import DataConfig, HealConfig, TrainGatesConfig
-        from headprune.pipelines.heal import heal
-        from headprune.pipelines.train_gates import train_gates
+        from headprune.distillation.heal import heal
+        from headprune.gates.train_gates import train_gates
 
         data = DataConfig(source="text.txt")
         shared: dict[str, Any] = {"steps": 6, "batch_size": 2, "save_every": 2, "seq_len": 16}

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="processes are watched by Linux's own means"
 )
 SAID = """Traceback (most recent call last):
-  File "/x/headprune/plan.py", line 7, in read
+  File "/x/headprune/schemas/plan.py", line 7, in read
 KeyError: 1
 """
 

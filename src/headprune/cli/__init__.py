@@ -1,1 +1,1 @@
-"""The command line: a shell around ``headprune.pipelines``."""
+"""The command line: a shell around one function per command."""

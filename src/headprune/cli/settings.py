@@ -7,7 +7,7 @@ from typing import Any
 
 from headprune.declaration import Command, Door, warn_of_old_names
 from headprune.errors import HeadpruneError
-from headprune.parsing import read_yaml
+from headprune.io.parsing import read_yaml
 from headprune.registry import did_you_mean
 
 

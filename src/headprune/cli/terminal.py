@@ -30,7 +30,7 @@ from rich.segment import Segment
 from headprune import processes
 from headprune.declaration import Context
 from headprune.errors import HeadpruneError
-from headprune.markup import inert, json_safe, sentence
+from headprune.io.markup import inert, json_safe, sentence
 
 A = TypeVar("A")
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.pipelines.check import CheckReport
     from headprune.regression.baseline import Baseline
+    from headprune.regression.check import CheckReport
 
 
 class CheckOptions(CheckConfig, Trust):
@@ -60,7 +60,7 @@ def run(options: CheckOptions, context: Context) -> CheckReport | Baseline:
     """Checks, or writes the baseline."""
     config = options.part(CheckConfig)
     with _never_one(context):
-        from headprune.pipelines import check
+        from headprune.regression import check
 
         context.stage("evaluating")
         if options.update_baseline:
@@ -99,10 +99,10 @@ def _files(options: CheckOptions) -> Iterator[None]:
 
     An old one would look like this run's.
     """
-    from headprune.checkpoint.outputs import claimed_file
-    from headprune.checkpoint.ownership import CHECK, JUNIT
+    from headprune.io.outputs import claimed_file
+    from headprune.io.ownership import CHECK, JUNIT
+    from headprune.io.writing import write_whole
     from headprune.regression.junit import junit_error
-    from headprune.writing import write_whole
 
     inputs = (options.model, options.data, options.baseline, options.against)
     with ExitStack() as claims:
@@ -119,8 +119,8 @@ def _files(options: CheckOptions) -> Iterator[None]:
 
 
 def _write(report: CheckReport, options: CheckOptions) -> None:
+    from headprune.io.writing import write_whole
     from headprune.regression.junit import junit_xml
-    from headprune.writing import write_whole
 
     if options.output is not None:
         write_whole(options.output, report.model_dump_json(indent=2) + "\n")
@@ -142,8 +142,8 @@ def show(result: CheckReport | Baseline, options: CheckOptions, console: Console
 
 def _tell(result: CheckReport | Baseline | HeadpruneError, say: Callable[[str], None]) -> None:
     """Tells GitHub Actions, where it runs there."""
-    from headprune.pipelines.check import CheckReport
     from headprune.regression import actions
+    from headprune.regression.check import CheckReport
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
         if isinstance(result, HeadpruneError):
@@ -170,7 +170,7 @@ def _passed(result: CheckReport | Baseline) -> bool:
 
 
 def _summary(result: CheckReport | Baseline) -> str:
-    from headprune.pipelines.check import CheckReport
+    from headprune.regression.check import CheckReport
     from headprune.regression.verdicts import Verdict
 
     assert isinstance(result, CheckReport)  # a step writes no baseline

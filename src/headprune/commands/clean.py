@@ -11,7 +11,7 @@ from headprune.errors import HeadpruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.pipelines.clean import Cleaned
+    from headprune.io.leftovers import Cleaned
 
 
 class CleanOptions(Options):
@@ -31,16 +31,16 @@ def run(options: CleanOptions, context: Context) -> Cleaned:
     """Finds what was left, and removes it if that was asked for or is agreed to."""
     if options.yes and options.dry_run:
         raise HeadpruneError("--yes removes and --dry-run does not; give one of them.")
-    from headprune.pipelines import clean
+    from headprune.io import leftovers
 
-    found = clean.survey(options.folder)
+    found = leftovers.survey(options.folder)
     if not found.leftovers or options.dry_run:
         return found
     if options.yes:
-        return clean.clean(found)
+        return leftovers.clean(found)
     if context.confirm is None or not context.confirm(found.lines(), "Remove them?"):
         return found
-    return clean.clean(found)
+    return leftovers.clean(found)
 
 
 def show(result: Cleaned, options: CleanOptions, console: Console) -> None:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from headprune.distillation.heal import Healed
     from headprune.estimates import Estimate, Sizes
-    from headprune.pipelines.convert_gqa import Converted
-    from headprune.pipelines.heal import Healed
+    from headprune.export.convert_gqa import Converted
 
 _HEAL = HealConfig(steps=1)  # for its other settings
 
@@ -82,9 +82,9 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed:
     """Converts, and heals if that was asked for."""
     if options.heal_steps is not None and options.calibrate is None:
         raise HeadpruneError("--heal trains on the text of --calibrate: give it too.")
-    from headprune.checkpoint.outputs import claimed
-    from headprune.pipelines.heal import heal
-    from headprune.writing import beside
+    from headprune.distillation.heal import heal
+    from headprune.io.outputs import claimed
+    from headprune.io.writing import beside
 
     inputs = (options.model, options.calibrate)
     with claimed(options.output, options.overwrite, inputs):
@@ -111,7 +111,7 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed:
 
 
 def _converted(options: ConvertOptions, output: Path, context: Context) -> Converted:
-    from headprune.pipelines.convert_gqa import convert_gqa
+    from headprune.export.convert_gqa import convert_gqa
 
     return convert_gqa(
         options.model,
@@ -130,7 +130,7 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
 def show(result: Converted | Healed, options: ConvertOptions, console: Console) -> None:
     """Prints how many KV heads are left, and what it cost."""
     from headprune.console import render
-    from headprune.pipelines.heal import Healed
+    from headprune.distillation.heal import Healed
 
     if isinstance(result, Healed):
         render.healed(console, result)
@@ -159,7 +159,7 @@ def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
 
 
 def _refuse(options: ConvertOptions) -> None:
-    from headprune.merging import MERGES
+    from headprune.surgery.merges import MERGES
 
     if options.merge is not None:
         MERGES[options.merge]

@@ -41,9 +41,9 @@ class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading):
 
 def run(options: EvaluateOptions, context: Context) -> Report:
     """Measures it, and writes the report if that was asked for."""
-    from headprune.checkpoint.outputs import claimed_file
-    from headprune.checkpoint.ownership import EVALUATION
-    from headprune.pipelines.evaluate import evaluate
+    from headprune.evaluation.evaluate import evaluate
+    from headprune.io.outputs import claimed_file
+    from headprune.io.ownership import EVALUATION
 
     context.stage("evaluating")
     inputs = (options.model, options.data, options.against)

@@ -22,8 +22,8 @@ from headprune.declaration import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headprune.distillation.heal import Healed
     from headprune.estimates import Estimate, Sizes
-    from headprune.pipelines.heal import Healed
 
 
 class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting):
@@ -38,7 +38,7 @@ class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting):
 
 def run(options: HealOptions, context: Context) -> Healed:
     """Trains it."""
-    from headprune.pipelines.heal import heal
+    from headprune.distillation.heal import heal
 
     return heal(
         options.model,

@@ -12,7 +12,7 @@ from headprune.declaration import Chapter, Command, Context, Panel, declare, opt
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.pipelines.import_pickle import Imported
+    from headprune.pickles.import_pickle import Imported
 
 
 class ImportPickleOptions(Replacing):
@@ -31,7 +31,7 @@ class ImportPickleOptions(Replacing):
 
 def run(options: ImportPickleOptions, context: Context) -> Imported:
     """Reads them in a process without rights, and writes them."""
-    from headprune.pipelines.import_pickle import import_pickle
+    from headprune.pickles.import_pickle import import_pickle
 
     return import_pickle(options.model, options.output, options.overwrite, context.stage)
 

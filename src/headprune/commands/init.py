@@ -7,15 +7,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headprune.command_line import command
 from headprune.commands.shared import Replacing
 from headprune.config import Place
 from headprune.declaration import Chapter, Command, Context, Panel, build, declare, option
+from headprune.io.shell import command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.recipe import Recipe
+    from headprune.recipes.recipe import Recipe
 
 
 class InitOptions(Replacing):
@@ -47,7 +47,7 @@ class InitOptions(Replacing):
 
 def run(options: InitOptions, context: Context) -> Recipe:
     """Asks for what was not given, and writes the recipe."""
-    from headprune.pipelines import init
+    from headprune.recipes import init
 
     here = "gpu" if shutil.which("nvidia-smi") else "cpu"
     questions = {

@@ -10,7 +10,7 @@ from headprune.declaration import Chapter, Command, Context, declare
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.pipelines.inspect import Inspection
+    from headprune.model.inspection import Inspection
 
 
 class InspectOptions(OneModel, Loading):
@@ -19,7 +19,7 @@ class InspectOptions(OneModel, Loading):
 
 def run(options: InspectOptions, context: Context) -> Inspection:
     """Measures it."""
-    from headprune.pipelines.inspect import inspect
+    from headprune.model.inspection import inspect
 
     return inspect(options.model, **options.loading())
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.pipelines.plan import Planned
+    from headprune.planning.plan import Planned
 
 
 class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting):
@@ -45,8 +45,8 @@ class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting):
 
 def run(options: PlanOptions, context: Context) -> Planned:
     """Chooses, and writes the plan if that was asked for."""
-    from headprune.pipelines.plan import plan
-    from headprune.pipelines.score import Watch
+    from headprune.evidence.score import Watch
+    from headprune.planning.plan import plan
 
     return plan(
         options.model,

@@ -27,13 +27,14 @@ from headprune.declaration import (
     option,
 )
 from headprune.errors import HeadpruneError
-from headprune.plan import Plan
+from headprune.schemas.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.pipelines.prune import Preview, Pruned
+    from headprune.export.prune import Preview
+    from headprune.export.publish import Pruned
 
 
 class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
@@ -85,7 +86,7 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
-    from headprune.pipelines import prune
+    from headprune.export import prune
 
     evidence = ("gates", "plan", "scores", "criterion", "keep", "shape", "dtype")
     what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
@@ -108,7 +109,7 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
 def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
     """Prints what was cut, or would be."""
     from headprune.console import render
-    from headprune.pipelines.prune import Preview
+    from headprune.export.prune import Preview
 
     if isinstance(result, Preview):
         render.preview(console, result)

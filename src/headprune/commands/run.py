@@ -12,8 +12,8 @@ from headprune.declaration import Chapter, Command, Context, Panel, declare, opt
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.pipelines.forecast import Forecast
-    from headprune.pipelines.run import Run
+    from headprune.recipes.forecast import Forecast
+    from headprune.recipes.run import Run
 
 
 class RunOptions(Trust):
@@ -39,14 +39,14 @@ class RunOptions(Trust):
 
 def run(options: RunOptions, context: Context) -> Run | Forecast:
     """Runs it, or says what it would take."""
-    from headprune.recipe import read_recipe
+    from headprune.recipes.recipe import read_recipe
 
     recipe = read_recipe(options.recipe, options.settings)
     if options.dry_run:
-        from headprune.pipelines.forecast import forecast
+        from headprune.recipes.forecast import forecast
 
         return forecast(recipe, options.trust_remote_code)
-    from headprune.pipelines.run import run
+    from headprune.recipes.run import run
 
     return run(recipe, context, options.trust_remote_code)
 
@@ -54,7 +54,7 @@ def run(options: RunOptions, context: Context) -> Run | Forecast:
 def show(result: Run | Forecast, options: RunOptions, console: Console) -> None:
     """Prints step by step."""
     from headprune.console import render_run
-    from headprune.pipelines.run import Run
+    from headprune.recipes.run import Run
 
     if isinstance(result, Run):
         render_run.finished(console, result)

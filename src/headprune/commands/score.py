@@ -23,8 +23,8 @@ from headprune.errors import HeadpruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.checkpoint.scores import Scores
     from headprune.estimates import Estimate, Sizes
+    from headprune.schemas.scores import Scores
 
 
 class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting):
@@ -66,7 +66,7 @@ def run(options: ScoreOptions, context: Context) -> Scores:
         raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
     if options.figure is not None:
         raise HeadpruneError("--figure goes with --show DIR, which draws scores.")
-    from headprune.pipelines.score import Watch, score
+    from headprune.evidence.score import Watch, score
 
     return score(
         options.model,
@@ -86,8 +86,8 @@ def run(options: ScoreOptions, context: Context) -> Scores:
 def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
     if options.model is not None or options.output is not None:
         raise HeadpruneError("--show draws a scores folder: leave out MODEL and --output.")
-    from headprune.checkpoint.scores import read_scores
     from headprune.console.render_scores import figures
+    from headprune.schemas.scores import read_scores
 
     found = read_scores(folder)
     if options.figure is not None:
@@ -127,7 +127,7 @@ def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
 
 
 def _refuse(options: ScoreOptions) -> None:
-    from headprune.pipelines.score import needs_of
+    from headprune.evidence.score import needs_of
 
     needs_of(options.criterion)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from headprune.config import DataConfig, Names, Place
 from headprune.declaration import Options, Panel, Slot, option
-from headprune.records import MadeBy
+from headprune.schemas.records import MadeBy
 from headprune.tensors.units import Unit
 
 DATA = (

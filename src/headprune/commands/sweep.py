@@ -15,7 +15,7 @@ from headprune.tensors.units import Unit
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.checkpoint.sweeps import Sweep
+    from headprune.schemas.sweeps import Sweep
 
 
 def _shares(value: object) -> object:
@@ -76,8 +76,8 @@ class SweepOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
 
 def run(options: SweepOptions, context: Context) -> Sweep:
     """Cuts and measures."""
-    from headprune.pipelines.score import Watch
-    from headprune.pipelines.sweep import sweep
+    from headprune.evaluation.sweep import sweep
+    from headprune.evidence.score import Watch
 
     return sweep(
         options.model,

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.pipelines.train_gates import GatesRun
-    from headprune.training.trainer import GateStep
+    from headprune.gates.train_gates import GatesRun
+    from headprune.gates.trainer import GateStep
 
 
 class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting):
@@ -37,7 +37,7 @@ class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting):
 def run(options: TrainGatesOptions, context: Context) -> GatesRun:
     """Trains them."""
     from headprune.console.render import step_numbers
-    from headprune.pipelines.train_gates import train_gates
+    from headprune.gates.train_gates import train_gates
 
     def on_step(record: GateStep) -> None:
         context.step(record.step, record.steps, step_numbers(record))

@@ -12,7 +12,7 @@ from headprune.declaration import Chapter, Command, Context, Panel, declare, opt
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.pipelines.verify import Verification
+    from headprune.proof.verify import Verification
 
 
 class VerifyOptions(Trust):
@@ -28,7 +28,7 @@ class VerifyOptions(Trust):
 
 def run(options: VerifyOptions, context: Context) -> Verification:
     """Proves it."""
-    from headprune.pipelines.verify import verify
+    from headprune.proof.verify import verify
 
     return verify(options.folder, options.against, options.trust_remote_code, context.stage)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headprune.command_line import command
 from headprune.config import CalibrationConfig, DataConfig, Dtype
-from headprune.writing import beside
+from headprune.io.shell import command
+from headprune.io.writing import beside
 
 if TYPE_CHECKING:
-    from headprune.checkpoint.scores import Scores, ScoresMetadata
-    from headprune.pipelines.plan import Planned
-    from headprune.pipelines.train_gates import GatesRun
+    from headprune.gates.train_gates import GatesRun
+    from headprune.planning.plan import Planned
+    from headprune.schemas.scores import Scores, ScoresMetadata
 
 KEEP = 0.75  # share of heads that an example of a cut keeps
 

@@ -14,20 +14,21 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from headprune.plan import AttentionPlan, Plan, Shape
+from headprune.schemas.plan import AttentionPlan, Plan, Shape
 
 if TYPE_CHECKING:
-    from headprune.checkpoint.manifest import Manifest
+    from headprune.distillation.heal import Healed
     from headprune.evaluation.report import ModelReport, Report
+    from headprune.export.convert_gqa import Converted
+    from headprune.export.prune import Preview
+    from headprune.export.publish import Pruned
     from headprune.families.capabilities import Capability
-    from headprune.pipelines.convert_gqa import Converted
-    from headprune.pipelines.heal import Healed
-    from headprune.pipelines.import_pickle import Imported
-    from headprune.pipelines.inspect import Inspection
-    from headprune.pipelines.prune import Preview, Pruned
-    from headprune.pipelines.train_gates import GatesRun
-    from headprune.pipelines.verify import Verification
-    from headprune.training.trainer import GateStep
+    from headprune.gates.train_gates import GatesRun
+    from headprune.gates.trainer import GateStep
+    from headprune.model.inspection import Inspection
+    from headprune.pickles.import_pickle import Imported
+    from headprune.proof.verify import Verification
+    from headprune.schemas.manifest import Manifest
 
 
 def table(*columns: str, numbers_from: int = 1) -> Table:
@@ -120,7 +121,7 @@ def folded(rows: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 def head_picture(part: AttentionPlan) -> Text:
     """One layer's heads by id, kept and gone, with a gap between KV groups: ``■■■ ··· ■■■``."""
-    from headprune.checkpoint.card import KEPT, heads_line  # with torch: not for every table
+    from headprune.export.card import KEPT, heads_line  # with torch: not for every table
 
     picture = Text()
     for sign in heads_line(part):
@@ -272,7 +273,7 @@ def healed(console: Console, result: Healed) -> None:
 
 
 def _proof(console: Console, manifest: Manifest) -> None:
-    from headprune.checkpoint.card import proof_rows
+    from headprune.export.card import proof_rows
 
     console.print("[bold green]proved[/]: the same outputs, relative to the largest of them")
     grid = table("", "difference")
@@ -282,7 +283,7 @@ def _proof(console: Console, manifest: Manifest) -> None:
 
 
 def _sizes(console: Console, manifest: Manifest) -> None:
-    from headprune.checkpoint.card import sizes
+    from headprune.export.card import sizes
 
     console.print(before_after(sizes(manifest)))
 

@@ -12,8 +12,8 @@ from headprune.console.render import table
 from headprune.regression.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from headprune.pipelines.check import CheckReport
     from headprune.regression.baseline import Baseline
+    from headprune.regression.check import CheckReport
 
 _STYLES = {Verdict.PASSED: "green", Verdict.BROKEN: "bold red", Verdict.TOO_CLOSE: "yellow"}
 

@@ -11,8 +11,8 @@ from headprune.console.render import table
 from headprune.estimates import duration
 
 if TYPE_CHECKING:
-    from headprune.pipelines.forecast import Forecast
-    from headprune.pipelines.run import Run
+    from headprune.recipes.forecast import Forecast
+    from headprune.recipes.run import Run
 
 
 def finished(console: Console, run: Run) -> None:

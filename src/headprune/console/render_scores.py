@@ -17,9 +17,9 @@ from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from headprune.checkpoint.scores import Scores
-    from headprune.checkpoint.sweeps import Point, Sweep
-    from headprune.pipelines.plan import Planned
+    from headprune.planning.plan import Planned
+    from headprune.schemas.scores import Scores
+    from headprune.schemas.sweeps import Point, Sweep
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 
@@ -64,9 +64,9 @@ def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
         HeadpruneError: If the suffix is none that can be drawn, or a file exists and must not be
             replaced.
     """
-    from headprune.checkpoint.outputs import claimed_files
-    from headprune.checkpoint.ownership import FIGURE
-    from headprune.report.figures import SUFFIXES, heat_map, save
+    from headprune.io.figures import SUFFIXES, heat_map, save
+    from headprune.io.outputs import claimed_files
+    from headprune.io.ownership import FIGURE
 
     if path.suffix not in SUFFIXES:
         raise HeadpruneError(

@@ -1,1 +1,1 @@
-"""From files or hub ids to batches."""
+"""Data: from files or hub ids to rows, batches and calibration samples."""

@@ -15,13 +15,13 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
-from headprune.data.batch import Batch
-from headprune.data.lengths import usable_length
 from headprune.data.samples import Collate
 from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import read_examples
 from headprune.errors import DataError
-from headprune.models.loading import task_of, vocabulary_of
+from headprune.model.batch import Batch
+from headprune.model.lengths import usable_length
+from headprune.model.loading import task_of, vocabulary_of
 
 
 def batches(

@@ -9,15 +9,15 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, Objective
-from headprune.data.batch import Batch
-from headprune.data.lengths import usable_length
+from headprune.data.batches import batches
 from headprune.data.samples import CalibrationSample
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
 from headprune.errors import DataError
-from headprune.models.loading import load_tokenizer, task_of, vocabulary_of
-from headprune.models.refusals import refuse_without_text
-from headprune.training.batches import batches
+from headprune.model.batch import Batch
+from headprune.model.lengths import usable_length
+from headprune.model.loading import load_tokenizer, task_of, vocabulary_of
+from headprune.model.refusals import refuse_without_text
 
 
 def calibration(

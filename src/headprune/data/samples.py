@@ -8,8 +8,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from headprune.data.batch import Batch
 from headprune.data.rows import lengths
+from headprune.model.batch import Batch
 
 Collate = Callable[[list[dict[str, Any]]], Batch]
 

@@ -22,11 +22,11 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from headprune import hub
 from headprune.config import DataConfig
 from headprune.data.files import TextFiles, byte_pieces, refuse_fatal_json, text_pieces, unpacked
 from headprune.data.rows import let_go
 from headprune.errors import DataError, HeadpruneWarning
+from headprune.io import hub
 from headprune.registry import did_you_mean
 
 T = TypeVar("T")

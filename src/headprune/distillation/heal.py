@@ -13,31 +13,11 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from headprune import processes
-from headprune.checkpoint.outputs import place_of
-from headprune.command_line import command
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.data.batches import batches
 from headprune.data.samples import Collate
 from headprune.data.sources import refuse_missing_file
-from headprune.errors import DataError, HeadpruneError
-from headprune.models.attention import attention_of
-from headprune.models.loading import from_pretrained, load_config, load_tokenizer, task_of
-from headprune.models.planning import plan_from_scores
-from headprune.models.refusals import refuse_without_text
-from headprune.models.surgery import resolve
-from headprune.pipelines.ids import id_of_model
-from headprune.pipelines.prune import (
-    Pruned,
-    Stage,
-    Work,
-    load,
-    refuse_unprovable,
-    result_dtypes,
-    write_proven,
-)
-from headprune.records import Healing, MadeBy
-from headprune.tensors.units import Unit
-from headprune.training.batches import batches
-from headprune.training.heal import (
+from headprune.distillation.trainer import (
     HealedModel,
     HealTrainer,
     heal_arguments,
@@ -45,6 +25,19 @@ from headprune.training.heal import (
     refuse_without_peft,
     trainable,
 )
+from headprune.errors import DataError, HeadpruneError
+from headprune.export.publish import Pruned, Stage, Work, refuse_unprovable, write_proven
+from headprune.io.outputs import place_of
+from headprune.io.shell import command
+from headprune.model.attention import attention_of
+from headprune.model.identity import id_of_model
+from headprune.model.loading import from_pretrained, load_config, load_tokenizer, task_of
+from headprune.model.opening import load, result_dtypes
+from headprune.model.refusals import refuse_without_text
+from headprune.planning.from_scores import plan_from_scores
+from headprune.schemas.records import Healing, MadeBy
+from headprune.surgery.cut import resolve
+from headprune.tensors.units import Unit
 from headprune.training.resumable import (
     HistoryCallback,
     Remedies,

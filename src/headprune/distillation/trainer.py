@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import HealConfig, HealTrain
-from headprune.data.batch import Batch, without_labels
 from headprune.errors import HeadpruneError
+from headprune.model.batch import Batch, without_labels
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
-from headprune.training.objectives import divergence
+from headprune.training.divergence import divergence
 from headprune.training.resumable import (
     LossModule,
     ResumableTrainer,

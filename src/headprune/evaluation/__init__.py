@@ -1,1 +1,1 @@
-"""Quality, size and speed of a model, and of one model against another."""
+"""Evaluation: quality, size and speed of a model, and of one against another."""

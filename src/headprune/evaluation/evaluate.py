@@ -17,7 +17,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.data.lengths import usable_length
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
@@ -34,9 +33,10 @@ from headprune.evaluation.report import (
     metric,
 )
 from headprune.evaluation.samples import Samples
-from headprune.evaluation.speed import Speed, measure
-from headprune.models.cost import longest_context, model_cost
-from headprune.models.loading import (
+from headprune.model.cost import longest_context, model_cost
+from headprune.model.identity import id_of_model
+from headprune.model.lengths import usable_length
+from headprune.model.loading import (
     from_pretrained,
     load_config,
     load_tokenizer,
@@ -44,9 +44,9 @@ from headprune.models.loading import (
     task_of,
     vocabulary_of,
 )
-from headprune.models.precision import refuse_missing_dtype, refuse_not_finite
-from headprune.models.refusals import refuse_without_text
-from headprune.pipelines.ids import id_of_model
+from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
+from headprune.model.refusals import refuse_without_text
+from headprune.model.speed import Speed, measure
 from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")

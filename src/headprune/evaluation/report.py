@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
-from headprune.checkpoint.folders import digest_of
 from headprune.config import Amount
 from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
-from headprune.evaluation.speed import Speed
-from headprune.models.cost import ModelCost
-from headprune.records import Digest
-from headprune.writing import write_whole
+from headprune.io.folders import digest_of
+from headprune.io.writing import write_whole
+from headprune.model.cost import ModelCost
+from headprune.model.speed import Speed
+from headprune.schemas.records import Digest
 
 
 class _ReportPart(BaseModel):

@@ -14,10 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headprune.checkpoint import ownership
-from headprune.checkpoint.outputs import Input, claimed, whole_folder
-from headprune.checkpoint.scores import read_scores
-from headprune.checkpoint.sweeps import SWEEP, Point, Sweep
 from headprune.config import (
     BudgetConfig,
     CalibrationConfig,
@@ -26,20 +22,25 @@ from headprune.config import (
     ShapeOption,
     write_yaml,
 )
-from headprune.criteria import CRITERIA
-from headprune.data.lengths import usable_length
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import METRICS, Metric, ModelReport
-from headprune.models.loading import load_tokenizer, task_of
-from headprune.parsing import read_as, read_yaml
-from headprune.pipelines.evaluate import evaluate
-from headprune.pipelines.plan import plan
-from headprune.pipelines.prune import load, prune
-from headprune.pipelines.score import Watch, score
-from headprune.report.figures import Series, curve, pareto, save
+from headprune.evidence.criteria import CRITERIA
+from headprune.evidence.score import Watch, score
+from headprune.export.prune import prune
+from headprune.io import ownership
+from headprune.io.figures import Series, curve, pareto, save
+from headprune.io.outputs import Input, claimed, whole_folder
+from headprune.io.parsing import read_as, read_yaml
+from headprune.io.writing import reserved, write_whole
+from headprune.model.lengths import usable_length
+from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.opening import load
+from headprune.planning.plan import plan
+from headprune.schemas.scores import read_scores
+from headprune.schemas.sweeps import SWEEP, Point, Sweep
 from headprune.tensors.units import Unit
-from headprune.writing import reserved, write_whole
 
 # of what a task measures, the number that the curve is drawn of
 MAIN = ("perplexity", "accuracy", "spearman", "similarity_correlation")

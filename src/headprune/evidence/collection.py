@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.criteria import Activations, Evidence, Need
-from headprune.criteria.spec import first_not_finite
-from headprune.data.batch import Batch, real_tokens, token_mask
 from headprune.errors import DataError, PlanError
-from headprune.models.forward import eager_attention, run_model
-from headprune.models.gating import apply_gate
-from headprune.models.heads import read_output
-from headprune.models.loading import Task
-from headprune.models.losses import example_losses, in_float32
+from headprune.evidence.criteria import Activations, Evidence, Need
+from headprune.evidence.criteria.spec import first_not_finite
+from headprune.evidence.losses import example_losses, in_float32
+from headprune.model.batch import Batch, real_tokens, token_mask
+from headprune.model.forward import eager_attention, run_model
+from headprune.model.gating import apply_gate
+from headprune.model.heads import read_output
+from headprune.model.loading import Task
 from headprune.runtime.modeling_headprune import Attention
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from headprune.criteria import Units
-from headprune.data.batch import Batch, token_mask
 from headprune.errors import DataError
-from headprune.models.forward import run_model
-from headprune.models.gating import fixed, gated
-from headprune.models.loading import Task
+from headprune.evidence.criteria import Units
+from headprune.model.batch import Batch, token_mask
+from headprune.model.forward import run_model
+from headprune.model.gating import fixed, gated
+from headprune.model.loading import Task
 from headprune.runtime.modeling_headprune import Attention
 
 

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.gates import read_metadata
-from headprune.checkpoint.manifest import versions
-from headprune.checkpoint.outputs import claims_output
-from headprune.checkpoint.scores import Scores, ScoresMetadata, write_scores
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.criteria import CRITERIA, Evidence, Need
-from headprune.criteria.spec import Units, first_not_finite
-from headprune.data.batch import real_tokens, token_mask
+from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
-from headprune.models.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.models.evidence import collect
-from headprune.models.loading import task_of
-from headprune.models.losses import losses_without
-from headprune.models.planning import default_unit, leaves_ragged
-from headprune.models.refit import refuse_singular
-from headprune.models.streams import RunsTwice, in_sequence
-from headprune.pipelines.calibration import calibration
-from headprune.pipelines.fitting import fitted_gates
-from headprune.pipelines.prune import load
-from headprune.plan import ModelIdentity
+from headprune.evidence.collection import collect
+from headprune.evidence.criteria import CRITERIA, Evidence, Need
+from headprune.evidence.criteria.spec import Units, first_not_finite
+from headprune.evidence.losses import losses_without
+from headprune.io.outputs import claims_output
+from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
+from headprune.model.batch import real_tokens, token_mask
+from headprune.model.fitting import fitted_gates
+from headprune.model.loading import task_of
+from headprune.model.opening import load
+from headprune.model.streams import RunsTwice, in_sequence
+from headprune.model.units import default_unit, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.gates import read_metadata
+from headprune.schemas.manifest import versions
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
+from headprune.surgery.refit import refuse_singular
 from headprune.tensors.least_squares import outer_sum
 from headprune.tensors.units import Unit, members
 
@@ -75,7 +75,7 @@ def score(
     Args:
         model: Folder or hub id.
         output: The scores folder; it appears whole or not at all.
-        criteria: Names of criteria (``headprune.criteria``).
+        criteria: Names of criteria (``headprune.evidence.criteria``).
         data: Where the examples come from; some criteria need none.
         config: How much of them is used.
         unit: What one score stands for; None for "head", and "kv-group" for GQA.
@@ -314,3 +314,15 @@ def _trained_gates(
 
 def _listed(criteria: Sequence[str]) -> str:
     return f"--criterion {', '.join(criteria)}"
+
+
+def reckons_with_refit(criterion: str) -> tuple[str, ...]:
+    """Says what becomes of a cut by some criteria where W_O is not refitted."""
+    if not CRITERIA[criterion].assumes_refit:
+        return ()
+    return (
+        f"{criterion} scores say what is lost once W_O is refitted, so cut with --refit DATA. "
+        "SmolLM2-135M without a quarter of its heads, by compensated, has 1.09 times its "
+        "perplexity with the refit, and 2.16 times without. For a cut without one, score by "
+        "fisher.",
+    )

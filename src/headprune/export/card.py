@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from headprune.checkpoint.manifest import Manifest
-from headprune.markup import printable, xml_safe
-from headprune.plan import AttentionPlan, Plan, Shape
-from headprune.records import Evidence, Healing, Merging, Migration
+from headprune.io.markup import printable, xml_safe
+from headprune.schemas.manifest import Manifest
+from headprune.schemas.plan import AttentionPlan, Plan, Shape
+from headprune.schemas.records import Evidence, Healing, Merging, Migration
 
 KEPT, GONE = "■", "·"
 _MOST_DRAWN = 4_096  # heads of a layer

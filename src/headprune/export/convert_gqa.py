@@ -9,35 +9,34 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.outputs import claims_output
 from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
+from headprune.data.calibration import merge_calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
-from headprune.merging import MERGES, NEEDS_CALIBRATION, Groups, HeadWeights, MergeContext
-from headprune.merging.budget import spread
-from headprune.merging.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
-from headprune.models import proof
-from headprune.models.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
-from headprune.models.conversion import convert_in_sequence, geometry
-from headprune.models.heads import read_heads, write_heads
-from headprune.models.surgery import resolve, result_shape
-from headprune.models.transfer import has_twin
-from headprune.pipelines.calibration import merge_calibration
-from headprune.pipelines.prune import (
+from headprune.export.publish import (
     OnModule,
     Pruned,
     Stage,
     Work,
     check_shape,
-    load,
     refuse_unprovable,
-    result_dtypes,
     write_proven,
 )
-from headprune.plan import AttentionPlan, ModelIdentity, Plan
-from headprune.records import MadeBy, Merging
+from headprune.io.outputs import claims_output
+from headprune.model import probes
+from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
+from headprune.model.heads import read_heads, write_heads
+from headprune.model.opening import load, result_dtypes
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.schemas.records import MadeBy, Merging
+from headprune.surgery.conversion import convert_in_sequence, geometry
+from headprune.surgery.cut import resolve, result_shape
+from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, Groups, HeadWeights, MergeContext
+from headprune.surgery.merges.budget import spread
+from headprune.surgery.merges.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
+from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit
 
 
@@ -125,7 +124,7 @@ def convert_gqa(
     settings: dict[str, MergeContext] = {}
     compares = name == "procrustes" or config.grouping is Grouping.SIMILAR or not counts
     if sample is None and compares:
-        settings = geometry(net, attentions, proof.probe_inputs(net))
+        settings = geometry(net, attentions, probes.probe_inputs(net))
 
     def cost_of(heads: HeadWeights, setting: MergeContext) -> Cost:
         if name in NEEDS_CALIBRATION:

@@ -2,77 +2,48 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import shutil
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune import hub
-from headprune.checkpoint.card import write_card
-from headprune.checkpoint.folders import copy_companions, digest_of
-from headprune.checkpoint.gates import read_metadata
-from headprune.checkpoint.manifest import HISTORY, Manifest, read_lineage, write_manifest
-from headprune.checkpoint.outputs import claims_output, whole_folder
-from headprune.checkpoint.scores import read_scores
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
-from headprune.criteria import CRITERIA
+from headprune.data.calibration import calibration as calibration_of
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, PlanError
-from headprune.models import proof
-from headprune.models.attention import attention_of, identity, refuse_unknown_settings
-from headprune.models.legacy import has_pruned_heads
-from headprune.models.loading import (
-    auto_class_of,
-    from_pretrained,
+from headprune.evidence.score import reckons_with_refit
+from headprune.export.publish import (
+    OnModule,
+    Pruned,
+    Stage,
+    Work,
+    check_shape,
+    refuse_unprovable,
+    write_proven,
+)
+from headprune.io.folders import digest_of
+from headprune.io.outputs import claims_output
+from headprune.model.attention import attention_of
+from headprune.model.fitting import fitted_gates, fitted_scores
+from headprune.model.legacy import has_pruned_heads
+from headprune.model.loading import (
     load_config,
-    uneven_heads_are_known,
 )
-from headprune.models.planning import (
-    even_units,
-    head_budget,
-    plan_from_scores,
-    refuse_target,
-    unit_sizes,
-)
-from headprune.models.precision import (
-    compute_dtype,
-    refuse_missing_dtype,
-    refuse_not_finite,
-    refuse_quantised,
-    refuse_unwritable,
-    widened,
-)
-from headprune.models.refit import refit as refit_outputs
-from headprune.models.refusals import passed_over
-from headprune.models.stored import (
-    StoredDtypes,
-    commonest_dtype,
-    refuse_quantised_tensors,
-    stored_bytes,
-    stored_dtypes,
-    stored_tensors,
-)
-from headprune.models.surgery import Cut, cut_heads, fold_gates, resolve, result_shape
-from headprune.models.transfer import native_twin
-from headprune.pipelines.calibration import calibration as calibration_of
-from headprune.pipelines.fitting import fitted_gates, fitted_scores
-from headprune.pipelines.ids import id_of_model
-from headprune.plan import ModelIdentity, Plan, Shape, plan_content, read_plan
-from headprune.records import Done, Evidence, MadeBy, Migration, Pruning, Refit
+from headprune.model.opening import load, result_dtypes
+from headprune.model.units import head_budget, refuse_target, unit_sizes
+from headprune.planning.from_scores import even_units, plan_from_scores
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.gates import read_metadata
+from headprune.schemas.plan import ModelIdentity, Plan, Shape, plan_content, read_plan
+from headprune.schemas.records import Evidence, MadeBy, Migration, Pruning, Refit
+from headprune.schemas.scores import read_scores
+from headprune.surgery.cut import Cut, cut_heads, resolve, result_shape
+from headprune.surgery.refit import refit as refit_outputs
 from headprune.tensors.units import Unit, members
-
-Stage = Callable[[str], None]
-OnModule = Callable[[int, int], None]
-"""Called with how many attention modules are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -122,27 +93,6 @@ class Preview:
             "shapes": [asdict(cost) for cost in self.shapes],
             "plan": self.plan.model_dump(mode="json"),
         }
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """A finished cut.
-
-    Attributes:
-        output: The folder.
-        plan: What stayed.
-        manifest: The record in the folder.
-        warnings: What is likely not meant or not known, a sentence each.
-    """
-
-    output: Path
-    plan: Plan
-    manifest: Manifest
-    warnings: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``--json``: the manifest, and the warnings."""
-        return {**self.manifest.model_dump(mode="json"), "warnings": list(self.warnings)}
 
 
 @claims_output("model", "gates", "plan", "scores", "refit")
@@ -224,18 +174,6 @@ def _warnings(evidence: Evidence, chosen: Plan, refit: DataConfig | None) -> tup
     return reckons_with_refit(evidence.criterion)
 
 
-def reckons_with_refit(criterion: str) -> tuple[str, ...]:
-    """Says what becomes of a cut by some criteria where W_O is not refitted."""
-    if not CRITERIA[criterion].assumes_refit:
-        return ()
-    return (
-        f"{criterion} scores say what is lost once W_O is refitted, so cut with --refit DATA. "
-        "SmolLM2-135M without a quarter of its heads, by compensated, has 1.09 times its "
-        "perplexity with the refit, and 2.16 times without. For a cut without one, score by "
-        "fisher.",
-    )
-
-
 @claims_output("model")
 def migrate(
     model: str | Path,
@@ -282,125 +220,6 @@ def migrate(
     cuts = resolve(chosen, net)
     work = Work(Migration(), made_by=made_by)
     return write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a command did to a model, for the record.
-
-    Attributes:
-        done: What was done.
-        refit: How W_O made up for the heads that went, if it did.
-        made_by: The command, if it was one.
-        history: The history.jsonl of a healing.
-    """
-
-    done: Done
-    refit: Refit | None = None
-    made_by: MadeBy | None = None
-    history: Path | None = None
-
-
-def write_proven(
-    net: PreTrainedModel,
-    source: ModelIdentity,
-    origin: str | Path,
-    plan: Plan,
-    cuts: list[Cut],
-    output: Path,
-    stored: StoredDtypes,
-    work: Work,
-    on_stage: Stage,
-) -> Pruned:
-    """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
-
-    Args:
-        net: The model, uncut.
-        source: Who it is.
-        origin: Folder or hub id it came from; tokenizer files are taken from there.
-        plan: What stays.
-        cuts: The plan, resolved on ``net``.
-        output: Folder to write.
-        stored: Element types to write.
-        work: What was done to ``net``, and is done with this cut.
-        on_stage: Called with a few words before every stage.
-
-    Raises:
-        CheckpointError: If the folder cannot be written.
-        ProofError: If the result does not compute what the gated ``net`` computes.
-    """
-    home = _source_folder(origin)
-    lineage = read_lineage(home)
-    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-
-    on_stage("probing the gated original")
-    inputs = proof.probe_inputs(widened(net))
-    exact = proof.probe_gated(net, cuts, inputs) if stored.narrows(net) else None
-    cuts = fold_gates(cuts)
-    changed = stored.round(net)
-    expected = proof.expect(net, cuts, inputs)
-    expected.refuse_inconclusive()
-    cast = proof.difference(exact, expected.wanted) if exact is not None and changed else 0.0
-
-    on_stage("cutting")
-    shape = cut_heads(net, cuts)
-    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    layout = {cut.attention.path: cut.heads_left() for cut in cuts}
-    cut_outputs = proof.probe(net, inputs)
-    twin = native_twin(net)
-    if twin is not None:
-        net, shape = twin, Shape.NATIVE
-
-    with whole_folder(output) as folder:
-        on_stage("writing")
-        with uneven_heads_are_known():
-            stored.save(net, folder)
-        copy_companions(home, folder)
-        plan.write(folder / "plan.json")
-        if work.history is not None:
-            shutil.copyfile(work.history, folder / HISTORY)
-        auto_class, left_out = auto_class_of(net), passed_over(net, stored_tensors(origin))
-        del net
-
-        on_stage("proving the folder")
-        reloaded = proof.probe(from_pretrained(folder, dtype=expected.dtype), inputs)
-        proven = proof.conclude(expected, cut_outputs, reloaded, cast)
-        manifest = write_manifest(
-            folder,
-            made_by=work.made_by,
-            source=source,
-            parent=id_of_model(origin),
-            lineage=lineage,
-            shape=shape,
-            auto_class=auto_class,
-            dtype=stored.names,
-            weight_bytes=(stored_bytes(origin), stored_bytes(folder)),
-            query_heads=(plan.query_heads, plan.kept_heads),
-            kv_heads=(before[1], after[1]),
-            parameters=(before[0], after[0]),
-            layout=layout,
-            done=work.done,
-            refit=work.refit,
-            proof=proven,
-            probe=proof.sample(inputs, expected.wanted),
-        )
-        write_card(folder, output.name, plan, manifest)
-    return Pruned(output, plan, manifest, tuple(_said_of(manifest, left_out)))
-
-
-def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
-    """What a user of the result should know of its weights."""
-    if left_out:
-        yield (
-            f"Not in the result: {len(left_out)} of the checkpoint's tensors, which the class of "
-            f"transformers passes over by design ('{left_out[0]}' is the first)."
-        )
-    before, after = manifest.weight_bytes or (0, 0)
-    if 0 < before < after:
-        yield (
-            f"The weights take {after:,} bytes, and those of the original {before:,}: they are "
-            f"written in {manifest.dtype}."
-        )
 
 
 def preview(
@@ -457,92 +276,6 @@ def _shape_costs(
         share = kept / float((evidence * sizes).sum())
         costs.append(ShapeCost(shape.value, plan.kept_heads, share, stored.value, None))
     return tuple(costs)
-
-
-def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
-    """Refuses, before long work, a plan whose proof would show nothing.
-
-    Raises:
-        ProofError: If rounding hides what one head contributes.
-    """
-    wide = net if net.dtype in proof.TOLERANCE else widened(copy.deepcopy(net))
-    cuts = resolve(plan.model_copy(update={"model": None}), wide, ragged=True)
-    proof.expect(wide, cuts).refuse_inconclusive()
-
-
-def check_shape(asked: ShapeOption, stored: Shape) -> None:
-    """Refuses a result that is not stored as asked.
-
-    Raises:
-        PlanError: If a plain config was asked for and cannot hold it.
-    """
-    if asked is ShapeOption.NATIVE and stored is not Shape.NATIVE:
-        raise PlanError(
-            "--shape native: this plan does not fit a plain config, which needs the same counts in "
-            "every layer and a family that can hold them ('headprune families'; Llama's wants a "
-            "number of heads that divides hidden_size). With --gates or --scores, "
-            "headprune chooses such a plan; leave out --shape for the runtime."
-        )
-
-
-def load(
-    model: str | Path,
-    dtype: Dtype,
-    trust_remote_code: bool,
-    assume_supported: bool,
-    drop_unexpected: bool = False,
-    keep_bfloat16: bool = False,
-) -> tuple[PreTrainedModel, ModelIdentity]:
-    """Loads a model to be worked on, and says who it is.
-
-    Args:
-        model: Folder or hub id.
-        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
-
-    Raises:
-        HeadpruneError: If it cannot be loaded as a whole, or does not compute finite numbers.
-    """
-    config = load_config(model, trust_remote_code=trust_remote_code)
-    refuse_quantised(model, config)
-    tensors = stored_tensors(model)
-    refuse_quantised_tensors(model, tensors)
-    held = commonest_dtype(tensors) or getattr(config, "dtype", None)
-    computing = compute_dtype(dtype, held, keep_bfloat16)
-    refuse_missing_dtype(computing, "cpu")
-    net = from_pretrained(
-        model,
-        dtype=computing,
-        trust_remote_code=trust_remote_code,
-        drop_unexpected=drop_unexpected,
-    )
-    net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
-    if not assume_supported:
-        refuse_unknown_settings(net.config)
-    refuse_not_finite(net, model)
-    return net, identity(net, model)
-
-
-def result_dtypes(net: PreTrainedModel, model: str | Path, out_dtype: Dtype) -> StoredDtypes:
-    """The element types that a result is written in.
-
-    Args:
-        net: The model.
-        model: Where it came from.
-        out_dtype: The value of ``--out-dtype``; "auto" keeps those of the checkpoint.
-
-    Raises:
-        CheckpointError: If the model overflows in them.
-    """
-    stored = stored_dtypes(net, stored_tensors(model))
-    if out_dtype is not Dtype.AUTO:
-        stored = StoredDtypes(getattr(torch, out_dtype.value))
-    refuse_unwritable(net, model, stored)
-    return stored
 
 
 @dataclass(frozen=True)
@@ -708,11 +441,3 @@ def _load_weights(net: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     parameters = dict(net.named_parameters())
     for name, value in weights.items():
         parameters[name].copy_(value)
-
-
-def _source_folder(model: str | Path) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    with hub.asked_once(model):
-        return Path(snapshot_download(str(model), allow_patterns=patterns))

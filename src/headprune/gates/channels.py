@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from headprune.models.heads import read_output, write_output
+from headprune.gates.gates import Gates
+from headprune.model.heads import read_output, write_output
 from headprune.runtime.modeling_headprune import Attention, input_dim
-from headprune.training.gates import Gates
 
 
 class Channels(nn.Module):

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from headprune.gates.saliency import ObdSaliency
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
-from headprune.training.saliency import ObdSaliency
 
 BELOW_LATER_ROUNDS = 100.0
 

@@ -10,7 +10,7 @@ heads do. The constraint is one equation in one multiplier, so it is solved inst
 optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
 the target. The target itself falls linearly to that of the round during the round's warm-up.
 
-**Gradual pruning.** The same count without sampling: see ``training.saliency``.
+**Gradual pruning.** The same count without sampling: see ``gates.saliency``.
 
 **Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads, here per
 attention module. Where it ends is for lambda to say.
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headprune.gates.gates import Gates
+from headprune.gates.rounds import Round
 from headprune.tensors import hard_concrete
 from headprune.tensors.selection import attainable, keep_best
-from headprune.training.gates import Gates
-from headprune.training.rounds import Round
 
 
 class Sparsity(ABC):

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from headprune import processes
 from headprune._version import __version__
-from headprune.checkpoint.gates import GatesMetadata, write_gates
-from headprune.checkpoint.outputs import place_of, whole_folder
 from headprune.config import (
     MOST_STEPS,
     DataConfig,
@@ -27,30 +25,15 @@ from headprune.config import (
     Train,
     TrainGatesConfig,
 )
+from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import HeadpruneError
-from headprune.models.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.models.gating import gated
-from headprune.models.loading import load_tokenizer, task_of
-from headprune.models.planning import (
-    default_unit,
-    head_budget,
-    leaves_ragged,
-    refuse_target,
-    unit_sizes,
-)
-from headprune.models.refusals import refuse_without_text
-from headprune.pipelines.prune import load
-from headprune.runtime.modeling_headprune import Attention
-from headprune.tensors.units import Unit
-from headprune.training.batches import batches
-from headprune.training.channels import Channels
-from headprune.training.gates import Gates
-from headprune.training.objectives import Distillation, Loss, labelled
-from headprune.training.resumable import Remedies, stop_on_interrupt, train
-from headprune.training.rounds import default_count, plan_rounds
-from headprune.training.sparsity import ConstantPenalty, GradualPruning, HeadTarget, Sparsity
-from headprune.training.trainer import (
+from headprune.gates.channels import Channels
+from headprune.gates.gates import Gates
+from headprune.gates.objectives import Distillation, Loss, labelled
+from headprune.gates.rounds import default_count, plan_rounds
+from headprune.gates.sparsity import ConstantPenalty, GradualPruning, HeadTarget, Sparsity
+from headprune.gates.trainer import (
     GateCallback,
     GatedModel,
     GateStep,
@@ -58,6 +41,23 @@ from headprune.training.trainer import (
     freeze,
     training_arguments,
 )
+from headprune.io.outputs import place_of, whole_folder
+from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
+from headprune.model.gating import gated
+from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.opening import load
+from headprune.model.refusals import refuse_without_text
+from headprune.model.units import (
+    default_unit,
+    head_budget,
+    leaves_ragged,
+    refuse_target,
+    unit_sizes,
+)
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.gates import GatesMetadata, write_gates
+from headprune.tensors.units import Unit
+from headprune.training.resumable import Remedies, stop_on_interrupt, train
 from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
 
 
@@ -100,7 +100,7 @@ def train_gates(
     Args:
         model: Folder or hub id.
         data: Where the training text comes from.
-        output: The gates folder (see ``checkpoint.gates``).
+        output: The gates folder (see ``schemas.gates``).
         config: How to train.
         resume: Go on from the last checkpoint of an interrupted run with the same settings.
         overwrite: Replace an existing output, once the new one is complete.

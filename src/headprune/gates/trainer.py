@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import Train, TrainGatesConfig
-from headprune.data.batch import Batch
+from headprune.gates.channels import Channels
+from headprune.gates.gates import Gates
+from headprune.gates.objectives import Loss
+from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.rounds import Round, round_at
+from headprune.gates.sparsity import Sparsity
+from headprune.model.batch import Batch
 from headprune.runtime.modeling_headprune import Attention
-from headprune.training.channels import Channels
 from headprune.training.checkpoints import Kind, first_infinite, kind_of
-from headprune.training.gates import Gates
-from headprune.training.objectives import Loss
-from headprune.training.optimizer import GateOptimizer
 from headprune.training.resumable import (
     HistoryCallback,
     LossModule,
@@ -27,8 +29,6 @@ from headprune.training.resumable import (
     recompute_in_eval,
     resumable_arguments,
 )
-from headprune.training.rounds import Round, round_at
-from headprune.training.sparsity import Sparsity
 
 SNAPSHOTS = 50  # of all gates, in the history of a run
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from headprune.errors import HeadpruneError
-from headprune.markup import shortened, xml_safe
-from headprune.writing import write_whole
+from headprune.io.markup import shortened, xml_safe
+from headprune.io.writing import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

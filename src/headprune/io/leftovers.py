@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from headprune.checkpoint.ownership import SWEEP, is_training
 from headprune.errors import CheckpointError
-from headprune.writing import abandoned, adopt, is_work_folder, write_error
+from headprune.io.ownership import SWEEP, is_training
+from headprune.io.writing import abandoned, adopt, is_work_folder, write_error
 
 # of older versions: a new output that was being made, and the one before it
 _BY_PROCESS = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<what>partial|old)")

@@ -1,6 +1,6 @@
 """The output of a command: refused before any work if it may not be written, then written whole.
 
-An existing output is replaced only where headprune wrote all of it (``checkpoint.ownership``), only
+An existing output is replaced only where headprune wrote all of it (``io.ownership``), only
 when the new one is complete, and in one step where the system has such a step.
 """
 
@@ -16,10 +16,9 @@ from typing import Any, TypeVar, cast
 
 from safetensors import SafetensorError
 
-from headprune.checkpoint.ownership import FileKind, foreign, is_one_piece, part_of
-from headprune.config import DataConfig
 from headprune.errors import CheckpointError
-from headprune.writing import (
+from headprune.io.ownership import FileKind, foreign, is_one_piece, part_of
+from headprune.io.writing import (
     abandoned,
     is_reserved,
     is_work_folder,
@@ -30,7 +29,7 @@ from headprune.writing import (
     work_folder,
     write_error,
 )
-from headprune.writing import write_whole as write_whole
+from headprune.io.writing import write_whole as write_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 Input = str | Path | None
@@ -173,10 +172,9 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
 
 
 def place_of(value: Any) -> Input:
-    """Where an input lies; None for what lies nowhere."""
-    if isinstance(value, DataConfig):
-        return value.source
-    return value if isinstance(value, (str, Path)) else None
+    """Where an input, or the source of a data set, lies; None for what lies nowhere."""
+    place = getattr(value, "source", value)
+    return place if isinstance(place, (str, Path)) else None
 
 
 @contextmanager

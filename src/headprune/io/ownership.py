@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.errors import CheckpointError
-from headprune.parsing import read_json, read_yaml
+from headprune.io.parsing import read_json, read_yaml
 from headprune.runtime import MANIFEST
 
 IMPORTED = "import.json"

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headprune.checkpoint.streaming import bytes_of, describe
 from headprune.errors import CheckpointError
+from headprune.io.streaming import bytes_of, describe
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""Live models: loading, locating attention, gating it, cutting it, counting what it costs."""
+"""The model: loaded or refused, its attention found, run, measured and described."""

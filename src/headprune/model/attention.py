@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import FamilyError
 from headprune.families import COMMON_SETTINGS, FAMILIES, Family
-from headprune.models.ids import with_restored_ids
-from headprune.models.unknown import why_unknown
-from headprune.plan import ModelIdentity
+from headprune.model.ids import with_restored_ids
+from headprune.model.unknown import why_unknown
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
+from headprune.schemas.plan import ModelIdentity
 
 
 def family_of(config: PreTrainedConfig) -> Family:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from headprune.config import Amount
-from headprune.models.attention import attention_of, family_of
-from headprune.models.loading import task_of
+from headprune.model.attention import attention_of, family_of
+from headprune.model.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
 
 GENERATES = ("causal-lm", "seq2seq-lm")

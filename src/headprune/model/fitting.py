@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.gates import TrainedGates, read_gates
-from headprune.checkpoint.scores import Scores
 from headprune.errors import PlanError
-from headprune.models.attention import attention_of
-from headprune.models.planning import modules_of, unit_sizes
-from headprune.plan import ModelIdentity
+from headprune.model.attention import attention_of
+from headprune.model.units import modules_of, unit_sizes
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.gates import TrainedGates, read_gates
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.scores import Scores
 
 
 def fitted_gates(

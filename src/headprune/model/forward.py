@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.data.batch import Batch, without_labels
+from headprune.model.batch import Batch, without_labels
 
 
 def run_model(model: PreTrainedModel, batch: Batch, head: bool = False) -> Any:

@@ -5,7 +5,7 @@ A head's output enters W_O as ``head_dim`` columns. Multiplying them by the head
     sum_h z_h W_O,h x_h
 
 the gate of Voita et al. 2019 (arXiv 1905.09418, eq. 6); with z in {0, 1} it is exactly the model
-without the closed heads, and any other z folds into W_O (see ``models.surgery``).
+without the closed heads, and any other z folds into W_O (see ``surgery.cut``).
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -9,9 +13,57 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import PlanError
-from headprune.merging.spec import HeadWeights
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
 from headprune.tensors.index_maps import role_slices
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The weights of one attention module, head by head; everything acts on column vectors.
+
+    Attributes:
+        q: W_Q, shape (query heads, head_dim, hidden).
+        k: W_K, shape (KV heads, head_dim, hidden).
+        v: W_V, shape (KV heads, head_dim, hidden).
+        o: W_O, shape (query heads, hidden, head_dim).
+        q_bias: Shape (query heads, head_dim); None without.
+        k_bias: Shape (KV heads, head_dim); None without.
+        v_bias: Shape (KV heads, head_dim); None without.
+        o_bias: Shape (hidden,); None without.
+        group_sizes: Query heads of every KV head, in order.
+    """
+
+    q: Float[Tensor, "query_heads head_dim hidden"]
+    k: Float[Tensor, "kv_heads head_dim hidden_k"]
+    v: Float[Tensor, "kv_heads head_dim_v hidden_k"]
+    o: Float[Tensor, "query_heads out head_dim_v"]
+    group_sizes: tuple[int, ...]
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+
+    @property
+    def owners(self) -> list[int]:
+        """The KV head of every query head."""
+        return [kv for kv, size in enumerate(self.group_sizes) for _ in range(size)]
+
+    def affine(self, role: str) -> Float[Tensor, "heads head_dim hidden_1"]:
+        """Weights with the bias as one more column, for inputs with a 1 at the end."""
+        weight: Tensor = getattr(self, role)
+        bias = getattr(self, f"{role}_bias")
+        return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
+
+    def with_affine(self, role: str, weight: Tensor) -> HeadWeights:
+        """These heads with other weights of one role, given as ``affine`` gives them."""
+        changes: dict[str, Any] = {role: weight}
+        if getattr(self, f"{role}_bias") is not None:
+            changes = {role: weight[..., :-1], f"{role}_bias": weight[..., -1]}
+        return replace(self, **changes)
+
+    def queries_of(self, group: Sequence[int]) -> list[int]:
+        """Positions of the query heads of some KV heads."""
+        return [query for query, owner in enumerate(self.owners) if owner in group]
 
 
 def read_heads(attention: Attention) -> HeadWeights:

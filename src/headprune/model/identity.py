@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headprune.checkpoint.folders import digest_of, sha256_of
-from headprune.checkpoint.manifest import read_manifest
-from headprune.models.reading import read_record
-from headprune.models.stored import model_files
+from headprune.io.folders import digest_of, sha256_of
+from headprune.model.reading import read_record
+from headprune.model.stored import model_files
+from headprune.schemas.manifest import read_manifest
 
 
 def id_of_model(model: str | Path) -> str | None:

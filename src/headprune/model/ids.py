@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.records import Heads
 from headprune.runtime import MANIFEST
 from headprune.runtime.modeling_headprune import Attention, find_attention
+from headprune.schemas.records import Heads
 
 
 def restore_ids(

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from headprune.models import cost
-from headprune.models.attention import attention_of, family_of
-from headprune.models.loading import from_pretrained, task_of
-from headprune.models.planning import default_unit, unit_sizes
+from headprune.model import cost
+from headprune.model.attention import attention_of, family_of
+from headprune.model.loading import from_pretrained, task_of
+from headprune.model.units import default_unit, unit_sizes
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 

@@ -12,10 +12,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.models.attention import attention_of, family_of
-from headprune.models.sizes import without_weights
-from headprune.plan import Number
+from headprune.model.attention import attention_of, family_of
+from headprune.model.sizes import without_weights
 from headprune.runtime.modeling_headprune import SCHEMA
+from headprune.schemas.plan import Number
 
 _PRUNED = TypeAdapter(dict[Annotated[int, Field(ge=0)], list[Number]])  # layers are JSON's names
 

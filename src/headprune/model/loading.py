@@ -12,34 +12,34 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from headprune import hub
 from headprune.errors import CheckpointError
 from headprune.families import FAMILIES
-from headprune.models.ids import restore_ids
-from headprune.models.legacy import has_pruned_heads, layout_of_pruned_heads
-from headprune.models.reading import (
+from headprune.io import hub
+from headprune.io.writing import refuse_strange_name
+from headprune.model.ids import restore_ids
+from headprune.model.legacy import has_pruned_heads, layout_of_pruned_heads
+from headprune.model.reading import (
     damage_is,
     read_config_file,
     read_record,
     refuse_damaged_json,
     without_native_output,
 )
-from headprune.models.refusals import (
+from headprune.model.refusals import (
     checked_description,
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
     refuse_unexpected,
 )
-from headprune.models.sizes import (
+from headprune.model.sizes import (
     refuse_large_counts,
     refuse_larger_than_weights,
     without_weights,
 )
-from headprune.models.stored import stored_tensors
+from headprune.model.stored import stored_tensors
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
-from headprune.writing import refuse_strange_name
 
 Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
 

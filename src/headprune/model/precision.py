@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
-from headprune.models import proof
-from headprune.models.stored import StoredDtypes
+from headprune.model import probes
+from headprune.model.stored import StoredDtypes
 from headprune.tensors.dtypes import dtype_name
 
 
@@ -72,7 +72,7 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
         CheckpointError: Naming the first module that overflows, or the tensor that is damaged.
     """
     try:
-        inputs = proof.probe_inputs(net)
+        inputs = probes.probe_inputs(net)
     except FamilyError:  # nothing to try it on
         return
     inputs = {

@@ -18,9 +18,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.parsing import read_as, read_json, validated
-from headprune.records import Recorded
+from headprune.io.parsing import read_as, read_json, validated
 from headprune.runtime import MANIFEST
+from headprune.schemas.records import Recorded
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 

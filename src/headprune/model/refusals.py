@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError, FamilyError
 from headprune.families import FAMILIES, Family
-from headprune.models.attention import family_of
-from headprune.parsing import first_problem
-from headprune.records import Description, Recorded
+from headprune.io.parsing import first_problem
+from headprune.model.attention import family_of
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
+from headprune.schemas.records import Description, Recorded
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 

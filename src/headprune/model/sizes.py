@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.models.reading import damage_is
-from headprune.models.stored import StoredTensor, stored_tensors
+from headprune.model.reading import damage_is
+from headprune.model.stored import StoredTensor, stored_tensors
 
 _LAYERS = re.compile("(layers?|blocks?|stages?|depths?)$")
 _ENTRIES = re.compile("(heads?|experts?|labels)$")

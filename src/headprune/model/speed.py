@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from headprune.data.lengths import most_tokens
-from headprune.models.cost import GENERATES
-from headprune.models.loading import task_of
+from headprune.model.cost import GENERATES
+from headprune.model.lengths import most_tokens
+from headprune.model.loading import task_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint on disk, and the element types that a result keeps.
 
-Work is done in float32 (``models.precision``); a result is written as its original was, every
+Work is done in float32 (``model.precision``); a result is written as its original was, every
 tensor in the element type that it had there. Nothing here reads more of a file than its header.
 """
 
@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
-from headprune.parsing import read_json, validated
+from headprune.io.parsing import read_json, validated
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.data.batch import Batch
 from headprune.errors import PlanError
-from headprune.models.forward import run_model
+from headprune.model.batch import Batch
+from headprune.model.forward import run_model
 from headprune.runtime.modeling_headprune import Attention
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.errors import CheckpointError
-from headprune.models.loading import load_config, native_of
-from headprune.models.sizes import without_weights
+from headprune.model.loading import load_config, native_of
+from headprune.model.sizes import without_weights
 
 
 def tied_names(folder: Path) -> dict[str, str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headprune.errors import PlanError
-from headprune.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention
-from headprune.tensors.selection import attainable, keep_best
+from headprune.tensors.selection import attainable
 from headprune.tensors.units import Unit, members
 
 
@@ -105,83 +104,6 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
             f"each. The nearest counts are {below} and {above}; --unit head removes single heads."
         )
     return target
-
-
-def even_units(
-    attentions: Sequence[Attention], unit: Unit, scores: Sequence[float], budget: int
-) -> list[int]:
-    """The best units when every module must keep the same number of them.
-
-    Args:
-        attentions: The attention modules, in order.
-        unit: What is removed as one piece.
-        scores: One score per unit, in order.
-        budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least.
-
-    Returns:
-        Positions of the kept units.
-
-    Raises:
-        PlanError: If the modules differ in their heads, so that equal counts would be no plain cut.
-    """
-    per_module = [members(unit, a.group_sizes) for a in attentions]
-    if len({(len(units), len(units[0]) if units else 0) for units in per_module}) != 1:
-        raise PlanError(
-            "The attention modules differ in their number of heads, so the same cut in all of them "
-            "is no plain config. Leave out --shape native."
-        )
-    units, size = len(per_module[0]), len(per_module[0][0])
-    count = min(units, max(1, round(budget / (size * len(attentions)))))
-    kept: list[int] = []
-    for start in range(0, units * len(attentions), units):
-        best = sorted(range(start, start + units), key=lambda u: (-scores[u], u))
-        kept += sorted(best[:count])
-    return kept
-
-
-def plan_from_scores(
-    attentions: Sequence[Attention],
-    unit: Unit,
-    scores: Sequence[float],
-    budget: int,
-    model: ModelIdentity | None = None,
-    scale: Sequence[float] | None = None,
-    whole: Sequence[Attention] = (),
-) -> Plan:
-    """Keeps the best units, exactly ``budget`` query heads.
-
-    Args:
-        attentions: The attention modules to choose among, in order.
-        unit: What is removed as one piece.
-        scores: One score per unit, in order; higher is kept first.
-        budget: Query heads to keep.
-        model: The model that the plan is for.
-        scale: Gate value per unit, folded into the output projection; None for all 1.
-        whole: Other attention modules of the model, which keep all their heads.
-    """
-    kept = set(keep_best(scores, unit_sizes(attentions, unit), budget))
-    parts, index = {}, 0
-    for attention in attentions:
-        chosen: list[tuple[int, float]] = []
-        for unit_heads in members(unit, attention.group_sizes):
-            if index in kept:
-                factor = 1.0 if scale is None else scale[index]
-                chosen += [(attention.query_ids[position], factor) for position in unit_heads]
-            index += 1
-        chosen.sort()
-        parts[attention.path] = AttentionPlan(
-            query_heads=attention.query_heads,
-            kv_heads=attention.kv_heads,
-            keep=tuple(head for head, _ in chosen),
-            scale=None if scale is None else tuple(factor for _, factor in chosen),
-        )
-    for attention in whole:
-        parts[attention.path] = AttentionPlan(
-            query_heads=attention.query_heads,
-            kv_heads=attention.kv_heads,
-            keep=tuple(sorted(attention.query_ids)),
-        )
-    return Plan(unit=unit, model=model, attentions=parts)
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -15,23 +15,23 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
-from headprune import hub
 from headprune._version import __version__
-from headprune.checkpoint.outputs import claims_output, whole_folder
-from headprune.checkpoint.ownership import IMPORTED
-from headprune.checkpoint.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
-from headprune.checkpoint.sandbox import converse
-from headprune.checkpoint.streaming import bytes_of, describe
 from headprune.errors import CheckpointError
-from headprune.markup import sentence
-from headprune.models.refusals import refuse_links
-from headprune.models.ties import tied_names
+from headprune.io import hub
+from headprune.io.markup import sentence
+from headprune.io.outputs import claims_output, whole_folder
+from headprune.io.ownership import IMPORTED
+from headprune.io.streaming import bytes_of, describe
+from headprune.model.refusals import refuse_links
+from headprune.model.ties import tied_names
+from headprune.pickles.pickles import SAFE, SAFE_INDEX, WEIGHTS, survey
+from headprune.pickles.sandbox import converse
 
 Stage = Callable[[str], None]
 
 # of a repository of the hub: code, and weights of other frameworks
 _NOT_FETCHED = ["*.py", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.tflite", "onnx/*", "openvino/*"]
-READER = "headprune.checkpoint.unpickling"  # what runs in the confined process
+READER = "headprune.pickles.unpickling"  # what runs in the confined process
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def import_pickle(
     """Turns a model folder whose weights are pickles into one with safetensors.
 
     The pickles are read by torch's restricted unpickler (``weights_only``) in a process of its own
-    that gave up its privileges before; see ``headprune.checkpoint.sandbox``. Names, element types
+    that gave up its privileges before; see ``headprune.pickles.sandbox``. Names, element types
     and numbers stay as they are. What else belongs to the model is copied; code is not.
 
     Args:

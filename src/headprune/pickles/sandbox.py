@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from headprune.checkpoint import seccomp
 from headprune.errors import CheckpointError
-from headprune.markup import sentence
+from headprune.io.markup import sentence
+from headprune.pickles import seccomp
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -35,7 +35,7 @@ _START = """\
 import json, sys
 order = json.loads(sys.stdin.buffer.readline())
 sys.path[:] = order["path"]
-from headprune.checkpoint.sandbox import serve
+from headprune.pickles.sandbox import serve
 serve(order["module"], order["job"])
 """
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "LANG")

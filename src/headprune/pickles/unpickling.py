@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.checkpoint.sandbox import Say, confine
-from headprune.checkpoint.streaming import DTYPES, bytes_of, write
 from headprune.errors import CheckpointError
-from headprune.markup import sentence
-from headprune.writing import write_error
+from headprune.io.markup import sentence
+from headprune.io.streaming import DTYPES, bytes_of, write
+from headprune.io.writing import write_error
+from headprune.pickles.sandbox import Say, confine
 
 # A file of honest weights is as large as its tensors, or smaller by names that share a storage.
 _MOST_TIMES_LARGER = 16

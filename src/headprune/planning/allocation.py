@@ -20,8 +20,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
 from headprune.errors import PlanError
-from headprune.models.budgets import Prices
-from headprune.models.planning import unit_sizes
+from headprune.model.units import unit_sizes
+from headprune.planning.budgets import Prices
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit, members

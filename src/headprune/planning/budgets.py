@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
-from headprune.models.attention import attention_of, family_of
-from headprune.models.cost import CACHED, GENERATES, STUB, kv_cache_elements_per_token
-from headprune.models.loading import task_of
-from headprune.models.surgery import cut_heads, resolve
-from headprune.plan import AttentionPlan, Plan
+from headprune.model.attention import attention_of, family_of
+from headprune.model.cost import CACHED, GENERATES, STUB, kv_cache_elements_per_token
+from headprune.model.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.index_maps import role_slices
 from headprune.tensors.units import Unit
 

@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.outputs import claims_output
-from headprune.checkpoint.ownership import PLAN
-from headprune.checkpoint.scores import Scores, ScoresMetadata, read_scores
 from headprune.config import BudgetConfig, DataConfig
-from headprune.criteria import CRITERIA
+from headprune.data.calibration import calibration
 from headprune.errors import PlanError
-from headprune.evaluation.speed import measure
-from headprune.models.allocation import Limit, allocate
-from headprune.models.attention import attention_of
-from headprune.models.budgets import cache_prices, parameter_prices, time_prices
-from headprune.models.heads import read_output, write_output
-from headprune.models.planning import head_budget, plan_from_scores, refuse_target, unit_sizes
-from headprune.models.refit import refit as refit_outputs
-from headprune.models.stored import stored_dtypes, stored_tensors
-from headprune.pipelines.calibration import calibration
-from headprune.pipelines.fitting import fitted_scores
-from headprune.pipelines.prune import load, reckons_with_refit
-from headprune.pipelines.score import Watch, gather, scores_of
-from headprune.plan import ModelIdentity, Plan
+from headprune.evidence.criteria import CRITERIA
+from headprune.evidence.score import Watch, gather, reckons_with_refit, scores_of
+from headprune.io.outputs import claims_output
+from headprune.io.ownership import PLAN
+from headprune.model.attention import attention_of
+from headprune.model.fitting import fitted_scores
+from headprune.model.heads import read_output, write_output
+from headprune.model.opening import load
+from headprune.model.speed import measure
+from headprune.model.stored import stored_dtypes, stored_tensors
+from headprune.model.units import head_budget, refuse_target, unit_sizes
+from headprune.planning.allocation import Limit, allocate
+from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
+from headprune.planning.from_scores import plan_from_scores
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.plan import ModelIdentity, Plan
+from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
+from headprune.surgery.refit import refit as refit_outputs
 from headprune.tensors.units import Unit, members
 
 PROMPT = 256  # tokens of the prefill that --min-speedup is measured on

@@ -16,20 +16,21 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from headprune.checkpoint.folders import sha256_of
-from headprune.checkpoint.manifest import Manifest, contents, read_manifest
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
-from headprune.markup import sentence
-from headprune.models import proof
-from headprune.models.attention import identity
-from headprune.models.loading import auto_class_of, from_pretrained, parse_dtype
-from headprune.models.proof import Outputs
-from headprune.models.stored import stored_dtypes, stored_tensors
-from headprune.models.surgery import fold_gates, resolve
-from headprune.parsing import read_json
-from headprune.plan import Shape, read_plan
-from headprune.records import Sample
+from headprune.io.folders import sha256_of
+from headprune.io.markup import sentence
+from headprune.io.parsing import read_json
+from headprune.model import probes
+from headprune.model.attention import identity
+from headprune.model.loading import auto_class_of, from_pretrained, parse_dtype
+from headprune.model.probes import Outputs
+from headprune.model.stored import stored_dtypes, stored_tensors
+from headprune.proof import equivalence
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
+from headprune.schemas.manifest import Manifest, contents, read_manifest
+from headprune.schemas.plan import Shape, read_plan
+from headprune.schemas.records import Sample
+from headprune.surgery.cut import fold_gates, resolve
 
 Stage = Callable[[str], None]
 
@@ -147,14 +148,14 @@ def _compared(
     """Compares what a route leads to with the outputs that were stored."""
     try:
         net = load()
-        inputs = proof.probe_inputs(net, stored.seed)
-        outputs = proof.probe(net, inputs)
+        inputs = probes.probe_inputs(net, stored.seed)
+        outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
         said = error if isinstance(error, HeadpruneError) else f"{type(error).__name__}: {error}"
         return Check(route, False, sentence(str(said))), None
-    gap = proof.difference_from_stored(stored, outputs)
-    allowed = proof.allowed(net, inputs, outputs, gap)
-    same_inputs = proof.digest(inputs) == stored.inputs_sha256
+    gap = equivalence.difference_from_stored(stored, outputs)
+    allowed = equivalence.allowed(net, inputs, outputs, gap)
+    same_inputs = equivalence.digest(inputs) == stored.inputs_sha256
     found = f"{gap:.1e} from the stored outputs, {allowed:.0e} allowed"
     if not same_inputs:
         found = "this torch makes other probe inputs from the same seed"
@@ -245,9 +246,9 @@ def _against(
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
-    inputs = proof.probe_inputs(base)
-    wanted = proof.probe_gated(base, cuts, inputs)
-    gap = proof.difference(wanted, outputs)
-    allowed = proof.allowed(base, inputs, wanted, gap, cuts)
+    inputs = probes.probe_inputs(base)
+    wanted = equivalence.probe_gated(base, cuts, inputs)
+    gap = equivalence.difference(wanted, outputs)
+    allowed = equivalence.allowed(base, inputs, wanted, gap, cuts)
     found = f"{gap:.1e} from its gated form, {allowed:.0e} allowed"
     return Check(f"against {against}", gap <= allowed, found)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headprune.estimates import Estimate
-from headprune.pipelines.run import UNKNOWN, digest_of_model, look, open_run
-from headprune.pipelines.sizes import sizes_of
-from headprune.recipe import Recipe, options_of
+from headprune.recipes.recipe import Recipe, options_of
+from headprune.recipes.run import UNKNOWN, digest_of_model, look, open_run
+from headprune.recipes.sizes import sizes_of
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-from headprune.checkpoint.outputs import claimed_file
-from headprune.checkpoint.ownership import RECIPE
 from headprune.declaration import Options
 from headprune.errors import RecipeError
-from headprune.recipe import Recipe, read_recipe
-from headprune.writing import write_whole
+from headprune.io.outputs import claimed_file
+from headprune.io.ownership import RECIPE
+from headprune.io.writing import write_whole
+from headprune.recipes.recipe import Recipe, read_recipe
 
 MODEL, DATA = "HuggingFaceTB/SmolLM2-135M", "wikitext:wikitext-2-raw-v1"
 

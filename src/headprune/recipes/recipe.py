@@ -46,7 +46,7 @@ from headprune.declaration import (
     warn_of_old_names,
 )
 from headprune.errors import HeadpruneError, RecipeError
-from headprune.parsing import Loader, parse_yaml, read_yaml, shown
+from headprune.io.parsing import Loader, parse_yaml, read_yaml, shown
 from headprune.registry import did_you_mean
 
 ORIGINAL = "original"

@@ -14,11 +14,19 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from headprune import processes
-from headprune.checkpoint.folders import digest_of
-from headprune.checkpoint.manifest import versions
-from headprune.checkpoint.outputs import refuse_input
-from headprune.checkpoint.ownership import is_ours, part_of
-from headprune.checkpoint.runs import (
+from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context, Door, Slot
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.estimates import duration
+from headprune.io.folders import digest_of
+from headprune.io.markup import sentence
+from headprune.io.outputs import refuse_input
+from headprune.io.ownership import is_ours, part_of
+from headprune.io.writing import adopt, put, write_error, write_whole
+from headprune.model.loading import load_config
+from headprune.recipes.recipe import LOADING, ORIGINAL, Recipe, Step, options_of
+from headprune.schemas.manifest import versions
+from headprune.schemas.runs import (
     LOCK,
     PARTIAL,
     RECIPE,
@@ -31,15 +39,7 @@ from headprune.checkpoint.runs import (
     read_run,
     write_lock,
 )
-from headprune.data.sources import refuse_missing_file
-from headprune.declaration import Context, Door, Slot
-from headprune.errors import CheckpointError, HeadpruneError
-from headprune.estimates import duration
-from headprune.markup import sentence
-from headprune.models.loading import load_config
-from headprune.recipe import LOADING, ORIGINAL, Recipe, Step, options_of
 from headprune.training.resumable import Interrupted
-from headprune.writing import adopt, put, write_error, write_whole
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run
 

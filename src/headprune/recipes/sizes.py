@@ -7,11 +7,11 @@ import time
 import torch
 
 from headprune.estimates import Sizes
-from headprune.models.attention import attention_of
-from headprune.models.cost import attention_parameters
-from headprune.models.loading import load_config, native_of
-from headprune.models.sizes import without_weights
-from headprune.recipe import Recipe
+from headprune.model.attention import attention_of
+from headprune.model.cost import attention_parameters
+from headprune.model.loading import load_config, native_of
+from headprune.model.sizes import without_weights
+from headprune.recipes.recipe import Recipe
 
 
 def sizes_of(recipe: Recipe) -> Sizes:

@@ -1,1 +1,1 @@
-"""Limits that a model is held to, the baseline they refer to, and the verdicts."""
+"""Regression: a model held to limits and to its baseline."""

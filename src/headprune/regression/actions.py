@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from headprune.markup import inert, xml_safe
+from headprune.io.markup import inert, xml_safe
 from headprune.regression.verdicts import Judged, Verdict
 
 _MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.TOO_CLOSE: "⚠️"}

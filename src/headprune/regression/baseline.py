@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from headprune.config import Amount
 from headprune.errors import CheckpointError, DataError
 from headprune.evaluation.samples import FORMULAS, Samples
-from headprune.parsing import read_as
-from headprune.writing import write_whole
+from headprune.io.parsing import read_as
+from headprune.io.writing import write_whole
 
 # settings that decide what is measured; the others, such as the batch size, may change
 _DECISIVE = ("seq_len", "max_windows", "seed")

@@ -12,19 +12,17 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from headprune.checkpoint.outputs import claimed_file
-from headprune.checkpoint.ownership import BASELINE
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.evaluation import speed
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
+from headprune.evaluation.evaluate import Evaluation, Loaded, load, run
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import METRICS, Identified, Metric
 from headprune.evaluation.samples import Samples
-from headprune.models.cost import ModelCost, model_cost
-from headprune.pipelines.evaluate import Evaluation, Loaded, load, run
-from headprune.plan import Shape
-from headprune.records import Digest
+from headprune.io.outputs import claimed_file
+from headprune.io.ownership import BASELINE
+from headprune.model import speed
+from headprune.model.cost import ModelCost, model_cost
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import GitState, git_state
 from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Kind, Limit, parse_limit
@@ -36,6 +34,8 @@ from headprune.regression.verdicts import (
     judge_exact,
     overall,
 )
+from headprune.schemas.plan import Shape
+from headprune.schemas.records import Digest
 
 _FIDELITY = ("mean_cosine", "similarity_correlation")  # to the original, whatever the limit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
-from headprune.markup import xml_safe
+from headprune.io.markup import xml_safe
 from headprune.regression.verdicts import Judged, Verdict
 
 SUITE = "headprune check"

@@ -24,8 +24,8 @@ from typing import Literal, get_args
 
 from headprune.errors import HeadpruneError
 from headprune.evaluation.report import METRICS
-from headprune.plan import Shape
 from headprune.registry import did_you_mean
+from headprune.schemas.plan import Shape
 
 STRUCTURE = (
     *("query_heads", "kv_heads", "parameters", "attention_parameters"),

@@ -1,1 +1,1 @@
-"""The report: figures, and a page that shows runs; it reads files and plain view objects."""
+"""The report: facts of all results side by side, as one page, Markdown or JSON."""

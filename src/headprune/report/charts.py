@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.report import figures
-from headprune.report.figures import Series
+from headprune.io import figures
+from headprune.io.figures import Series
 from headprune.report.view import Evaluation, History, Quality, Run, Sweep
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from headprune.checkpoint import gates as gates_folder
-from headprune.checkpoint.gates import TrainedGates, read_gates, read_metadata
-from headprune.checkpoint.manifest import Manifest, read_manifest
-from headprune.checkpoint.ownership import CHECK, EVALUATION
-from headprune.checkpoint.runs import read_run
-from headprune.checkpoint.scores import METADATA as SCORES
-from headprune.checkpoint.scores import Scores, read_scores
-from headprune.checkpoint.sweeps import SWEEP, Sweep
 from headprune.errors import CheckpointError
-from headprune.parsing import read_as, read_json, read_yaml, validated
-from headprune.plan import Plan, read_plan
+from headprune.io.ownership import CHECK, EVALUATION
+from headprune.io.parsing import read_as, read_json, read_yaml, validated
 from headprune.runtime import MANIFEST
+from headprune.schemas import gates as gates_folder
+from headprune.schemas.gates import TrainedGates, read_gates, read_metadata
+from headprune.schemas.manifest import Manifest, read_manifest
+from headprune.schemas.plan import Plan, read_plan
+from headprune.schemas.runs import read_run
+from headprune.schemas.scores import METADATA as SCORES
+from headprune.schemas.scores import Scores, read_scores
+from headprune.schemas.sweeps import SWEEP, Sweep
 from headprune.training.work import unfinished
 
 MOST_HEADS = 65_536  # the largest models have a quarter of it

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headprune.checkpoint.gates import GatesMetadata
 from headprune.errors import CheckpointError
-from headprune.plan import Plan
 from headprune.report.view import Cell, HeadMap, Layer, State
+from headprune.schemas.gates import GatesMetadata
+from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit, members
 
 

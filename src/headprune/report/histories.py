@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from headprune.errors import CheckpointError
-from headprune.parsing import first_problem, read_json_lines
+from headprune.io.parsing import first_problem, read_json_lines
 from headprune.report.view import History
 
 POINTS = 250  # of a drawn history; a line has no room for more

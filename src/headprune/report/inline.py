@@ -7,8 +7,8 @@ from io import StringIO
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from headprune.markup import xml_safe
-from headprune.report import figures
+from headprune.io import figures
+from headprune.io.markup import xml_safe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,8 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from headprune._version import __version__
-from headprune.checkpoint import card
-from headprune.markup import xml_safe
+from headprune.export import card
+from headprune.io.markup import xml_safe
 from headprune.report import charts, words
 from headprune.report.charts import Chart
 from headprune.report.inline import inline_svg

@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headprune.checkpoint import sweeps
-from headprune.checkpoint.card import chosen_by
-from headprune.checkpoint.manifest import HISTORY, Manifest, Step
-from headprune.records import Healing, MadeBy, Merging, Migration
+from headprune.export.card import chosen_by
 from headprune.report.charts import short_name
 from headprune.report.discovery import (
     Found,
@@ -22,6 +19,9 @@ from headprune.report.discovery import (
 from headprune.report.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.report.histories import history
 from headprune.report.view import Check, Evaluation, Facts, Point, Run, Sweep
+from headprune.schemas import sweeps
+from headprune.schemas.manifest import HISTORY, Manifest, Step
+from headprune.schemas.records import Healing, MadeBy, Merging, Migration
 from headprune.tensors.units import Unit
 
 _UNIT = {

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headprune.checkpoint.outputs import claimed_file, claimed_files
-from headprune.checkpoint.ownership import FIGURE, REPORT
 from headprune.errors import HeadpruneError
 from headprune.evaluation.report import Difference, ModelReport, Report
-from headprune.parsing import validated
-from headprune.pipelines.check import CheckReport
+from headprune.io.figures import save
+from headprune.io.outputs import claimed_file, claimed_files
+from headprune.io.ownership import FIGURE, REPORT
+from headprune.io.parsing import validated
+from headprune.io.writing import write_whole
+from headprune.regression.check import CheckReport
 from headprune.report import page
 from headprune.report.charts import map_figure
 from headprune.report.discovery import discover
-from headprune.report.figures import save
 from headprune.report.reading import assemble
 from headprune.report.view import Check, Evaluation, Interval, Quality, Run, Size
-from headprune.writing import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headprune.checkpoint.manifest import Manifest, Step
+from headprune.schemas.manifest import Manifest, Step
 
 State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headprune.checkpoint import card
-from headprune.checkpoint.manifest import Step
-from headprune.plan import Shape
-from headprune.records import Healing, Merging, Migration
+from headprune.export import card
 from headprune.report.charts import mebibytes, short_name, speeds
 from headprune.report.view import Evaluation, Facts, Quality, Run, Sweep
+from headprune.schemas.manifest import Step
+from headprune.schemas.plan import Shape
+from headprune.schemas.records import Healing, Merging, Migration
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Files: folders that appear whole or not at all, gates, manifests, model cards."""
+"""Schemas: the files that headprune writes, each with its type and version."""

@@ -19,16 +19,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headprune.checkpoint.folders import digest_of
-from headprune.checkpoint.tensors import described, read_tensors
 from headprune.config import Method
 from headprune.errors import CheckpointError, PlanError
-from headprune.parsing import read_as
-from headprune.plan import ModelIdentity
-from headprune.records import Count, Digest, Finite
+from headprune.io.folders import digest_of
+from headprune.io.parsing import read_as
+from headprune.io.tensors import described, read_tensors
+from headprune.io.writing import write_error, write_whole
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.records import Count, Digest, Finite
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
-from headprune.writing import write_error, write_whole
 
 TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safetensors"
 

@@ -12,11 +12,12 @@ import transformers
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune._version import __version__
-from headprune.checkpoint.folders import digest_of, sha256_of
 from headprune.errors import CheckpointError
-from headprune.parsing import read_as
-from headprune.plan import ModelIdentity, Shape
-from headprune.records import (
+from headprune.io.folders import digest_of, sha256_of
+from headprune.io.parsing import read_as
+from headprune.runtime import MANIFEST
+from headprune.schemas.plan import ModelIdentity, Shape
+from headprune.schemas.records import (
     Count,
     Digest,
     Done,
@@ -31,7 +32,6 @@ from headprune.records import (
     Refit,
     Sample,
 )
-from headprune.runtime import MANIFEST
 
 CARD = "README.md"
 HISTORY = "heal.jsonl"  # of a healing, with times in it

@@ -27,10 +27,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headprune.errors import PlanError
-from headprune.parsing import read_json, validated
+from headprune.io.parsing import read_json, validated
+from headprune.io.writing import write_whole
 from headprune.registry import did_you_mean
 from headprune.tensors.units import Unit
-from headprune.writing import write_whole
 
 Number = Annotated[int, Field(ge=0, strict=True)]
 Factor = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -148,7 +148,7 @@ def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> P
     Args:
         path: The JSON file.
         present: The model's attention modules: path to (ids of its query heads, number of KV
-            heads). The short form needs it; the full form is checked by ``models.surgery``.
+            heads). The short form needs it; the full form is checked by ``surgery.cut``.
 
     Raises:
         PlanError: If the file is missing, is no plan, or names modules or heads that are not there.

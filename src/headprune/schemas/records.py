@@ -270,7 +270,7 @@ class MadeBy(_Part):
 
 
 class Recorded(BaseModel):
-    """What loading a result asks of headprune.json; the rest is for ``checkpoint.manifest``.
+    """What loading a result asks of headprune.json; the rest is for ``schemas.manifest``.
 
     Attributes:
         id: Id of the result; None in older ones.

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ConfigDict, Field
 
-from headprune.checkpoint.folders import digest_of, sha256_of
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
-from headprune.parsing import read_as
-from headprune.writing import write_whole
+from headprune.io.folders import digest_of, sha256_of
+from headprune.io.parsing import read_as
+from headprune.io.writing import write_whole
 
 RECORD, RECIPE, LOCK, PARTIAL = "run.json", "recipe.yaml", "requirements.lock", ".partial"
 

@@ -15,15 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headprune.checkpoint.folders import digest_of
-from headprune.checkpoint.outputs import whole_folder
-from headprune.checkpoint.tensors import described, read_tensors
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.errors import CheckpointError, PlanError
-from headprune.parsing import read_as
-from headprune.plan import ModelIdentity
-from headprune.records import Count, Digest
+from headprune.io.folders import digest_of
+from headprune.io.outputs import whole_folder
+from headprune.io.parsing import read_as
+from headprune.io.tensors import described, read_tensors
 from headprune.registry import did_you_mean
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.records import Count, Digest
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 

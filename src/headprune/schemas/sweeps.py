@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import Amount, Count
-from headprune.records import Digest
+from headprune.schemas.records import Digest
 
 SWEEP = "sweep.json"
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.data.batch import Batch, doubled
 from headprune.errors import PlanError
-from headprune.merging.spec import HeadWeights, MergeActivations, MergeContext, project
-from headprune.models.forward import eager_attention, run_without_cache
-from headprune.models.heads import project_output, read_heads, write_heads
-from headprune.models.recording import AttentionRecorder, RecordedCall
-from headprune.models.rotation import found_rotation
-from headprune.models.streams import OneStream, Order, RunsTwice, Stream, entering
+from headprune.model.batch import Batch, doubled
+from headprune.model.forward import eager_attention, run_without_cache
+from headprune.model.heads import HeadWeights, project_output, read_heads, write_heads
+from headprune.model.recording import AttentionRecorder, RecordedCall
+from headprune.model.rotation import found_rotation
+from headprune.model.streams import OneStream, Order, RunsTwice, Stream, entering
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule
+from headprune.surgery.merges.spec import MergeActivations, MergeContext, project
 from headprune.tensors.rotary import RotaryPairs, Rotation
 
 Convert = Callable[[Attention, HeadWeights, MergeContext], HeadWeights]

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.families import Family
-from headprune.models.attention import attention_of, family_of, fingerprint
-from headprune.models.loading import native_class
-from headprune.plan import AttentionPlan, Plan, Shape, check_heads, check_module
+from headprune.model.attention import attention_of, family_of, fingerprint
+from headprune.model.loading import native_class
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
+from headprune.schemas.plan import AttentionPlan, Plan, Shape, check_heads, check_module
 from headprune.tensors.index_maps import IndexMap, projection_slices
 from headprune.tensors.units import Unit, members
 

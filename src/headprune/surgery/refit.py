@@ -1,6 +1,6 @@
 """Compensation: W_O refitted by least squares, layer after layer, for the heads that are gone.
 
-In one pass of two streams (see ``models.streams``), every W_O is fitted to what the original gives
+In one pass of two streams (see ``model.streams``), every W_O is fitted to what the original gives
 at its place, on the inputs that the cut and refitted layers before it produce.
 """
 
@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.data.batch import Batch, doubled, real_tokens, token_mask
 from headprune.errors import DataError, PlanError
-from headprune.models.heads import project_output, read_output, write_output
-from headprune.models.streams import OneStream, RunsTwice, Stream, in_sequence
+from headprune.model.batch import Batch, doubled, real_tokens, token_mask
+from headprune.model.heads import project_output, read_output, write_output
+from headprune.model.streams import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 

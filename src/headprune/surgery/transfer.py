@@ -6,8 +6,8 @@ import transformers
 from transformers import GPTBigCodeConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from headprune.models.attention import attention_of
-from headprune.models.loading import native_class
+from headprune.model.attention import attention_of
+from headprune.model.loading import native_class
 
 _SHARED = (
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),

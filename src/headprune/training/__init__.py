@@ -1,1 +1,1 @@
-"""Training gates, on transformers.Trainer."""
+"""Training: the loop that gates and distillation share, with checkpoints to resume from."""

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headprune.errors import CheckpointError
-from headprune.parsing import read_as
+from headprune.io.parsing import read_as
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 STATE, PROGRESS, PARTIAL = "state.safetensors", "progress.json", ".partial"

@@ -20,12 +20,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from headprune import processes
-from headprune.checkpoint.outputs import Input, claimed
 from headprune.config import Count, DataConfig, HealConfig, TrainGatesConfig
 from headprune.errors import CheckpointError
-from headprune.parsing import parse_json, read_yaml, validated
+from headprune.io.outputs import Input, claimed
+from headprune.io.parsing import parse_json, read_yaml, validated
+from headprune.io.writing import beside, real, write_whole
 from headprune.training import checkpoints
-from headprune.writing import beside, real, write_whole
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
 _SUFFIX = "-checkpoints"

@@ -1,18 +1,18 @@
 """Criteria: how much a head matters. One file each; a new one is a row here."""
 
-from headprune.criteria.compensated import compensated
-from headprune.criteria.confidence import confidence
-from headprune.criteria.fisher import fisher
-from headprune.criteria.fluctuation import fluctuation
-from headprune.criteria.gates import gates
-from headprune.criteria.gradient import gradient
-from headprune.criteria.leave_one_out import leave_one_out
-from headprune.criteria.magnitude import magnitude
-from headprune.criteria.random import random
-from headprune.criteria.reconstruction import reconstruction
-from headprune.criteria.spec import Activations, Criterion, Evidence, Need, Units
-from headprune.criteria.wanda import wanda
 from headprune.errors import PlanError
+from headprune.evidence.criteria.compensated import compensated
+from headprune.evidence.criteria.confidence import confidence
+from headprune.evidence.criteria.fisher import fisher
+from headprune.evidence.criteria.fluctuation import fluctuation
+from headprune.evidence.criteria.gates import gates
+from headprune.evidence.criteria.gradient import gradient
+from headprune.evidence.criteria.leave_one_out import leave_one_out
+from headprune.evidence.criteria.magnitude import magnitude
+from headprune.evidence.criteria.random import random
+from headprune.evidence.criteria.reconstruction import reconstruction
+from headprune.evidence.criteria.spec import Activations, Criterion, Evidence, Need, Units
+from headprune.evidence.criteria.wanda import wanda
 from headprune.registry import Registry
 
 __all__ = ["CRITERIA", "Activations", "Criterion", "Evidence", "Need", "Units"]

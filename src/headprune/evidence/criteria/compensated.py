@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.criteria.spec import Criterion, Evidence, Units, columns
+from headprune.evidence.criteria.spec import Criterion, Evidence, Units, columns
 from headprune.tensors.least_squares import removal_costs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.criteria.spec import Criterion, Evidence, Units
+from headprune.evidence.criteria.spec import Criterion, Evidence, Units
 
 
 def _score(evidence: Evidence, units: Units) -> Tensor:

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from headprune.criteria.spec import Criterion, Evidence, Units
+from headprune.evidence.criteria.spec import Criterion, Evidence, Units
 
 
 def _score(evidence: Evidence, units: Units) -> Tensor:

@@ -1,15 +1,16 @@
 """Merges: how the KV heads of a group become one. One file each; a new one is a row here."""
 
 from headprune.errors import PlanError
-from headprune.merging.first import first
-from headprune.merging.lowrank import lowrank
-from headprune.merging.mean import mean
-from headprune.merging.medoid import medoid
-from headprune.merging.norm_mean import norm_mean
-from headprune.merging.procrustes import procrustes
-from headprune.merging.random import random
-from headprune.merging.spec import Groups, HeadWeights, Merge, MergeActivations, MergeContext
+from headprune.model.heads import HeadWeights
 from headprune.registry import Registry
+from headprune.surgery.merges.first import first
+from headprune.surgery.merges.lowrank import lowrank
+from headprune.surgery.merges.mean import mean
+from headprune.surgery.merges.medoid import medoid
+from headprune.surgery.merges.norm_mean import norm_mean
+from headprune.surgery.merges.procrustes import procrustes
+from headprune.surgery.merges.random import random
+from headprune.surgery.merges.spec import Groups, Merge, MergeActivations, MergeContext
 
 __all__ = [
     "MERGES",

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from headprune.merging.spec import Groups, HeadWeights, Merge, MergeContext
+from headprune.model.heads import HeadWeights
+from headprune.surgery.merges.spec import Groups, Merge, MergeContext
 from headprune.tensors.lowrank import shared_key, shared_value
 
 Cost = Callable[[tuple[int, ...]], float]

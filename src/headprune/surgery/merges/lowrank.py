@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from headprune.errors import DataError, PlanError
-from headprune.merging.spec import Groups, HeadWeights, MergeActivations, MergeContext, project
+from headprune.model.heads import HeadWeights
+from headprune.surgery.merges.spec import Groups, MergeActivations, MergeContext, project
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.merging.spec import MergeContext, each_group
+from headprune.surgery.merges.spec import MergeContext, each_group
 
 
 def _medoid(k: Tensor, v: Tensor, context: MergeContext) -> tuple[Tensor, Tensor]:

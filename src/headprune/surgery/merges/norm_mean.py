@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headprune.merging.spec import MergeContext, each_group
+from headprune.surgery.merges.spec import MergeContext, each_group
 
 
 def _norm_mean(k: Tensor, v: Tensor, context: MergeContext) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headprune.merging.spec import Groups, HeadWeights, MergeContext
+from headprune.model.heads import HeadWeights
+from headprune.surgery.merges.spec import Groups, MergeContext
 from headprune.tensors.rotary import RotaryPairs
 
 _ROUNDS = 5

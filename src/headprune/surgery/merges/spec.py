@@ -3,67 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headprune.model.heads import HeadWeights
 from headprune.tensors.rotary import RotaryPairs, Rotation
 
 Groups = Sequence[Sequence[int]]
 """Positions of the KV heads that become one, for every KV head of the result."""
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """The weights of one attention module, head by head; everything acts on column vectors.
-
-    Attributes:
-        q: W_Q, shape (query heads, head_dim, hidden).
-        k: W_K, shape (KV heads, head_dim, hidden).
-        v: W_V, shape (KV heads, head_dim, hidden).
-        o: W_O, shape (query heads, hidden, head_dim).
-        q_bias: Shape (query heads, head_dim); None without.
-        k_bias: Shape (KV heads, head_dim); None without.
-        v_bias: Shape (KV heads, head_dim); None without.
-        o_bias: Shape (hidden,); None without.
-        group_sizes: Query heads of every KV head, in order.
-    """
-
-    q: Float[Tensor, "query_heads head_dim hidden"]
-    k: Float[Tensor, "kv_heads head_dim hidden_k"]
-    v: Float[Tensor, "kv_heads head_dim_v hidden_k"]
-    o: Float[Tensor, "query_heads out head_dim_v"]
-    group_sizes: tuple[int, ...]
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-
-    @property
-    def owners(self) -> list[int]:
-        """The KV head of every query head."""
-        return [kv for kv, size in enumerate(self.group_sizes) for _ in range(size)]
-
-    def affine(self, role: str) -> Float[Tensor, "heads head_dim hidden_1"]:
-        """Weights with the bias as one more column, for inputs with a 1 at the end."""
-        weight: Tensor = getattr(self, role)
-        bias = getattr(self, f"{role}_bias")
-        return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
-
-    def with_affine(self, role: str, weight: Tensor) -> HeadWeights:
-        """These heads with other weights of one role, given as ``affine`` gives them."""
-        changes: dict[str, Any] = {role: weight}
-        if getattr(self, f"{role}_bias") is not None:
-            changes = {role: weight[..., :-1], f"{role}_bias": weight[..., -1]}
-        return replace(self, **changes)
-
-    def queries_of(self, group: Sequence[int]) -> list[int]:
-        """Positions of the query heads of some KV heads."""
-        return [query for query, owner in enumerate(self.owners) if owner in group]
 
 
 @dataclass(frozen=True)
@@ -136,6 +87,7 @@ class MergeContext:
     seed: int = 0
 
 
+@runtime_checkable
 class Merge(Protocol):
     """Makes the KV heads of every group compute the same."""
 

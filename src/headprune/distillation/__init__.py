@@ -1,0 +1,1 @@
+"""Distillation: a smaller model trained to match the one it came from."""

@@ -1,0 +1,1 @@
+"""Evidence: how much each head matters, measured on text by criteria."""

@@ -1,0 +1,1 @@
+"""Gates: trained on every head, to an exact count of open ones."""

@@ -1,0 +1,144 @@
+"""Made-up inputs of whatever a model takes, and its outputs on them.
+
+Texts are random token ids from a seed. A language model is probed three times: one forward over a
+padded batch, and two decodings with a KV cache, of one text and of a padded batch in pieces,
+because a cache that is filled wrongly shows only there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from headprune.errors import FamilyError
+from headprune.model.attention import family_of
+from headprune.model.lengths import most_tokens
+from headprune.model.loading import task_of
+from headprune.schemas.records import PROBE_SEED
+
+_DECODED = 4
+_CHUNKS = (4, 1, 1)
+
+
+Outputs = dict[str, Tensor]
+
+
+def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Tensor]:
+    """Two random examples of whatever the model takes; texts are of unequal length and padded."""
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    takes = set(inspect.signature(model.forward).parameters)
+    kinds = family_of(config).attention
+    inputs: dict[str, Tensor] = {}
+    if "input_ids" in takes:
+        inputs = _random_text(config.get_text_config(), 24, generator)
+        for name in ("image_token_id", "image_token_index", "video_token_id"):
+            inputs["input_ids"][inputs["input_ids"] == getattr(config, name, None)] = 0
+    # a model whose language part alone is cut is probed on text alone
+    if "pixel_values" in takes and ("vision" in kinds or not inputs):
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        inputs["pixel_values"] = torch.randn(2, vision.num_channels, *sides, generator=generator)
+    if "input_features" in takes:
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        inputs["input_features"] = torch.randn(shape, generator=generator)
+    if "input_values" in takes:
+        inputs["input_values"] = torch.randn(2, 8000, generator=generator)
+    if "decoder_input_ids" in takes:
+        text = _random_text(config.get_text_config(decoder=True), 17, generator)
+        inputs["decoder_input_ids"] = text["input_ids"]
+    if not inputs:
+        raise FamilyError(
+            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no input that a proof can "
+            "make up. Cut the model without its head (the class that AutoModel gives)."
+        )
+    return inputs
+
+
+def _random_text(
+    text: PreTrainedConfig, length: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    length = min(length, most_tokens(text) or length)
+    if length <= max(_DECODED, sum(_CHUNKS)):
+        raise FamilyError(
+            f"The model's texts end after {length} tokens (max_position_embeddings), too few for a "
+            "proof. If that is a mistake in its config.json, get it again."
+        )
+    ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length - length // 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Outputs:
+    """Runs a model on probe inputs; padded positions are zeroed, they carry no meaning."""
+    dtype, device = model.dtype, model.device
+    inputs = {
+        k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()
+    }
+    result, mask = model(**inputs), inputs.get("attention_mask")
+    outputs = {}
+    for name, value in result.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            output = value.double().cpu()
+            if mask is not None and output.dim() == 3 and output.shape[:2] == mask.shape:
+                output *= mask.cpu()[..., None]
+            outputs[name] = output
+    if task_of(model) in ("causal-lm", "seq2seq-lm"):
+        outputs["logits_decoded_with_cache"] = _decoded(model, inputs)
+        outputs["logits_decoded_in_chunks"] = _decoded_in_chunks(model, inputs)
+    return outputs
+
+
+def _decoded(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of the first example, the last positions decoded one by one."""
+    first = {name: value[:1] for name, value in inputs.items()}
+    if "decoder_input_ids" not in first:
+        first = {"input_ids": first["input_ids"]}  # the first example has no padding
+    return _through_cache(model, first, [1] * _DECODED)
+
+
+def _decoded_in_chunks(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of the whole batch through one cache: several positions at once, then one by one.
+
+    Texts of a decoder are padded on the left. Masks of later pieces are then as long as the cache
+    says, which one text decoded one by one does not show: it needs no mask. The first position
+    stays: a padded one that sees none at all is NaN in float64, and so are those that pass it over.
+    """
+    if "decoder_input_ids" in inputs:
+        return _through_cache(model, inputs, _CHUNKS)
+    mask = inputs["attention_mask"].flip(1)
+    mask[:, 0] = 1
+    padded = {"input_ids": inputs["input_ids"], "attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = _through_cache(model, padded, _CHUNKS)
+    return logits.masked_fill(mask.cpu()[..., None] == 0, 0.0)
+
+
+def _through_cache(
+    model: PreTrainedModel, inputs: dict[str, Tensor], last: Sequence[int]
+) -> Tensor:
+    """Logits of all positions, the last of them in pieces of so many, through the cache."""
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    rest: dict[str, Any] = dict(inputs)
+    logits, cache = [], None
+    for start, end in pairwise(accumulate([inputs[name].shape[1] - sum(last), *last], initial=0)):
+        piece = {k: v[:, start:end] for k, v in rest.items() if k in (name, "position_ids")}
+        if name == "input_ids" and "attention_mask" in rest:
+            piece["attention_mask"] = rest["attention_mask"][:, :end]
+        result = model(**{**rest, **piece}, past_key_values=cache, use_cache=True)
+        if name == "decoder_input_ids":
+            rest = {k: v for k, v in rest.items() if k in (name, "attention_mask")}
+            rest["encoder_outputs"] = BaseModelOutput(result.encoder_last_hidden_state)
+        logits.append(result.logits)
+        cache = result.past_key_values
+    return torch.cat(logits, dim=1).double().cpu()

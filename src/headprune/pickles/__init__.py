@@ -1,0 +1,1 @@
+"""Pickles: weights of unknown origin, read in a process without privileges."""

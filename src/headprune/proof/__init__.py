@@ -1,0 +1,1 @@
+"""The proof: gated original, cut model and reloaded folder compute the same."""

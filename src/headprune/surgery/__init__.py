@@ -1,0 +1,1 @@
+"""Surgery: heads cut out, W_O refitted, KV heads merged."""
