@@ -13,9 +13,9 @@ from jaxtyping import install_import_hook
 import tests.checking  # noqa: F401  (the hook asks for it by name)
 
 # what computes; the command line, the page and the figures hand on what they are given
-CHECKED = ["tensors", "runtime", "config", "families", "schemas", "model", "data", "pickles"]
+CHECKED = ["tensors", "runtime", "config", "family", "schemas", "model", "data", "pickles"]
 CHECKED += ["surgery", "proof", "training", "gates", "evidence", "planning", "export"]
-CHECKED += ["distillation", "evaluation", "regression", "recipes", "report.report"]
+CHECKED += ["distillation", "evaluation", "regression", "recipes", "reports.report"]
 CHECKED += ["processes", "io.outputs", "io.ownership", "io.folders", "io.tensors", "io.streaming"]
 CHECKED += ["io.leftovers"]
 install_import_hook([f"headprune.{name}" for name in CHECKED], "tests.checking.checked")

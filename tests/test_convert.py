@@ -26,7 +26,7 @@ from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
 from headprune.export.convert_gqa import Converted, convert_gqa
 from headprune.export.prune import prune
-from headprune.families import FAMILIES
+from headprune.family import FAMILIES
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads

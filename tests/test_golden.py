@@ -14,7 +14,7 @@ from headprune.errors import HeadpruneError
 from headprune.model.attention import attention_of
 from headprune.proof.verify import verify
 from headprune.regression.baseline import read_baseline
-from headprune.report.report import report
+from headprune.reports.report import report
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Shape, read_plan

@@ -32,8 +32,8 @@ from headprune.gates.train_gates import train_gates
 from headprune.model.identity import id_of_model
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
-from headprune.report.report import report
-from headprune.report.view import Run
+from headprune.reports.report import report
+from headprune.reports.view import Run
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.records import Evidence, Healing, MadeBy, Merging, Pruning

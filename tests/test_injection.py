@@ -27,7 +27,7 @@ from headprune.export.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.regression.check import CheckReport, check, update_baseline
-from headprune.report.report import report
+from headprune.reports.report import report
 from tests import tiny
 from tests.test_cli import headprune, printed
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headprune.errors import FamilyError, HeadpruneError
-from headprune.families import FAMILIES, Family, Projection
+from headprune.family import FAMILIES, Family, Projection
 from headprune.registry import Registry, did_you_mean
 
 pytestmark = pytest.mark.quick

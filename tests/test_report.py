@@ -28,7 +28,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.export.convert_gqa import convert_gqa
 from headprune.export.prune import prune
 from headprune.gates.train_gates import train_gates
-from headprune.report.report import report
+from headprune.reports.report import report
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.schemas.plan import ModelIdentity
 from headprune.tensors.units import Unit

@@ -29,7 +29,7 @@ from headprune.gates import train_gates as training
 from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
-from headprune.report.discovery import discover
+from headprune.reports.discovery import discover
 from headprune.training import checkpoints, resumable
 from headprune.training.checkpoints import Expected
 from headprune.training.work import GatesSettings, Work, settings_now

@@ -9,7 +9,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from headprune.errors import FamilyError
-from headprune.families import FAMILIES
+from headprune.family import FAMILIES
 from headprune.model.attention import family_of
 from headprune.model.unknown import why_unknown
 
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
 
 SENTENCES = {
     "cwm": r"\(layers\.\*\.self_attn with q_proj, k_proj, v_proj, o_proj\) is laid out like "
-    r"llama's, so that a row of one line may do: headprune/families/spec\.py",
+    r"llama's, so that a row of one line may do: headprune/family/spec\.py",
     "minimax_m2": r"is laid out like olmo2's, so",
     "bert-generation": r"attention\.self with query, key, value, .* is laid out like bert's, so",
     "dpr": r"bert_model\.encoder\..* has bert's projections at another place, so that a row of a",

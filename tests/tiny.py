@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from headprune.families import FAMILIES, vision_language
+from headprune.family import FAMILIES, vision_language
 from headprune.model.loading import _TASKS
 
 WORDS = 60

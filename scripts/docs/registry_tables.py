@@ -8,7 +8,7 @@ from typing import Any
 
 from headprune.console.render import families_markdown
 from headprune.evidence.criteria import CRITERIA
-from headprune.families.capabilities import capabilities
+from headprune.family.capabilities import capabilities
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION
 
 # the measurement behind each need, for readers; a new need must be named here

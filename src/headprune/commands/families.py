@@ -11,7 +11,7 @@ from headprune.declaration import Chapter, Command, Context, Options, Panel, dec
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.families.capabilities import Capability
+    from headprune.family.capabilities import Capability
 
 
 class FamiliesOptions(Options):
@@ -22,7 +22,7 @@ class FamiliesOptions(Options):
 
 def run(options: FamiliesOptions, context: Context) -> list[Capability]:
     """Reads the table."""
-    from headprune.families.capabilities import capabilities
+    from headprune.family.capabilities import capabilities
 
     return capabilities()
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.report.report import Reported
+    from headprune.reports.report import Reported
 
 
 def _listed(value: object) -> object:
@@ -43,7 +43,7 @@ class ReportOptions(Replacing):
 
 def run(options: ReportOptions, context: Context) -> Reported:
     """Writes the page."""
-    from headprune.report.report import report
+    from headprune.reports.report import report
 
     context.stage("drawing")
     if options.summary is not None:

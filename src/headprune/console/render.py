@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headprune.export.convert_gqa import Converted
     from headprune.export.prune import Preview
     from headprune.export.publish import Pruned
-    from headprune.families.capabilities import Capability
+    from headprune.family.capabilities import Capability
     from headprune.gates.train_gates import GatesRun
     from headprune.gates.trainer import GateStep
     from headprune.model.inspection import Inspection

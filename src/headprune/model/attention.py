@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import FamilyError
-from headprune.families import COMMON_SETTINGS, FAMILIES, Family
+from headprune.family import COMMON_SETTINGS, FAMILIES, Family
 from headprune.model.ids import with_restored_ids
 from headprune.model.unknown import why_unknown
 from headprune.registry import did_you_mean

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.families import FAMILIES
+from headprune.family import FAMILIES
 from headprune.io import hub
 from headprune.io.writing import refuse_strange_name
 from headprune.model.ids import restore_ids

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError, FamilyError
-from headprune.families import FAMILIES, Family
+from headprune.family import FAMILIES, Family
 from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune

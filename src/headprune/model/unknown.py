@@ -17,10 +17,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from headprune.families import FAMILIES, Family
+from headprune.family import FAMILIES, Family
 from headprune.runtime import modeling_headprune
 
-_HOW = "headprune/families/spec.py says what stands in a row"
+_HOW = "headprune/family/spec.py says what stands in a row"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import PlanError
-from headprune.families import Family
+from headprune.family import Family
 from headprune.model.attention import attention_of, family_of, fingerprint
 from headprune.model.loading import native_class
 from headprune.runtime import modeling_headprune

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headprune.errors import CheckpointError
-from headprune.report.view import Cell, HeadMap, Layer, State
+from headprune.reports.view import Cell, HeadMap, Layer, State
 from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit, members

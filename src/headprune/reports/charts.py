@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headprune.io import figures
 from headprune.io.figures import Series
-from headprune.report.view import Evaluation, History, Quality, Run, Sweep
+from headprune.reports.view import Evaluation, History, Quality, Run, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

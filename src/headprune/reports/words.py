@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headprune.export import card
-from headprune.report.charts import mebibytes, short_name, speeds
-from headprune.report.view import Evaluation, Facts, Quality, Run, Sweep
+from headprune.reports.charts import mebibytes, short_name, speeds
+from headprune.reports.view import Evaluation, Facts, Quality, Run, Sweep
 from headprune.schemas.manifest import Step
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Healing, Merging, Migration

@@ -15,11 +15,11 @@ from headprune.io.ownership import FIGURE, REPORT
 from headprune.io.parsing import validated
 from headprune.io.writing import write_whole
 from headprune.regression.check import CheckReport
-from headprune.report import page
-from headprune.report.charts import map_figure
-from headprune.report.discovery import discover
-from headprune.report.reading import assemble
-from headprune.report.view import Check, Evaluation, Interval, Quality, Run, Size
+from headprune.reports import page
+from headprune.reports.charts import map_figure
+from headprune.reports.discovery import discover
+from headprune.reports.reading import assemble
+from headprune.reports.view import Check, Evaluation, Interval, Quality, Run, Size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

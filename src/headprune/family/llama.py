@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headprune.families.spec import Family, Projection
+from headprune.family.spec import Family, Projection
 
 QKVO = (
     Projection("q_proj", "q"),

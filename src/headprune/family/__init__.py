@@ -1,8 +1,8 @@
 """The family table: what headprune knows of each supported model family."""
 
 from headprune.errors import FamilyError
-from headprune.families import bert, gpt, llama, perception, seq2seq, vision_language
-from headprune.families.spec import COMMON_SETTINGS, Family, Projection
+from headprune.family import bert, gpt, llama, perception, seq2seq, vision_language
+from headprune.family.spec import COMMON_SETTINGS, Family, Projection
 from headprune.registry import Registry
 
 __all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Projection"]

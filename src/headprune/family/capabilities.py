@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headprune.families import FAMILIES, perception
-from headprune.families.spec import Family
+from headprune.family import FAMILIES, perception
+from headprune.family.spec import Family
 
 _WITHOUT_TEXT = {row.model_type for row in perception.ROWS} - {"clip_text_model"} | {"whisper"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headprune.families.llama import llama_like
-from headprune.families.spec import Family
+from headprune.family.llama import llama_like
+from headprune.family.spec import Family
 
 _IMAGE = {
     "text_config",

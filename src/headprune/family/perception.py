@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headprune.families.bert import BERT
-from headprune.families.llama import QKVO
-from headprune.families.spec import Family, Projection
+from headprune.family.bert import BERT
+from headprune.family.llama import QKVO
+from headprune.family.spec import Family, Projection
 
 VIT = Family(
     model_type="vit",

@@ -1,6 +1,6 @@
 """GPT-2 and the decoders after it that have one KV head per query head, or one in all."""
 
-from headprune.families.spec import Family, Projection
+from headprune.family.spec import Family, Projection
 
 _QUERY_KEY_VALUE = (
     Projection("query_key_value", "qkv", interleaved_per_kv_head=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headprune.families.spec import Family, Projection
+from headprune.family.spec import Family, Projection
 
 BART = Family(
     model_type="bart",

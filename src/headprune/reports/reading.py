@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headprune.export.card import chosen_by
-from headprune.report.charts import short_name
-from headprune.report.discovery import (
+from headprune.reports.charts import short_name
+from headprune.reports.discovery import (
     Found,
     GatesFolder,
     ResultFolder,
     ScoresFolder,
     settings_in,
 )
-from headprune.report.evidence import map_of_gates, map_of_result, map_of_scores
-from headprune.report.histories import history
-from headprune.report.view import Check, Evaluation, Facts, Point, Run, Sweep
+from headprune.reports.evidence import map_of_gates, map_of_result, map_of_scores
+from headprune.reports.histories import history
+from headprune.reports.view import Check, Evaluation, Facts, Point, Run, Sweep
 from headprune.schemas import sweeps
 from headprune.schemas.manifest import HISTORY, Manifest, Step
 from headprune.schemas.records import Healing, MadeBy, Merging, Migration

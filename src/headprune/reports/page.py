@@ -16,10 +16,10 @@ from markupsafe import Markup
 from headprune._version import __version__
 from headprune.export import card
 from headprune.io.markup import xml_safe
-from headprune.report import charts, words
-from headprune.report.charts import Chart
-from headprune.report.inline import inline_svg
-from headprune.report.view import HeadMap, Run
+from headprune.reports import charts, words
+from headprune.reports.charts import Chart
+from headprune.reports.inline import inline_svg
+from headprune.reports.view import HeadMap, Run
 
 CELL, GAP = 18, 3  # of the head map, in its own units
 WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
@@ -105,7 +105,7 @@ def _environment(autoescape: bool) -> Environment:
 
 
 def _template(name: str) -> str:
-    return (files("headprune.report") / "templates" / name).read_text(encoding="utf-8")
+    return (files("headprune.reports") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _script_json(content: Any) -> str:

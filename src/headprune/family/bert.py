@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headprune.families.llama import QKVO, llama_like
-from headprune.families.spec import Family, Projection
+from headprune.family.llama import QKVO, llama_like
+from headprune.family.spec import Family, Projection
 
 _CROSS = "cross attention of decoders on their own is not in the table yet"
 

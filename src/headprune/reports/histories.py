@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from headprune.errors import CheckpointError
 from headprune.io.parsing import first_problem, read_json_lines
-from headprune.report.view import History
+from headprune.reports.view import History
 
 POINTS = 250  # of a drawn history; a line has no room for more
 

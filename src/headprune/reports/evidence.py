@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.report.discovery import GatesFolder, ResultFolder, ScoresFolder
-from headprune.report.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
-from headprune.report.histories import frames
-from headprune.report.view import HeadMap
+from headprune.reports.discovery import GatesFolder, ResultFolder, ScoresFolder
+from headprune.reports.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
+from headprune.reports.histories import frames
+from headprune.reports.view import HeadMap
 from headprune.tensors.units import Unit, members
 
 
