@@ -27,7 +27,7 @@ from headprune.declaration import (
     option,
 )
 from headprune.errors import HeadpruneError
-from headprune.recipes.recipe import kinds
+from headprune.recipes.steps import kinds
 from tests.test_cli import run
 
 pytestmark = pytest.mark.quick

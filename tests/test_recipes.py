@@ -20,8 +20,9 @@ from headprune.declaration import COMMANDS, Context
 from headprune.errors import HeadpruneError, RecipeError
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
-from headprune.recipes.recipe import kinds, read_recipe
+from headprune.recipes.reading import read_recipe
 from headprune.recipes.run import run as run_recipe
+from headprune.recipes.steps import kinds
 from headprune.schemas.runs import digest_of_data
 from tests import forked, tiny
 from tests.test_cli import headprune, run

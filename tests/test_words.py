@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 import headprune
 from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.console import render
+from headprune.console import tables
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.export.prune import prune
@@ -261,7 +261,7 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
 def test_paths_are_shortened_by_what_they_share(
     paths: list[str], names: list[str], pattern: str
 ) -> None:
-    assert render.shortened(paths) == (names, pattern)
+    assert tables.shortened(paths) == (names, pattern)
     if pattern:
         assert [pattern.replace("*", name) for name in names] == paths
 
@@ -272,7 +272,7 @@ def test_names_of_modules_do_not_break(heads: int, short: bool) -> None:
     part = AttentionPlan(query_heads=heads, kv_heads=heads, keep=tuple(range(heads)))
     drawn = io.StringIO()
     console = Console(file=drawn, width=80)
-    render.plan_picture(console, Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)))
+    tables.plan_picture(console, Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)))
     lines = [line.strip() for line in drawn.getvalue().splitlines() if line.strip()]
     row = f"{11 if short else paths[-1]} +{'■' * heads} +{heads}/{heads}"
     assert sum(re.fullmatch(row, line) is not None for line in lines) == 1, drawn.getvalue()

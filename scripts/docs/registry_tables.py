@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any
 
-from headprune.console.render import families_markdown
+from headprune.console.models import families_markdown
 from headprune.evidence.criteria import CRITERIA
 from headprune.family.capabilities import capabilities
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION

@@ -68,7 +68,7 @@ def _scores() -> object:
 
 
 def _recipe() -> object:
-    from headprune.recipes.recipe import read_recipe
+    from headprune.recipes.reading import read_recipe
 
     return read_recipe(Path("job.yaml"))
 

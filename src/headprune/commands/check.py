@@ -131,13 +131,13 @@ def _write(report: CheckReport, options: CheckOptions) -> None:
 
 def show(result: CheckReport | Baseline, options: CheckOptions, console: Console) -> None:
     """Prints limit by limit."""
-    from headprune.console import render_check
+    from headprune.console import checks
     from headprune.regression.baseline import Baseline
 
     if isinstance(result, Baseline):
-        render_check.recorded(console, result, str(options.baseline))
+        checks.recorded(console, result, str(options.baseline))
     else:
-        render_check.checked(console, result)
+        checks.checked(console, result)
 
 
 def _tell(result: CheckReport | Baseline | HeadpruneError, say: Callable[[str], None]) -> None:

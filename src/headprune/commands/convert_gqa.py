@@ -129,13 +129,13 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
 
 def show(result: Converted | Healed, options: ConvertOptions, console: Console) -> None:
     """Prints how many KV heads are left, and what it cost."""
-    from headprune.console import render
+    from headprune.console import results
     from headprune.distillation.heal import Healed
 
     if isinstance(result, Healed):
-        render.healed(console, result)
+        results.healed(console, result)
     else:
-        render.converted(console, result)
+        results.converted(console, result)
 
 
 def _warnings(result: Converted | Healed) -> Iterable[str]:

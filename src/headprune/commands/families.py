@@ -29,12 +29,12 @@ def run(options: FamiliesOptions, context: Context) -> list[Capability]:
 
 def show(rows: list[Capability], options: FamiliesOptions, console: Console) -> None:
     """Prints it."""
-    from headprune.console import render
+    from headprune.console import models
 
     if options.markdown:
-        console.out(render.families_markdown(rows))
+        console.out(models.families_markdown(rows))
     else:
-        render.families(console, rows)
+        models.families(console, rows)
 
 
 def _as_json(rows: list[Capability]) -> str:

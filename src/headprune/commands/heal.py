@@ -57,7 +57,7 @@ def run(options: HealOptions, context: Context) -> Healed:
 
 def show(result: Healed, options: HealOptions, console: Console) -> None:
     """Prints how near it came."""
-    from headprune.console.render import healed
+    from headprune.console.results import healed
 
     healed(console, result)
 

@@ -38,7 +38,7 @@ def run(options: ImportPickleOptions, context: Context) -> Imported:
 
 def show(result: Imported, options: ImportPickleOptions, console: Console) -> None:
     """Prints what was written."""
-    from headprune.console.render import imported
+    from headprune.console.results import imported
 
     imported(console, result)
 

@@ -26,7 +26,7 @@ def run(options: InspectOptions, context: Context) -> Inspection:
 
 def show(result: Inspection, options: InspectOptions, console: Console) -> None:
     """Prints a table."""
-    from headprune.console.render import inspection
+    from headprune.console.models import inspection
 
     inspection(console, result)
 

@@ -43,7 +43,7 @@ def run(options: MigrateOptions, context: Context) -> Pruned:
 
 def show(result: Pruned, options: MigrateOptions, console: Console) -> None:
     """Prints what was written."""
-    from headprune.console.render import pruned
+    from headprune.console.results import pruned
 
     pruned(console, result)
 

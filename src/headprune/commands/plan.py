@@ -64,14 +64,14 @@ def run(options: PlanOptions, context: Context) -> Planned:
 
 def show(result: Planned, options: PlanOptions, console: Console) -> None:
     """Prints the plan, and the command that cuts by it."""
-    from headprune.console import next_commands, render_scores
+    from headprune.console import next_commands, scores
 
     following = ""
     if options.output is not None:
         following = next_commands.after_plan(
             result, options.output, options.model, **options.loading()
         )
-    render_scores.planned(console, result, options.output, following)
+    scores.planned(console, result, options.output, following)
 
 
 def _as_json(result: Planned) -> str:

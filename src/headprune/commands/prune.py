@@ -108,13 +108,13 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
 
 def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
     """Prints what was cut, or would be."""
-    from headprune.console import render
+    from headprune.console import results
     from headprune.export.prune import Preview
 
     if isinstance(result, Preview):
-        render.preview(console, result)
+        results.preview(console, result)
     else:
-        render.pruned(console, result)
+        results.pruned(console, result)
 
 
 def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:

@@ -39,7 +39,7 @@ class RunOptions(Trust):
 
 def run(options: RunOptions, context: Context) -> Run | Forecast:
     """Runs it, or says what it would take."""
-    from headprune.recipes.recipe import read_recipe
+    from headprune.recipes.reading import read_recipe
 
     recipe = read_recipe(options.recipe, options.settings)
     if options.dry_run:
@@ -53,13 +53,13 @@ def run(options: RunOptions, context: Context) -> Run | Forecast:
 
 def show(result: Run | Forecast, options: RunOptions, console: Console) -> None:
     """Prints step by step."""
-    from headprune.console import render_run
+    from headprune.console import runs
     from headprune.recipes.run import Run
 
     if isinstance(result, Run):
-        render_run.finished(console, result)
+        runs.finished(console, result)
     else:
-        render_run.forecast(console, result)
+        runs.forecast(console, result)
 
 
 declare(

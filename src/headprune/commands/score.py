@@ -86,7 +86,7 @@ def run(options: ScoreOptions, context: Context) -> Scores:
 def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
     if options.model is not None or options.output is not None:
         raise HeadpruneError("--show draws a scores folder: leave out MODEL and --output.")
-    from headprune.console.render_scores import figures
+    from headprune.console.scores import figures
     from headprune.schemas.scores import read_scores
 
     found = read_scores(folder)
@@ -98,19 +98,19 @@ def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
 
 def show(result: Scores, options: ScoreOptions, console: Console) -> None:
     """Prints the ranks, and the command that cuts by them."""
-    from headprune.console import next_commands, render_scores
+    from headprune.console import next_commands, scores
 
     if options.model is None or options.output is None:
-        render_scores.heat_maps(console, result)
+        scores.heat_maps(console, result)
         return
     following = next_commands.after_scores(
         result, options.output, options.model, **options.loading()
     )
-    render_scores.scores(console, result, options.output, following)
+    scores.scores(console, result, options.output, following)
 
 
 def _as_json(result: Scores) -> str:
-    from headprune.console.render_scores import scores_json
+    from headprune.console.scores import scores_json
 
     return scores_json(result)
 

@@ -36,7 +36,7 @@ class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting):
 
 def run(options: TrainGatesOptions, context: Context) -> GatesRun:
     """Trains them."""
-    from headprune.console.render import step_numbers
+    from headprune.console.results import step_numbers
     from headprune.gates.train_gates import train_gates
 
     def on_step(record: GateStep) -> None:
@@ -57,10 +57,10 @@ def run(options: TrainGatesOptions, context: Context) -> GatesRun:
 
 def show(result: GatesRun, options: TrainGatesOptions, console: Console) -> None:
     """Prints what stays, and the command that cuts the rest."""
-    from headprune.console import next_commands, render
+    from headprune.console import next_commands, results
 
     following = next_commands.after_gates(result, options.model, options.dtype, **options.loading())
-    render.gates_run(console, result, following)
+    results.gates_run(console, result, following)
 
 
 def _estimate(options: TrainGatesOptions, sizes: Sizes) -> Estimate:

@@ -35,7 +35,7 @@ def run(options: VerifyOptions, context: Context) -> Verification:
 
 def show(result: Verification, options: VerifyOptions, console: Console) -> None:
     """Prints check by check."""
-    from headprune.console.render import verification
+    from headprune.console.results import verification
 
     verification(console, result)
 

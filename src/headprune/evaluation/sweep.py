@@ -20,7 +20,6 @@ from headprune.config import (
     DataConfig,
     EvaluateConfig,
     ShapeOption,
-    write_yaml,
 )
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
@@ -33,7 +32,7 @@ from headprune.io import ownership
 from headprune.io.figures import Series, curve, pareto, save
 from headprune.io.outputs import Input, claimed, whole_folder
 from headprune.io.parsing import read_as, read_yaml
-from headprune.io.writing import reserved, write_whole
+from headprune.io.writing import reserved, write_whole, write_yaml
 from headprune.model.lengths import usable_length
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load

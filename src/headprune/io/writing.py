@@ -24,6 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import yaml
 
 from headprune.errors import CheckpointError
 
@@ -320,3 +323,8 @@ def refuse_strange_name(path: str | Path) -> None:
         raise CheckpointError(
             f"The path '{path}' is no UTF-8, and safetensors opens no such files. Rename it."
         ) from None
+
+
+def write_yaml(content: dict[str, Any], path: Path) -> None:
+    """Writes YAML, whole or not at all."""
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))

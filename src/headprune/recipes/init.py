@@ -14,7 +14,8 @@ from headprune.errors import RecipeError
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import RECIPE
 from headprune.io.writing import write_whole
-from headprune.recipes.recipe import Recipe, read_recipe
+from headprune.recipes.reading import read_recipe
+from headprune.recipes.recipe import Recipe
 
 MODEL, DATA = "HuggingFaceTB/SmolLM2-135M", "wikitext:wikitext-2-raw-v1"
 

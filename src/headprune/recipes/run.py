@@ -24,7 +24,8 @@ from headprune.io.outputs import refuse_input
 from headprune.io.ownership import is_ours, part_of
 from headprune.io.writing import adopt, put, write_error, write_whole
 from headprune.model.loading import load_config
-from headprune.recipes.recipe import LOADING, ORIGINAL, Recipe, Step, options_of
+from headprune.recipes.recipe import Recipe, options_of
+from headprune.recipes.steps import LOADING, ORIGINAL, Step
 from headprune.schemas.manifest import versions
 from headprune.schemas.runs import (
     LOCK,

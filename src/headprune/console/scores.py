@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.render import module_table, next_line, plan_picture, table
+from headprune.console.tables import module_table, next_line, plan_picture, table
 from headprune.errors import HeadpruneError
 from headprune.registry import did_you_mean
 

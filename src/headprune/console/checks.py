@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.render import table
+from headprune.console.tables import table
 from headprune.regression.verdicts import Verdict
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from headprune.console.render import table
+from headprune.console.tables import table
 from headprune.estimates import duration
 
 if TYPE_CHECKING:

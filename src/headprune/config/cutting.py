@@ -1,0 +1,119 @@
+"""How KV heads are merged, and what a plan may keep."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from headprune.config.values import (
+    COMPUTED,
+    WRITTEN,
+    Count,
+    Dtype,
+    Kept,
+    KvHeads,
+    Length,
+    Names,
+    Seed,
+    one_or_all,
+)
+from headprune.declaration import Options, Panel, option
+
+
+class ShapeOption(str, Enum):
+    """What a cut may look like."""
+
+    AUTO = "auto"  # other counts in every layer; equal groups within a layer
+    NATIVE = "native"  # the same counts everywhere, so that a plain config holds the result
+    RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
+
+
+class Grouping(str, Enum):
+    """Which KV heads share."""
+
+    ADJACENT = "adjacent"  # neighbours
+    SIMILAR = "similar"  # those that lose least by it
+
+
+class ConvertConfig(Options):
+    """How KV heads are merged. One of ``kv_heads`` and ``kv_budget`` is set."""
+
+    kv_heads: KvHeads | None = option(
+        "KV heads per layer: one number, a comma-separated list with one per attention module, or "
+        "a JSON file with such a list.",
+        None,
+        Panel.MAIN,
+    )
+    kv_budget: Annotated[float, Field(gt=0, le=1)] | None = option(
+        "Instead: the share of all KV heads to keep, spread over the layers.", None, Panel.MAIN
+    )
+    merge: str | None = option(
+        "How the heads of a group become one: mean, first, random, medoid, norm-mean, procrustes, "
+        "lowrank. Default: lowrank with --calibrate, mean without.",
+        None,
+        Panel.CUT,
+    )
+    grouping: Grouping = option(
+        "Which heads share: neighbours, or those that lose least by it.",
+        Grouping.ADJACENT,
+        Panel.CUT,
+    )
+    attention: Names = option(
+        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable). The others stay as they are.",
+        (),
+        Panel.CUT,
+    )
+    calibration_tokens: Count = option(
+        "How much of the text is used, spread evenly.", 16_384, Panel.CALIBRATION
+    )
+    seq_len: Length = option("Tokens per sequence.", 512, Panel.CALIBRATION)
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+    seed: Seed = option("Seed of what is random.", 0)
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> ConvertConfig:
+        if (self.kv_heads is None) == (self.kv_budget is None):
+            raise ValueError("give exactly one of --kv-heads and --kv-budget")
+        return self
+
+
+class BudgetConfig(Options):
+    """What a plan may keep. At least one of ``keep`` and the three limits is set."""
+
+    keep: Kept | None = option(
+        "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",
+        None,
+        Panel.MAIN,
+        note=one_or_all,
+    )
+    per_layer: bool = option(
+        "The same share in every layer, or the best of all layers together.",
+        False,
+        Panel.CUT,
+        flags="--per-layer/--global",
+    )
+    min_per_layer: Annotated[int, Field(ge=0)] = option(
+        "Query heads that every layer keeps at least.", 0, Panel.CUT
+    )
+    max_params: Count | None = option("Parameters of the whole model.", None, Panel.MAIN)
+    max_kv_bytes: Annotated[int, Field(ge=0)] | None = option(
+        "KV cache per token in bytes, in the model's dtype.", None, Panel.MAIN
+    )
+    min_speedup: Annotated[float, Field(ge=1)] | None = option(
+        "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
+    )
+
+    @model_validator(mode="after")
+    def _some_goal(self) -> BudgetConfig:
+        goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
+        if all(goal is None for goal in goals):
+            raise ValueError(
+                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
+            )
+        if self.per_layer and self.keep is None:
+            raise ValueError("--per-layer needs --keep, the number or share of heads to keep")
+        return self

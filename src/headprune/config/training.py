@@ -1,0 +1,189 @@
+"""How gates are trained, and how a smaller model is healed."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from headprune.config.values import (
+    COMPUTED,
+    WRITTEN,
+    Dtype,
+    Few,
+    Kept,
+    Length,
+    Names,
+    Positive,
+    Seed,
+    Steps,
+    one_or_all,
+)
+from headprune.declaration import Options, Panel, option
+from headprune.tensors.units import Unit
+
+
+class Objective(str, Enum):
+    """What the gates are trained on."""
+
+    AUTO = "auto"
+    LM = "lm"
+    MLM = "mlm"
+    DISTILL = "distill"
+    TASK = "task"
+
+
+class Train(str, Enum):
+    """Which weights move beside the gates."""
+
+    GATES = "gates"
+    CHANNELS = "channels"  # a factor per channel of what enters W_O
+    ATTENTION = "attention"
+    ALL = "all"
+
+
+class Method(str, Enum):
+    """How training chooses the heads that go."""
+
+    L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
+    CHEAPEST = "cheapest"  # gates are plain factors; what costs least to close goes, bit by bit
+
+
+class TrainGatesConfig(Options):
+    """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
+
+    target_heads: Kept | None = option(
+        "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",
+        None,
+        Panel.MAIN,
+        note=one_or_all,
+    )
+    l0_penalty: Positive | None = option(
+        "Instead of a target: Voita's constant penalty per open head (Voita et al. 2019).",
+        None,
+        Panel.CUT,
+    )
+    attention: Names = option(
+        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable). The others stay as they are.",
+        (),
+        Panel.CUT,
+    )
+    unit: Unit | None = option(
+        "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
+    )
+    method: Method = option(
+        "How heads are chosen. l0: hard-concrete gates. cheapest: gates are plain factors, and "
+        "what costs the loss least goes, a few heads at a time.",
+        Method.L0,
+        Panel.CUT,
+    )
+    train: Train = option(
+        "What is trained beside the gates. channels: a factor per channel of what enters W_O, with "
+        "weights frozen.",
+        Train.GATES,
+        Panel.TRAINING,
+    )
+    objective: Objective = option(
+        "The loss. auto: task for a classifier with labels, lm or mlm for a language model, else "
+        "distill, which needs no labels: it matches the ungated model.",
+        Objective.AUTO,
+        Panel.TRAINING,
+    )
+    steps: Steps | None = option(
+        "Optimiser steps. Default: as many as --epochs take.", None, Panel.MAIN
+    )
+    epochs: Positive = option("Passes over the data, without --steps.", 1.0, Panel.TRAINING)
+    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
+    seq_len: Length = option(
+        "Tokens per sequence; documents are packed for language models, and cut off otherwise.",
+        256,
+        Panel.TRAINING,
+    )
+    gate_lr: Positive = option("Learning rate of gates that are sampled (l0).", 0.5)
+    scale_lr: Positive = option("Learning rate of the factors of heads and channels.", 0.02)
+    weight_lr: Positive = option("Learning rate of the weights, if any move.", 5e-5)
+    temperature: Positive = option("beta of the hard-concrete gates (l0).", 2 / 3)
+    init_log_alpha: Annotated[float, Field(ge=-100, le=100)] = option(
+        "Where sampled gates start (l0); 3 is open with probability 0.99.", 3.0
+    )
+    rounds: Few | None = option(
+        "How often heads are chosen, each time an equal part of those to be removed. Default: one "
+        "per quarter of all heads.",
+        None,
+    )
+    warmup: Annotated[float, Field(ge=0, le=1)] = option(
+        "Share of a round's choosing in which its target is reached.", 0.75
+    )
+    settle: Annotated[float, Field(ge=0, lt=1)] | None = option(
+        "Share of every round, at its end, with its heads chosen. Default: 0.6, and 0.3 with "
+        "--method cheapest.",
+        None,
+    )
+    gradient_checkpointing: bool = option(
+        "Save memory, at a third more time.", False, Panel.TRAINING
+    )
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+    seed: Seed = option("Seed of the gates' noise and the order of the data.", 0)
+    save_every: Steps | None = option(
+        "Steps between checkpoints. Default: a tenth.", None, Panel.TRAINING
+    )
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> TrainGatesConfig:
+        if (self.target_heads is None) == (self.l0_penalty is None):
+            raise ValueError("give exactly one of --target-heads and --l0-penalty")
+        return self
+
+    @model_validator(mode="after")
+    def _fitting_method(self) -> TrainGatesConfig:
+        if self.method is Method.CHEAPEST and self.l0_penalty is not None:
+            raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
+        if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
+            raise ValueError("--rounds goes with --method l0; cheapest has none")
+        if self.method is Method.CHEAPEST and self.objective is Objective.DISTILL:
+            raise ValueError("--objective distill goes with --method l0")
+        return self
+
+
+class HealTrain(str, Enum):
+    """Which weights healing moves."""
+
+    ATTENTION = "attention"
+    LORA = "lora"
+    ALL = "all"
+
+
+class HealConfig(Options):
+    """How a converted or cut model is trained to match the one it came from."""
+
+    steps: Steps = option("Optimiser steps.", panel=Panel.MAIN)
+    train: HealTrain = option(
+        "What is trained. lora: low-rank additions to the attention projections, merged at the "
+        "end.",
+        HealTrain.ATTENTION,
+        Panel.TRAINING,
+    )
+    lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
+    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
+    seq_len: Length = option("Tokens per sequence.", 256, Panel.TRAINING)
+    learning_rate: Positive = option(
+        "Highest learning rate, reached after a tenth of the steps and then lowered to zero along "
+        "a cosine.",
+        5e-4,
+        Panel.TRAINING,
+    )
+    bf16: bool = option(
+        "Compute in bfloat16 (autocast); weights and optimiser stay in float32.",
+        False,
+        Panel.TRAINING,
+    )
+    gradient_checkpointing: bool = option(
+        "Save memory, at a third more time.", False, Panel.TRAINING
+    )
+    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+    seed: Seed = option("Seed of the order of the data.", 0)
+    save_every: Steps | None = option(
+        "Steps between checkpoints. Default: a tenth.", None, Panel.TRAINING
+    )

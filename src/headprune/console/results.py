@@ -1,0 +1,185 @@
+"""What was trained, cut, merged, healed and verified."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from headprune.schemas.plan import Shape
+
+if TYPE_CHECKING:
+    from headprune.distillation.heal import Healed
+    from headprune.export.convert_gqa import Converted
+    from headprune.export.prune import Preview
+    from headprune.export.publish import Pruned
+    from headprune.gates.train_gates import GatesRun
+    from headprune.gates.trainer import GateStep
+    from headprune.pickles.import_pickle import Imported
+    from headprune.proof.verify import Verification
+    from headprune.schemas.manifest import Manifest
+from headprune.console.tables import before_after, module_table, next_line, plan_picture, table
+
+
+def step_numbers(record: GateStep) -> str:
+    """The moving numbers beside the progress bar."""
+    target = "" if record.target_heads is None else f"/{record.target_heads:.0f}"
+    phase = " settled" if record.settled else ""
+    return f"loss {record.loss:.3f} heads {record.expected_heads:.1f}{target}{phase}"
+
+
+def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
+    """What train-gates ended with, and the command that comes next."""
+    m = run.metadata
+    share = m.kept_heads / max(m.query_heads, 1)
+    console.print(
+        f"Gates of [bold]{m.kept_heads} of {m.query_heads}[/] heads stay open ({share:.1%}, unit "
+        f"{m.unit.value}) after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
+    )
+    console.print(f"Written to {escape(str(run.output))}.")
+    if run.ragged:
+        console.print(
+            "[yellow]note:[/] single heads of a grouped-query model leave KV heads with unequal "
+            "numbers of queries. Such a result loads through the runtime only; --unit kv-group and "
+            "query-slot keep the groups equal."
+        )
+    next_line(console, next_command)
+
+
+def preview(console: Console, preview: Preview) -> None:
+    """The plan, drawn, and what it would leave."""
+    plan_picture(console, preview.plan)
+    console.print(
+        before_after(
+            [
+                ("query heads", preview.plan.query_heads, preview.plan.kept_heads),
+                ("KV heads", *preview.kv_heads),
+                ("parameters", *preview.parameters),
+            ]
+        )
+    )
+    if preview.shapes:
+        grid = table("--shape", "heads", "kept evidence", "stored", numbers_from=1)
+        for cost in preview.shapes:
+            if cost.why_not is None:
+                grid.add_row(cost.shape, str(cost.heads), f"{cost.evidence:.1%}", cost.stored)
+            else:
+                grid.add_row(cost.shape, "-", "-", escape(cost.why_not))
+        console.print(grid)
+    counts = {len(part.keep) for part in preview.plan.attentions.values()}
+    console.print(f"{_stored(preview.shape, len(counts) > 1)} Nothing was written (--dry-run).")
+
+
+def pruned(console: Console, result: Pruned) -> None:
+    """The heads that are left, the sizes, and the proof."""
+    manifest = result.manifest
+    plan_picture(console, result.plan)
+    _sizes(console, manifest)
+    if manifest.refit is not None:
+        made = manifest.refit
+        console.print(
+            f"W_O refitted in {made.modules} modules on {made.tokens:,} tokens: error of the "
+            f"outputs {made.error_before:.1%} -> {made.error_after:.1%}"
+        )
+    _proof(console, manifest)
+    _written(console, result)
+
+
+def imported(console: Console, result: Imported) -> None:
+    """What came over from the pickles, what stayed behind, and the command that comes next."""
+    kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in result.dtypes.items())
+    console.print(
+        f"[bold green]the same bytes[/]: {result.tensors:,} tensors of {result.weight_bytes:,} "
+        f"bytes ({kinds}), from {escape(', '.join(result.files))}"
+    )
+    if result.modules:
+        console.print(f"and the weights of {escape(', '.join(result.modules))}")
+    if result.wrapper is not None:
+        console.print(f"found under the key '{escape(result.wrapper)}'")
+    for target, source in result.tied.items():
+        console.print(f"left out: {escape(target)}, which loading ties to {escape(source)}")
+    if result.left_out:
+        console.print(f"left behind: {escape(', '.join(result.left_out))}")
+    console.print(f"The pickles were read under: {', '.join(result.protections)}.")
+    if "seccomp" not in result.protections:
+        console.print("[yellow]note:[/] this platform has no seccomp filter to confine the reader.")
+    console.print(f"Written to {escape(str(result.output))}. Next:\n")
+    console.print(f"  headprune inspect {escape(shlex.quote(str(result.output)))}", soft_wrap=True)
+
+
+def converted(console: Console, result: Converted) -> None:
+    """How KV heads were merged, the sizes, and the proof."""
+    manifest = result.pruned.manifest
+    how = f"merge [bold]{result.merge}[/], grouping {result.grouping}"
+    if result.calibration_tokens:
+        how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
+    console.print(how)
+    counts = sorted(set(result.kv_heads.values()), reverse=True)
+    if len(counts) > 1:
+        rows = {path: list(map(str, counts)) for path, counts in result.kv_heads.items()}
+        module_table(console, ("KV heads", "after"), rows)
+    if result.own_keys:
+        console.print(
+            f"[yellow]note:[/] in {len(result.own_keys)} modules queries cannot absorb a map, as "
+            "a norm stands between them and the scores, or the attention cannot be listened to: V "
+            "is merged as asked, K is averaged or taken from one head of the group."
+        )
+    _sizes(console, manifest)
+    _proof(console, manifest)
+    _written(console, result.pruned)
+
+
+def healed(console: Console, result: Healed) -> None:
+    """What healing brought, and the proof of what was written."""
+    grid = table("divergence from the teacher, held-out text", "")
+    grid.add_row("before", f"{result.before:.4f}")
+    grid.add_row(f"after {result.steps} steps", f"{result.after:.4f}")
+    console.print(grid)
+    manifest = result.pruned.manifest
+    _proof(console, manifest)
+    _written(console, result.pruned)
+
+
+def _proof(console: Console, manifest: Manifest) -> None:
+    from headprune.export.card import proof_rows
+
+    console.print("[bold green]proved[/]: the same outputs, relative to the largest of them")
+    grid = table("", "difference")
+    for row in proof_rows(manifest):
+        grid.add_row(*row)
+    console.print(grid)
+
+
+def _sizes(console: Console, manifest: Manifest) -> None:
+    from headprune.export.card import sizes
+
+    console.print(before_after(sizes(manifest)))
+
+
+def verification(console: Console, result: Verification) -> None:
+    """What was looked at, and what was found."""
+    grid = table("", "check", "found", numbers_from=3)
+    for check in result.checks:
+        mark = Text("passed", "green") if check.passed else Text("FAILED", "bold red")
+        grid.add_row(mark, escape(check.name), escape(check.found))
+    console.print(grid)
+    if result.not_run:
+        console.print(f"[yellow]note:[/] {escape(result.not_run)}")
+
+
+def _written(console: Console, result: Pruned) -> None:
+    stored = _stored(result.manifest.shape, result.manifest.uneven)
+    console.print(f"{stored} Written to {escape(str(result.output))}.")
+
+
+def _stored(shape: Shape, uneven: bool) -> str:
+    if shape is Shape.NATIVE:
+        return "Plain config: loads anywhere, without extra code."
+    why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
+    return (
+        f"{why}: loads with headprune.from_pretrained, or with "
+        "AutoModel*.from_pretrained(..., trust_remote_code=True)."
+    )
