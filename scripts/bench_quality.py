@@ -25,8 +25,8 @@ from headprune import from_pretrained
 from headprune.config import DataConfig, Dtype, Method, ShapeOption, Train, TrainGatesConfig
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
-from headprune.evaluation import metrics
 from headprune.evaluation.quality import causal_losses
+from headprune.evaluation.samples import Samples
 from headprune.export.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.loading import load_tokenizer
@@ -47,12 +47,7 @@ class Protocol:
     def perplexity(self, model: PreTrainedModel) -> float:
         """Perplexity of a model over the windows."""
         losses = causal_losses(model, self.windows, self.tokenizer, batch_size=2)
-        computed = metrics.load("token_nll").compute(
-            nll_nats=losses.nll_nats,
-            tokens=losses.tokens.astype(int),
-            utf8_bytes=losses.utf8_bytes.astype(int),
-        )
-        return float(computed["perplexity"])
+        return Samples(losses.columns()).value("perplexity")
 
 
 def main(

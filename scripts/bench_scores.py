@@ -38,8 +38,7 @@ from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.evaluation import metrics
-from headprune.evaluation.comparison import rank_correlation
+from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
 from headprune.evidence.collection import collect
 from headprune.evidence.losses import example_losses
@@ -106,12 +105,9 @@ def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
     def measured(cut: PreTrainedModel) -> dict[str, float]:
         vectors = embeddings(cut, rows, load_tokenizer(model), 32)
         similar = (vectors[::2] * vectors[1::2]).sum(1)
-        fidelity = metrics.load("embedding_fidelity").compute(
-            predictions=vectors, references=original
-        )
         return {
             "spearman": rank_correlation(similar, scores.astype(float)),
-            "similarity": float(fidelity["similarity_correlation"]),
+            "similarity": similarity_correlation(vectors, original),
         }
 
     return measured

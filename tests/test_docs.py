@@ -18,7 +18,7 @@ from headprune.declaration import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-WALKS = ("family", "criterion", "merge", "command")
+WALKS = ("family", "criterion", "merge", "metric", "command")
 
 
 @pytest.fixture

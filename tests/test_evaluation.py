@@ -17,10 +17,12 @@ from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sequences import masked, packed_sequences
 from headprune.data.sources import read_examples
 from headprune.errors import DataError, HeadpruneError
-from headprune.evaluation import metrics, quality
-from headprune.evaluation.comparison import bootstrap, rank_correlation
+from headprune.evaluation import quality
+from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.report import Report, metric
+from headprune.evaluation.samples import Samples
 from headprune.model.attention import attention_of
 from headprune.model.speed import measure
 from tests import tiny
@@ -142,41 +144,32 @@ def test_damaged_rows_and_empty_texts_are_named() -> None:
 
 
 def test_metrics_on_known_answers() -> None:
-    computed = metrics.load("token_nll").compute(
-        nll_nats=[math.log(8), math.log(2)], tokens=[2, 2], utf8_bytes=[4, 4]
-    )
-    assert computed["perplexity"] == pytest.approx(2.0)  # exp(log 16 / 4)
-    assert computed["bits_per_byte"] == pytest.approx(0.5)  # 4 bits in 8 bytes
-    accuracy = metrics.load("label_accuracy")
-    assert accuracy.compute(predictions=[1, 0, 1], references=[1, 1, 1])["accuracy"] == 2 / 3
-    spearman = metrics.load("similarity_spearman")
+    def value(name: str, **columns: list[float]) -> float:
+        return Samples({key: np.array(each, float) for key, each in columns.items()}).value(name)
+
+    losses = {"nll_nats": [math.log(8), math.log(2)], "tokens": [2, 2], "utf8_bytes": [4, 4]}
+    assert value("perplexity", **losses) == pytest.approx(2.0)  # exp(log 16 / 4)
+    assert value("bits_per_byte", **losses) == pytest.approx(0.5)  # 4 bits in 8 bytes
+    assert value("accuracy", hits=[1, 0, 1]) == 2 / 3
     # ranks 1 2.5 2.5 4 against 1 2 3 4
-    ties = spearman.compute(similarities=[0.1, 0.5, 0.5, 0.9], scores=[1, 2, 3, 4])
-    assert ties["spearman"] == pytest.approx(4.5 / math.sqrt(4.5 * 5))
-    reverse = spearman.compute(similarities=[3, 2, 1], scores=[1, 2, 3])
-    assert reverse["spearman"] == pytest.approx(-1)
+    ties = value("spearman", similarities=[0.1, 0.5, 0.5, 0.9], scores=[1, 2, 3, 4])
+    assert ties == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert value("spearman", similarities=[3, 2, 1], scores=[1, 2, 3]) == pytest.approx(-1)
+    assert math.isinf(value("bits_per_byte", nll_nats=[1.0], utf8_bytes=[0]))
 
 
 def test_fidelity_is_one_for_the_same_embeddings_only() -> None:
     vectors = np.random.default_rng(0).normal(size=(6, 4))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    fidelity = metrics.load("embedding_fidelity")
-    same = fidelity.compute(predictions=vectors, references=vectors)
-    assert same["mean_cosine"] == pytest.approx(1)
-    assert same["similarity_correlation"] == pytest.approx(1)
-    shuffled = fidelity.compute(predictions=vectors[::-1], references=vectors)
-    assert shuffled["similarity_correlation"] < 0.99
+    assert similarity_correlation(vectors, vectors) == pytest.approx(1)
+    assert similarity_correlation(vectors[::-1], vectors) < 0.99
     other = np.random.default_rng(1).normal(size=(6, 4)) * 0.3 + vectors
     pairs = np.triu_indices(6, k=1)
     direct = np.corrcoef((vectors @ vectors.T)[pairs], (other @ other.T)[pairs])[0, 1]
-    found = fidelity.compute(predictions=vectors, references=other)["similarity_correlation"]
-    assert found == pytest.approx(direct, abs=1e-12)
-    flat = fidelity.compute(predictions=vectors, references=np.tile(vectors[:1], (6, 1)))
-    assert math.isnan(flat["similarity_correlation"])
-    # a common rotation keeps similarities, and only those
-    rotated = fidelity.compute(predictions=vectors @ np.eye(4)[::-1], references=vectors)
-    assert rotated["similarity_correlation"] == pytest.approx(1)
-    assert rotated["mean_cosine"] < 0.99
+    assert similarity_correlation(vectors, other) == pytest.approx(direct, abs=1e-12)
+    assert math.isnan(similarity_correlation(vectors, np.tile(vectors[:1], (6, 1))))
+    # a common rotation keeps similarities
+    assert similarity_correlation(vectors @ np.eye(4)[::-1], vectors) == pytest.approx(1)
 
 
 def test_rank_correlation_counts_ties_and_refuses_constants() -> None:

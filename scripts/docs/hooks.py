@@ -28,6 +28,8 @@ GENERATED = {
     "families": registry_tables.families,
     "criteria": registry_tables.criteria,
     "merges": registry_tables.merges,
+    "metrics": registry_tables.metrics,
+    "schemas": registry_tables.schemas,
     "functions": command_pages.functions,
     "commands": command_pages.commands,
 }

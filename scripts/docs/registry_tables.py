@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from typing import Any
 
+from pydantic import BaseModel
+
 from headprune.console.models import families_markdown
+from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.report import Report
 from headprune.evidence.criteria import CRITERIA
 from headprune.family.capabilities import capabilities
+from headprune.regression.baseline import Baseline
+from headprune.regression.check import CheckReport
+from headprune.schemas.gates import GatesMetadata
+from headprune.schemas.manifest import Manifest
+from headprune.schemas.plan import Plan
+from headprune.schemas.runs import RunRecord
+from headprune.schemas.scores import ScoresMetadata
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION
 
+# what lies in files, and the class that reads and writes it
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    "`headprune.json`, in every result": Manifest,
+    "`plan.json`": Plan,
+    "`gates.json`, in a folder of gates": GatesMetadata,
+    "`scores.json`, in a folder of scores": ScoresMetadata,
+    "The report of `evaluate`": Report,
+    "The report of `check`": CheckReport,
+    "The baseline of `check`": Baseline,
+    "`run.json`, of a recipe": RunRecord,
+}
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {
     "gradients": "a loss and its gradients",
@@ -53,6 +76,41 @@ def merges() -> str:
         sections.append(f"## `{name}` {{ #{name} }}\n\n{text}")
     head = "| merge | shared K and V | needs text |\n| --- | --- | --- |"
     return "\n\n".join(["\n".join([head, *rows]), *sections])
+
+
+def metrics() -> str:
+    """A table of all metrics, and how each is compared with that of the original."""
+    rows = []
+    for name, spec in METRICS.items():
+        better = "higher" if spec.higher_is_better else "lower"
+        compared = spec.compared or ("by itself, as it is made of both" if spec.of_two else "")
+        rows.append(f"| `{name}` | {spec.meaning} | {spec.unit} | {better} | {compared} |")
+    head = "| metric | meaning | unit | better | against the original |\n|---|---|---|---|---|"
+    return "\n".join([head, *rows])
+
+
+def schemas() -> str:
+    """A section per file that headprune writes: what its fields mean."""
+    sections = []
+    for file, model in _SCHEMAS.items():
+        version = model.model_fields["schema_version"].default
+        text = _escaped(inspect.cleandoc(model.__doc__ or "").partition("Attributes:")[0].strip())
+        fields = _attributes(model)
+        rows = [f"| `{name}` | {_escaped(meaning)} |" for name, meaning in fields.items()]
+        table = "\n".join(["| field | meaning |\n|---|---|", *rows])
+        sections.append(f"## {file}\n\n{text} Schema version {version}.\n\n{table}")
+    return "\n\n".join(sections)
+
+
+def _attributes(model: type[BaseModel]) -> dict[str, str]:
+    """What the docstrings of a class and those above it say of its fields."""
+    found: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        _, _, said = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+        for name, meaning in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", said, re.MULTILINE):
+            if name in model.model_fields:
+                found[name] = " ".join(meaning.split())
+    return {name: found[name] for name in model.model_fields}
 
 
 def _docstring(module: str) -> str:

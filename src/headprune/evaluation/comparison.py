@@ -47,17 +47,6 @@ class Interval:
         return all(map(math.isfinite, (self.estimate, self.low, self.high)))
 
 
-def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Spearman's correlation: Pearson's of the ranks, where ties get their mean rank.
-
-    Returns:
-        Between -1 and 1; NaN where all values of ``a`` or of ``b`` are the same.
-    """
-    x, y = _centred_ranks(a), _centred_ranks(b)
-    norm = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / norm if norm else float("nan")
-
-
 def bootstrap(
     statistic: Statistic, n: int, resamples: int, confidence: float, seed: int
 ) -> Interval:
@@ -97,9 +86,3 @@ def _expanded_tail(tail: float, n: int) -> float:
     t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
     return NormalDist().cdf(-math.sqrt(n / free) * t)
-
-
-def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[which]
-    return np.asarray(ranks - (len(values) + 1) / 2)

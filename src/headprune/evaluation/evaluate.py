@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
-from headprune.evaluation import metrics, quality
+from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
+from headprune.evaluation.metrics import METRICS, similarity_correlation
 from headprune.evaluation.quality import Floats, Progress, TokenLosses
 from headprune.evaluation.report import (
-    METRICS,
     Difference,
     Metric,
     ModelReport,
@@ -51,36 +51,40 @@ from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 _PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
-_TOKEN_METRICS = ("perplexity", "bits_per_byte", "nll_nats_per_token")
-
-# metric -> how a model's value is compared with that of its base
-_COMPARED: dict[str, Literal["ratio", "difference"]] = {
-    "perplexity": "ratio",
-    "nll_nats_per_token": "difference",
-    "accuracy": "difference",
-    "spearman": "difference",
-}
 
 
 @dataclass
 class _Measured:
-    """A model, what it did on the data, and the metrics of that."""
+    """A model, and what it did on the data; ``others`` are metrics of all of it at once."""
 
     id: str | None
     name: str
     net: PreTrainedModel
-    metrics: list[Metric]
     columns: dict[str, Floats]
     vectors: Floats = field(default_factory=lambda: np.empty(0))
+    others: list[Metric] = field(default_factory=list)
 
-    def report(self, speed: Speed | None, memory: int | None) -> ModelReport:
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics.
+
+        Raises:
+            DataError: If one of them is not finite.
+        """
+        samples = Samples(self.columns)
+        names = samples.metrics()
+        found = [metric(name, samples.value(name), samples.count(name)) for name in names]
+        return (*found, *self.others)
+
+    def report(
+        self, metrics: tuple[Metric, ...], speed: Speed | None, memory: int | None
+    ) -> ModelReport:
         return ModelReport(
             id=self.id,
             name=self.name,
             architecture=type(self.net).__name__,
             task=task_of(self.net),
             dtype=dtype_name(self.net.dtype),
-            metrics=tuple(self.metrics),
+            metrics=metrics,
             cost=model_cost(self.net),
             speed=speed,
             longest_context=None if memory is None else longest_context(self.net, memory),
@@ -116,7 +120,7 @@ class Loaded:
         """The metrics of which every window or example has its part."""
         task = task_of(self.nets[0])
         if task in LANGUAGE_MODELS:
-            return _TOKEN_METRICS
+            return Samples(dict.fromkeys(TokenLosses.COLUMNS, np.zeros(1))).metrics()
         if task == "classification":
             return ("accuracy",)
         paired = ("mean_cosine",) if len(self.nets) == 2 else ()
@@ -230,10 +234,14 @@ def run(
     if count == 2 and task_of(loaded.nets[0]) == "features":
         _add_fidelity(measured[0], measured[1])
     samples = tuple(Samples(m.columns) for m in measured)
+    quality_of = [m.metrics() for m in measured]  # before anything is timed
     speeds: list[Speed] | list[None] = [None] * count
     if config.speed:
         speeds = measure(loaded.nets, batches=config.decode_batches)
-    reports = [m.report(speed, config.memory) for m, speed in zip(measured, speeds, strict=True)]
+    reports = [
+        m.report(found, speed, config.memory)
+        for m, found, speed in zip(measured, quality_of, speeds, strict=True)
+    ]
     report = Report(
         provenance=_provenance(data, loaded, config),
         model=reports[0],
@@ -312,37 +320,18 @@ def _measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progr
             losses = quality.translation_losses(net, rows, tokenizer, size, progress)
         else:
             losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
-        columns = {
-            "nll_nats": losses.nll_nats,
-            "tokens": losses.tokens,
-            "utf8_bytes": losses.utf8_bytes,
-        }
-        return _Measured(*who, net, _token_metrics(losses), columns)
+        return _Measured(*who, net, losses.columns())
     if task == "classification":
         labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
         hits = labels == np.array(rows["labels"])
-        accuracy = metrics.load("label_accuracy").compute(
-            predictions=labels.astype(int), references=rows["labels"]
-        )["accuracy"]
-        measured = [metric("accuracy", accuracy, len(hits))]
-        return _Measured(*who, net, measured, {"hits": hits.astype(np.float64)})
+        return _Measured(*who, net, {"hits": hits.astype(np.float64)})
     vectors = quality.embeddings(net, rows, tokenizer, size, progress)
-    measured, columns = [], {}
+    columns = {}
     if loaded.pairs:
-        similarities, scores = _pairs(vectors, loaded.examples)
-        measured = [metric("spearman", _spearman(similarities, scores), len(scores))]
-        columns = {"similarities": similarities, "scores": scores}
-    return _Measured(*who, net, measured, columns, vectors)
-
-
-def _token_metrics(losses: TokenLosses) -> list[Metric]:
-    computed = metrics.load("token_nll").compute(
-        nll_nats=losses.nll_nats,
-        tokens=losses.tokens.astype(int),
-        utf8_bytes=losses.utf8_bytes.astype(int),
-    )
-    n = len(losses.nll_nats)
-    return [metric(name, computed[name], n) for name in _TOKEN_METRICS]
+        columns = dict(
+            zip(("similarities", "scores"), _pairs(vectors, loaded.examples), strict=True)
+        )
+    return _Measured(*who, net, columns, vectors)
 
 
 def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
@@ -360,28 +349,24 @@ def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
     return similarities, scores
 
 
-def _spearman(similarities: Floats, scores: Floats) -> float:
-    computed = metrics.load("similarity_spearman").compute(similarities=similarities, scores=scores)
-    return float(computed["spearman"])
-
-
 def _add_fidelity(model: _Measured, base: _Measured) -> None:
     n = len(model.vectors)
     if n < 3:
         raise DataError(f"Embeddings are compared on 3 texts at least; the data has {n}.")
-    fidelity = metrics.load("embedding_fidelity").compute(
-        predictions=model.vectors, references=base.vectors
-    )
-    model.metrics += [metric(name, value, n) for name, value in fidelity.items()]
     model.columns["cosines"] = (model.vectors * base.vectors).sum(1)
+    correlation = similarity_correlation(model.vectors, base.vectors)
+    model.others.append(metric("similarity_correlation", correlation, n))
 
 
 def _differences(model: Samples, base: Samples, config: EvaluateConfig) -> list[Difference]:
     found = []
-    for name in (name for name in _COMPARED if name in model.metrics()):
-        ours, theirs, kind = model.statistic(name), base.statistic(name), _COMPARED[name]
+    for name in (name for name in model.metrics() if METRICS[name].compared):
+        ours, theirs, spec = model.statistic(name), base.statistic(name), METRICS[name]
+        assert spec.compared is not None  # as the loop chose
 
-        def gap(i: Any, a: Any = ours, b: Any = theirs, ratio: bool = kind == "ratio") -> Any:
+        def gap(
+            i: Any, a: Any = ours, b: Any = theirs, ratio: bool = spec.compared == "ratio"
+        ) -> Any:
             return a(i) / b(i) if ratio else a(i) - b(i)
 
         interval = bootstrap(
@@ -396,13 +381,18 @@ def _differences(model: Samples, base: Samples, config: EvaluateConfig) -> list[
             )
             continue
         found.append(
-            Difference(name=name, kind=kind, interval=interval, higher_is_better=METRICS[name][1])
+            Difference(
+                name=name,
+                kind=spec.compared,
+                interval=interval,
+                higher_is_better=spec.higher_is_better,
+            )
         )
     return found
 
 
 def _provenance(data: DataConfig, loaded: Loaded, config: EvaluateConfig) -> Provenance:
-    packages = ("headprune", "torch", "transformers", "evaluate", "datasets")
+    packages = ("headprune", "torch", "transformers", "datasets")
     return Provenance(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{p: version(p) for p in packages}},

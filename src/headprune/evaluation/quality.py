@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,9 +35,15 @@ class TokenLosses:
         utf8_bytes: Bytes of their text.
     """
 
+    COLUMNS: ClassVar = ("nll_nats", "tokens", "utf8_bytes")
+
     nll_nats: Floats
     tokens: Floats
     utf8_bytes: Floats
+
+    def columns(self) -> dict[str, Floats]:
+        """As metrics take them."""
+        return {name: getattr(self, name) for name in self.COLUMNS}
 
 
 @torch.no_grad()

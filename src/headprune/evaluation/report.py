@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 from headprune.config import Amount
 from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
+from headprune.evaluation.metrics import METRICS
 from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
 from headprune.model.cost import ModelCost
@@ -160,18 +161,6 @@ class Report(Identified):
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
 
-# name -> (unit, higher is better)
-METRICS = {
-    "perplexity": ("1", False),
-    "nll_nats_per_token": ("nats/token", False),
-    "bits_per_byte": ("bits/byte", False),
-    "accuracy": ("1", True),
-    "spearman": ("1", True),
-    "mean_cosine": ("1", True),
-    "similarity_correlation": ("1", True),
-}
-
-
 def metric(name: str, value: float, n: int) -> Metric:
     """A metric with its unit and direction.
 
@@ -183,5 +172,7 @@ def metric(name: str, value: float, n: int) -> Metric:
             f"The {name.replace('_', ' ')} is {value} on {n} examples: there are too few of them, "
             "its outputs are all the same, or it is damaged. Give more examples, or verify it."
         )
-    unit, higher_is_better = METRICS[name]
-    return Metric(name=name, value=value, unit=unit, higher_is_better=higher_is_better, n=n)
+    spec = METRICS[name]
+    return Metric(
+        name=name, value=value, unit=spec.unit, higher_is_better=spec.higher_is_better, n=n
+    )

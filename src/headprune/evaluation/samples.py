@@ -1,48 +1,13 @@
-"""What an evaluation keeps of every sequence or example, and the metrics as functions of it.
-
-One formula per metric gives its value on all sequences and on every resample of them, so that two
-models, or a model and the record of an earlier run, are compared sequence by sequence.
-"""
+"""What an evaluation keeps of every sequence or example; metrics are functions of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headprune.evaluation.comparison import Statistic, rank_correlation
-
-Columns = Mapping[str, NDArray[np.float64]]
-Formula = Callable[[Columns, NDArray[np.int64]], Any]
-
-
-def _nll(columns: Columns, i: NDArray[np.int64]) -> Any:
-    return columns["nll_nats"][i].sum(-1) / columns["tokens"][i].sum(-1)
-
-
-def _bits_per_byte(columns: Columns, i: NDArray[np.int64]) -> Any:
-    return columns["nll_nats"][i].sum(-1) / (np.log(2) * columns["utf8_bytes"][i].sum(-1))
-
-
-def _spearman(columns: Columns, i: NDArray[np.int64]) -> Any:
-    def of_one(row: NDArray[np.int64]) -> float:
-        return rank_correlation(columns["similarities"][row], columns["scores"][row])
-
-    return np.apply_along_axis(of_one, -1, i)
-
-
-# metric -> (the columns it is made of, formula)
-FORMULAS: dict[str, tuple[tuple[str, ...], Formula]] = {
-    "perplexity": (("nll_nats", "tokens"), lambda c, i: np.exp(_nll(c, i))),
-    "nll_nats_per_token": (("nll_nats", "tokens"), _nll),
-    "bits_per_byte": (("nll_nats", "utf8_bytes"), _bits_per_byte),
-    "accuracy": (("hits",), lambda c, i: c["hits"][i].mean(-1)),
-    "spearman": (("similarities", "scores"), _spearman),
-    "mean_cosine": (("cosines",), lambda c, i: c["cosines"][i].mean(-1)),
-}
+from headprune.evaluation.comparison import Statistic
+from headprune.evaluation.metrics import METRICS, Columns
 
 
 @dataclass(frozen=True)
@@ -60,14 +25,22 @@ class Samples:
     def metrics(self) -> tuple[str, ...]:
         """The metrics that the columns give."""
         return tuple(
-            name for name, (needed, _) in FORMULAS.items() if set(needed) <= set(self.columns)
+            name
+            for name, spec in METRICS.items()
+            if spec.formula is not None and set(spec.columns) <= set(self.columns)
         )
 
     def count(self, metric: str) -> int:
-        """Windows or examples behind a metric."""
-        return len(self.columns[FORMULAS[metric][0][0]])
+        """Sequences or examples behind a metric."""
+        return len(self.columns[METRICS[metric].columns[0]])
 
     def statistic(self, metric: str) -> Statistic:
         """A metric as a function of the sequences that count."""
-        formula = FORMULAS[metric][1]
+        formula = METRICS[metric].formula
+        assert formula is not None  # see ``metrics``
         return lambda i: formula(self.columns, i)
+
+    def value(self, metric: str) -> float:
+        """A metric of all sequences; no number where there is nothing to divide by."""
+        with np.errstate(all="ignore"):
+            return float(self.statistic(metric)(np.arange(self.count(metric))))

@@ -24,7 +24,8 @@ from headprune.config import (
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.report import METRICS, Metric, ModelReport
+from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.report import Metric, ModelReport
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import Watch, score
 from headprune.export.prune import prune
@@ -42,7 +43,7 @@ from headprune.schemas.sweeps import SWEEP, Point, Sweep
 from headprune.tensors.units import Unit
 
 # of what a task measures, the number that the curve is drawn of
-MAIN = ("perplexity", "accuracy", "spearman", "similarity_correlation")
+MAIN = tuple(name for name, spec in METRICS.items() if spec.leads)
 
 
 def sweep(
@@ -260,7 +261,7 @@ def _conclude(base: Point, points: Sequence[Point], scores: str) -> Sweep:
             f"The point '{base.name}' is damaged: it has no {', '.join(MAIN)}. Remove its file, "
             "and it is measured again."
         )
-    higher = METRICS[metric][1]
+    higher = METRICS[metric].higher_is_better
     best = pareto([(float(p.parameters), p.quality) for p in points], higher)
     return Sweep(
         metric=metric,

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.config import Amount
 from headprune.errors import CheckpointError, DataError
-from headprune.evaluation.samples import FORMULAS, Samples
+from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.samples import Samples
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
 
@@ -88,7 +89,7 @@ class Baseline(BaseModel):
     @field_validator("samples")
     @classmethod
     def _even(cls, samples: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        for needed, _ in FORMULAS.values():
+        for needed in (spec.columns for spec in METRICS.values()):
             if len({len(samples[name]) for name in needed if name in samples}) > 1:
                 raise ValueError(f"{' and '.join(needed)} must be equally long")
         if not all(math.isfinite(value) for values in samples.values() for value in values):

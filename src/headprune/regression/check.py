@@ -16,8 +16,9 @@ from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.evaluate import Evaluation, Loaded, load, run
+from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.quality import Progress
-from headprune.evaluation.report import METRICS, Identified, Metric
+from headprune.evaluation.report import Identified, Metric
 from headprune.evaluation.samples import Samples
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
@@ -37,7 +38,7 @@ from headprune.regression.verdicts import (
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Digest
 
-_FIDELITY = ("mean_cosine", "similarity_correlation")  # to the original, whatever the limit
+_OF_TWO = {name for name, spec in METRICS.items() if spec.of_two}  # whatever the limit
 
 
 class CheckReport(Identified):
@@ -175,7 +176,7 @@ def _record(
     progress: Progress,
 ) -> Baseline:
     # of use for embeddings only, which are measured against the original
-    original = not limits or any(one.metric in _FIDELITY for one in limits)
+    original = not limits or any(one.metric in _OF_TWO for one in limits)
     loaded = _load(config, config.against if original else None, trust_remote_code)
     if earlier is not None:
         _compare_origin(earlier, loaded, config)
@@ -223,7 +224,7 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
             raise HeadpruneError(
                 f"The limit '{one.text}' is relative to the original: give --against MODEL."
             )
-        if one.needs_original or one.metric in _FIDELITY:
+        if one.needs_original or one.metric in _OF_TWO:
             against = config.against
         if one.needs_baseline and baseline is None:
             assert config.baseline is not None

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Literal, get_args
 
 from headprune.errors import HeadpruneError
-from headprune.evaluation.report import METRICS
+from headprune.evaluation.metrics import METRICS
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import Shape
 
@@ -130,7 +130,7 @@ def parse_limit(text: str) -> Limit:
 def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Kind:
     """Which comparison is meant, if it makes sense for the metric."""
     quality, speed = metric in METRICS, metric in SPEED
-    higher_is_better = METRICS[metric][1] if quality else speed
+    higher_is_better = METRICS[metric].higher_is_better if quality else speed
     if recovery and not quality:
         raise HeadpruneError(
             f"The limit '{text}': a recovery is the share of the original's quality that is left, "

@@ -15,7 +15,7 @@ from fractions import Fraction
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune.evaluation.comparison import Interval, Statistic
-from headprune.evaluation.report import METRICS
+from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.samples import Samples
 from headprune.regression.limits import Kind, Limit, Operator
 
@@ -140,7 +140,7 @@ def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
         return lambda i: value(i) / other(i) - 1
     if kind is Kind.DIFFERENCE:
         return lambda i: value(i) - other(i)
-    if kind is Kind.RECOVERY and not METRICS[limit.metric][1]:
+    if kind is Kind.RECOVERY and not METRICS[limit.metric].higher_is_better:
         return lambda i: other(i) / value(i)
     return lambda i: value(i) / other(i)
 
