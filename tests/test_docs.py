@@ -15,6 +15,7 @@ import yaml
 import headprune
 from headprune.cli import app as cli
 from headprune.declaration import COMMANDS
+from headprune.evaluation.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -66,6 +67,18 @@ def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
 
     assert all(f"## `{name}`" in registry_tables.criteria() for name in CRITERIA)
     assert all(f"## `{name}`" in registry_tables.merges() for name in MERGES)
+
+
+def test_every_metric_and_every_field_of_a_file_is_in_the_reference(scripts: None) -> None:
+    import registry_tables
+
+    assert re.findall(r"^\| `(\w+)`", registry_tables.metrics(), re.MULTILINE) == list(METRICS)
+    text = registry_tables.schemas()
+    for model in registry_tables._SCHEMAS.values():
+        assert all(f"| `{name}` | " in text for name in model.model_fields)
+    for page in ("metrics", "schemas"):
+        shown = (DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8")
+        assert f"<!-- generated: {page} -->" in shown
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -104,7 +104,7 @@ def schemas() -> str:
 
 def _attributes(model: type[BaseModel]) -> dict[str, str]:
     """What the docstrings of a class and those above it say of its fields."""
-    found: dict[str, str] = {}
+    found = {"schema_version": "Version of this schema."}
     for kind in reversed(model.__mro__):
         _, _, said = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
         for name, meaning in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", said, re.MULTILINE):
