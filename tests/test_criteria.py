@@ -40,6 +40,7 @@ from headprune.model.loading import task_of
 from headprune.planning.allocation import Limit, allocate, kv_of_query
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.planning.plan import plan
+from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan
 from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import cut_heads, resolve
@@ -369,6 +370,38 @@ def run(
         cli.main()
     said = capsys.readouterr()
     return int(stop.value.code or 0), said.out, said.err
+
+
+def test_scores_that_reckon_with_a_refit_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(3_000))
+    small = ["--calibration-tokens", 256, "--seq-len", 16]
+    names = ["--criterion", "compensated", "--criterion", "fisher"]
+    scored = ["score", "model", "--data", "text.txt", *names, "--output", "s", *small]
+    assert run(capsys, monkeypatch, *scored)[0] == 0
+
+    def cut(output: str, criterion: str, *more: str) -> tuple[int, str, Any]:
+        words = ["prune", "model", "--scores", "s", "--criterion", criterion, "--keep", "0.5"]
+        code, _, err = run(capsys, monkeypatch, *words, "--output", output, *more)
+        done = code == 0 and read_manifest(tmp_path / output)
+        return code, err, done and done.refit
+
+    code, err, refit = cut("usual", "compensated")
+    assert "it is made on their text, 'text.txt'" in err
+    assert (code, refit.tokens) == (0, 256)  # as much of it as was scored on
+    code, err, refit = cut("less", "compensated", "--calibration-tokens", "128")
+    assert (code, refit.tokens) == (0, 128)
+    code, err, refit = cut("without", "compensated", "--no-refit")
+    assert (code, refit, "cut with --refit DATA" in err) == (0, None, True)
+    assert cut("fisher", "fisher")[::2] == (0, None)
+    assert cut("whole", "compensated", "--keep", "1.0")[::2] == (0, None)
+    assert "exclude each other" in cut("both", "compensated", "--no-refit", "--refit", "x.txt")[1]
+    (tmp_path / "text.txt").unlink()
+    code, err, _ = cut("gone", "compensated")
+    assert (code, "'text.txt', is not here: give --refit DATA" in err) == (2, True)
 
 
 def test_the_commands(

@@ -63,12 +63,13 @@ class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
     )
     refit: Place | None = option(
         "Refit W_O by least squares on this text, layer after layer, so that the heads that stay "
-        "make up for those that go.",
+        "make up for those that go. Default: the text of scores that reckon with a refit.",
         None,
         Panel.MAIN,
         slot=Slot.DATA,
         metavar="DATA",
     )
+    no_refit: bool = option("Cut without a refit, whatever the scores reckon with.", False)
     output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
     dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN, in_recipes=False)
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
@@ -86,15 +87,18 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
+    if options.no_refit and options.refit is not None:
+        raise HeadpruneError("--refit and --no-refit exclude each other; give one of them.")
     from headprune.export import prune
 
     evidence = ("gates", "plan", "scores", "criterion", "keep", "shape", "dtype")
     what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
     if options.output is None or options.dry_run:
         return prune.preview(options.model, **what)
+    output, options = options.output, _as_scored(options, context)
     return prune.prune(
         options.model,
-        options.output,
+        output,
         refit=options.source(options.refit),
         calibration=options.part(CalibrationConfig),
         overwrite=options.overwrite,
@@ -104,6 +108,37 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
         on_module=context.step,
         **what,
     )
+
+
+def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
+    """The options with the refit that scores reckon with, on the text that they were made on."""
+    whole = options.keep == 1 and isinstance(options.keep, float)
+    if options.scores is None or options.refit or options.no_refit or whole:
+        return options
+    from headprune.data.sources import refuse_missing_file
+    from headprune.evidence.criteria import CRITERIA
+    from headprune.schemas.scores import read_scores
+
+    scores = read_scores(options.scores)
+    made, criterion = scores.metadata, scores.of(options.criterion)[0]
+    if not CRITERIA[criterion].assumes_refit or not made.refits or made.data is None:
+        return options
+    try:
+        refuse_missing_file(made.data.source)
+    except HeadpruneError:
+        raise HeadpruneError(
+            f"{criterion} scores reckon with a refit, and the text that they were made on, "
+            f"'{made.data.source}', is not here: give --refit DATA, or cut with --no-refit (better "
+            "by scores of another criterion, such as fisher)."
+        ) from None
+    context.line(
+        f"{criterion} scores reckon with a refit: it is made on their text, '{made.data.source}' "
+        "(--no-refit for none)"
+    )
+    used = {name: getattr(made.calibration, name) for name in ("calibration_tokens", "seq_len")}
+    asked = {name: getattr(options, name) for name in options.model_fields_set}
+    text = made.data.model_dump(exclude={"source"})
+    return PruneOptions(**{**used, **text, **asked, "refit": made.data.source})
 
 
 def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:

@@ -102,7 +102,8 @@ def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) ->
     """
     step = recipe.steps[name]
     options, kind = step.command.options, step.kind()
-    values = step.settings()
+    settings = step.settings()  # those that were given, as some commands tell that from defaults
+    values = {name: settings[name] for name in settings if name in step.model_fields_set}
     for slot, input_kind in step.slots().items():
         source = getattr(step, slot)
         if source is not None and input_kind is Slot.DATA:
