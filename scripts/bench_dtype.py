@@ -64,7 +64,7 @@ def jobs(
     for count in tokens:
         some = ["--calibration-tokens", count]
         scores = ["score", model, "--data", text, "--unit", "head", *some]
-        cut = ["prune", model, "--scores", work / "scores", "--keep", 0.75, "--shape", "ragged"]
+        cut = ["prune", model, "--scores", work / "scores", "--keep", 0.75, "--layout", "ragged"]
         found[f"25 % of query heads, compensated + refit, {count:,} tokens"] = [
             [*scores, "--output", work / "scores"],
             [*cut, "--refit", text, *some, *out],
@@ -75,7 +75,7 @@ def jobs(
     for seed in seeds:
         found[f"gates, 60 steps, seed {seed}"] = [
             [*train, "--steps", 60, "--seed", seed, "--output", work / "gates"],
-            ["prune", model, "--gates", work / "gates", "--shape", "ragged", *out],
+            ["prune", model, "--gates", work / "gates", "--layout", "ragged", *out],
         ]
     return found
 

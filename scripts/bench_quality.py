@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from headprune import from_pretrained
-from headprune.config import DataConfig, Dtype, Method, ShapeOption, Train, TrainGatesConfig
+from headprune.config import DataConfig, Dtype, LayoutOption, Method, Train, TrainGatesConfig
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
 from headprune.evaluation.quality import causal_losses
@@ -92,8 +92,8 @@ def main(
                     model, DataConfig(source=train_data), gates, config, on_step=say_step
                 )
                 seconds = time.monotonic() - start
-                shape = ShapeOption.RAGGED if run.ragged else ShapeOption.AUTO
-                result = prune(model, out, gates=gates, shape=shape, dtype=Dtype.FLOAT32)
+                layout = LayoutOption.RAGGED if run.ragged else LayoutOption.PER_LAYER
+                result = prune(model, out, gates=gates, layout=layout, dtype=Dtype.FLOAT32)
                 perplexity = protocol.perplexity(from_pretrained(out))
             rows.append(
                 {

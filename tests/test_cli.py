@@ -97,7 +97,7 @@ def test_the_main_job_end_to_end(
     assert not out.exists()
     code, text, err = run(capsys, "prune", llama_folder, "--gates", gates, "--output", out)
     assert code == 0, err
-    assert "proved" in text
+    assert "verified" in text
     report = tmp_path / "report.json"
     code, text, err = run(
         capsys, "evaluate", out, "--data", text_file, "--against", llama_folder,
@@ -137,7 +137,7 @@ def test_shapes_are_weighed_in_the_dry_run_and_hit(
     code, text, err = run(capsys, *base, "--dry-run")
     assert "kept evidence" in text
     out = tmp_path / "native"
-    code, text, err = run(capsys, *base, "--shape", "native", "--output", out)
+    code, text, err = run(capsys, *base, "--layout", "uniform", "--output", out)
     assert code == 0, err
     assert "Plain config" in text
     assert not list(out.glob("*.py"))
@@ -150,13 +150,13 @@ def test_a_native_shape_that_cannot_be_is_refused(
     plan.write_text(json.dumps({"model.layers.1.self_attn": [0, 1]}))
     out = tmp_path / "out"
     base = ("prune", llama_folder, "--plan", plan, "--output", out)
-    code, _, err = run(capsys, *base, "--shape", "native")
+    code, _, err = run(capsys, *base, "--layout", "uniform")
     assert (code, "does not fit a plain config" in err) == (2, True), err
     plan.write_text(json.dumps({"model.layers.1.self_attn": [0, 2]}))
     code, _, err = run(capsys, *base)
-    assert (code, "ask for them with --shape ragged" in err) == (2, True), err
+    assert (code, "ask for them with --layout ragged" in err) == (2, True), err
     assert not out.exists()
-    code, _, err = run(capsys, *base, "--shape", "ragged")
+    code, _, err = run(capsys, *base, "--layout", "ragged")
     assert code == 0, err
     assert run(capsys, "verify", out)[0] == 0
 
@@ -463,7 +463,7 @@ def test_convert_heals_and_says_so(
     write(tmp_path / "out", 1)
     code, out, err = run(capsys, *command, *small, "--overwrite")
     assert code == 0, err
-    assert "KV heads (lowrank), proved" in err
+    assert "KV heads (lowrank), verified" in err
     assert "after 2 steps" in out
     assert not (tmp_path / "out-unhealed").exists()
     for wrong, message in (

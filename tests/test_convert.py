@@ -20,7 +20,7 @@ from headprune.config import (
     Grouping,
     HealConfig,
     HealTrain,
-    ShapeOption,
+    LayoutOption,
 )
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
@@ -71,7 +71,7 @@ def convert(folder: Path, case: str, kv_heads: Any = 1, **options: Any) -> Conve
     model = folder / "model"
     if not model.exists():
         saved(case, folder)
-    keys = ("shape", "output")
+    keys = ("layout", "output")
     others = {key: options.pop(key) for key in keys if key in options}
     settings = {"kv_heads": kv_heads, "seq_len": 32, "calibration_tokens": TEXT_TOKENS, **options}
     text = DataConfig(source=str(folder / "text.txt"))
@@ -223,7 +223,7 @@ def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> N
 
 @pytest.mark.parametrize("case", ["gpt2", "gpt2-classifier"])
 def test_gpt2_with_one_kv_head_is_a_gpt_big_code(case: str, folder: Path) -> None:
-    result = convert(folder, case, 1, merge="mean", shape=ShapeOption.NATIVE)
+    result = convert(folder, case, 1, merge="mean", layout=LayoutOption.UNIFORM)
     assert result.pruned.manifest.shape is Shape.NATIVE
     config = json.loads((folder / "out" / "config.json").read_text())
     assert config["model_type"] == "gpt_bigcode"
@@ -357,7 +357,7 @@ def test_cut_models_with_uneven_and_empty_layers_convert(
 
 
 def test_a_budget_in_a_plain_config_is_the_same_for_all_layers(folder: Path) -> None:
-    result = convert(folder, "llama-mha", None, kv_budget=0.5, shape=ShapeOption.NATIVE)
+    result = convert(folder, "llama-mha", None, kv_budget=0.5, layout=LayoutOption.UNIFORM)
     assert {count for _, count in result.kv_heads.values()} == {3}
     assert result.pruned.manifest.shape is Shape.NATIVE
 
@@ -370,12 +370,12 @@ REFUSED = {
     "list too short": ("llama-mha", {"kv_heads": (2, 2)}, "lists 2 numbers; the model has 4"),
     "native bert": (
         "bert-mlm",
-        {"kv_heads": 2, "shape": ShapeOption.NATIVE},
+        {"kv_heads": 2, "layout": LayoutOption.UNIFORM},
         "no setting for the number of KV heads",
     ),
     "native uneven": (
         "llama-mha",
-        {"kv_heads": (1, 2, 2, 2), "shape": ShapeOption.NATIVE},
+        {"kv_heads": (1, 2, 2, 2), "layout": LayoutOption.UNIFORM},
         "the same number of KV heads in every layer",
     ),
     "budget": ("llama-mha", {"kv_heads": None, "kv_budget": 0.1}, "the least is 0.167"),

@@ -133,7 +133,7 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
         scale = tuple(1 - 0.05 * h for h in keep[layer])
         parts[a.path] = AttentionPlan(query_heads=6, kv_heads=3, keep=keep[layer], scale=scale)
     plan = Plan(unit=Unit.HEAD, attentions=parts)
-    with pytest.raises(PlanError, match="--shape ragged"):
+    with pytest.raises(PlanError, match="--layout ragged"):
         resolve(plan, model)
     proven = prove(model, resolve(plan, model, ragged=True), tmp_path / "cut")
     assert proven.passed

@@ -71,7 +71,7 @@ def following(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[
 
 # case -> the options of score, and those that the next command must have for it
 SCORED = {
-    "llama-gqa single heads": (["--unit", "head"], ["--shape", "ragged"]),
+    "llama-gqa single heads": (["--unit", "head"], ["--layout", "ragged"]),
     "llama-gqa": ([], []),
     "llama-mha": (["--criterion", "wanda", "--criterion", "fisher"], ["--criterion", "wanda"]),
     "llama-mqa": (["--dtype", "float64"], ["--dtype", "float64"]),

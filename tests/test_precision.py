@@ -20,7 +20,7 @@ from headprune.config import (
     Dtype,
     EvaluateConfig,
     HealConfig,
-    ShapeOption,
+    LayoutOption,
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
@@ -112,7 +112,7 @@ def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> N
     settings = TrainGatesConfig(target_heads=0.5, unit=Unit.HEAD, steps=4, batch_size=2, seq_len=16)
     train_gates(base, data, tmp_path / "gates", settings)
     out = tmp_path / "out"
-    sound(prune(base, out, gates=tmp_path / "gates", shape=ShapeOption.RAGGED), half, base)
+    sound(prune(base, out, gates=tmp_path / "gates", layout=LayoutOption.RAGGED), half, base)
 
 
 def test_trained_weights_are_kept_in_float32_until_they_are_written(
@@ -139,7 +139,7 @@ def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path)
         keep=0.5,
         refit=data,
         calibration=SMALL,
-        shape=ShapeOption.RAGGED,
+        layout=LayoutOption.RAGGED,
     )
     sound(result, half)
     assert result.manifest.proof.cast > 1e-6

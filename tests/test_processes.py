@@ -100,11 +100,11 @@ def test_two_processes_train_gates(folder: Path) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_two_processes_choose_as_one_does(folder: Path) -> None:
-    how = ("--method", "cheapest", "--train", "channels", "--target-heads", "0.5")
+    how = ("--method", "gradual", "--train", "channels", "--target-heads", "0.5")
     done = launched(folder, "train-gates", "model", *how, "--output", "cheapest")
     assert done.returncode == 0, done.stderr
     text, shared = DataConfig(source=str(folder / "text.txt")), SETTINGS | {"target_heads": 0.5}
-    shared |= {"method": Method.CHEAPEST, "train": Train.CHANNELS}
+    shared |= {"method": Method.GRADUAL, "train": Train.CHANNELS}
     del shared["learning_rate"]
     found = [load_file(folder / "cheapest" / "gates.safetensors")]
     for name, seed in (("cheapest-one", 0), ("cheapest-other", 1)):

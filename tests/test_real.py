@@ -17,7 +17,7 @@ from headprune.config import (
     DataConfig,
     EvaluateConfig,
     HealConfig,
-    ShapeOption,
+    LayoutOption,
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
@@ -127,7 +127,7 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
     settings = TrainGatesConfig(target_heads=0.75, steps=4, seq_len=64)
     train_gates(first_layers, text, tmp_path / "gates", settings)
     cuts = {
-        "scores": {"scores": tmp_path / "scores", "keep": 0.75, "shape": ShapeOption.RAGGED},
+        "scores": {"scores": tmp_path / "scores", "keep": 0.75, "layout": LayoutOption.RAGGED},
         "gates": {"gates": tmp_path / "gates"},
         "plan": {"plan": quarter_plan(from_pretrained(first_layers))},
     }

@@ -41,7 +41,7 @@ def write_job(folder: Path, model: Path, text: Path) -> Path:
         "data": {"train": str(text), "test": str(text)},
         "steps": {
             "train-gates": {"target_heads": 0.5, "steps": 4, **SMALL},
-            "prune": {"shape": "native"},
+            "prune": {"layout": "uniform"},
             "convert-gqa": {"kv_heads": 1, "merge": "mean"},
             "heal": {"steps": 12, "save_every": 2, **SMALL},
             "evaluate": {"speed": False, **SMALL},

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from headprune.cli.adapter import kind_of
+from headprune.cli.adapter import kind_of, values_of
 from headprune.declaration import COMMANDS, Command, Panel, Slot, appearance, flags
 
 _VALUES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
@@ -139,8 +139,8 @@ def _value(info: FieldInfo) -> str:
         return ""
     if metavar:
         value = f"`{metavar}`"
-    elif issubclass(kind, enum.Enum):
-        value = ", ".join(f"`{member.value}`" for member in kind)
+    elif values_of(info):
+        value = ", ".join(f"`{each}`" for each in values_of(info))
     else:
         value = f"`{_VALUES[kind]}`"
     return f"{value}, repeatable" if several else value

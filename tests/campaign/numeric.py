@@ -114,7 +114,7 @@ COMMANDS: tuple[str, ...] = (
     "convert-gqa m --kv-budget 0.5 --grouping similar --output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --train attention --output out",
-    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method cheapest --train channels "
+    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method gradual --train channels "
     "--output out",
     f"train-gates m {_D} --l0-penalty 0.1 {_TRAIN} --objective distill --output out",
     f"heal m --teacher m {_D} {_TRAIN} --output out",

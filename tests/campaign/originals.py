@@ -38,7 +38,7 @@ RECIPE = {
     "data": {"train": "text.txt", "test": "text.txt"},
     "steps": {
         "train-gates": {"target_heads": 0.5, "steps": 4, "batch_size": 2, "seq_len": 16},
-        "prune": {"shape": "native"},
+        "prune": {"layout": "uniform"},
         "heal": {"steps": 4, "save_every": 2, "batch_size": 2, "seq_len": 16},
         "evaluate": {"speed": False, "seq_len": 16, "max_windows": 2},
         "report": {},

@@ -34,7 +34,7 @@ COMMANDS = (
     "plan model --scores scores --criterion fisher --keep 0.5 --output plan.json",
     "train-gates model --data text.txt --target-heads 0.5 --train attention --steps 2 "
     "--batch-size 2 --seq-len 16 --output gates",
-    "prune model --gates gates --shape native --output result",
+    "prune model --gates gates --layout uniform --output result",
     "evaluate result --data text.txt --against model --no-speed --seq-len 16 --max-windows 4 "
     "--output report.json",
     "check --model result --against model --data text.txt --limit 'perplexity <= +90 %' "

@@ -16,6 +16,7 @@ from rich.markup import escape
 from headprune.cli import terminal
 from headprune.cli.settings import read_settings
 from headprune.declaration import (
+    Choice,
     Command,
     Door,
     Options,
@@ -98,14 +99,26 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     else:  # what is required may come from a file, so that its absence is told later
         spelt, panel = "/".join(flags(name, info)), look.panel.value
         text += " [red]\\[required][/]" if required else ""
-        described = typer.Option(spelt, help=text, metavar=look.metavar, rich_help_panel=panel)
+        metavar = look.metavar
+        if kind is str and values_of(info):
+            metavar = f"<{'|'.join(values_of(info))}>"
+        described = typer.Option(spelt, help=text, metavar=metavar, rich_help_panel=panel)
     return _named(name, kind | None if default is None else kind, default, described)
 
 
 def _shown(default: Any, as_text: bool) -> Any:
     if as_text and isinstance(default, tuple):
         return ",".join(map(str, default))
+    if isinstance(default, Choice):
+        return default.value
     return list(default) if isinstance(default, tuple) else default
+
+
+def values_of(info: FieldInfo) -> list[str]:
+    """The values that an option may have, where they are few."""
+    kind = _bare(info.annotation)
+    some = isinstance(kind, type) and issubclass(kind, Enum)
+    return [member.value for member in kind] if some else []
 
 
 def kind_of(info: FieldInfo) -> tuple[Any, bool]:
@@ -122,9 +135,9 @@ def kind_of(info: FieldInfo) -> tuple[Any, bool]:
 
 
 def _plain(kind: Any) -> Any:
-    if isinstance(kind, type) and (kind in (bool, int, float, Path) or issubclass(kind, Enum)):
-        return kind
-    return str
+    plain = isinstance(kind, type) and (kind in (bool, int, float, Path) or issubclass(kind, Enum))
+    earlier = isinstance(kind, type) and issubclass(kind, Choice) and kind.earlier()
+    return kind if plain and not earlier else str
 
 
 def _bare(kind: Any) -> Any:
@@ -179,14 +192,12 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
 def _options(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> Options:
     """What was given: at the command line, else in the file; the rest has its default."""
     by_file: Mapping[str, Any] = context.obj or {}
-    values = dict(by_file)
+    words: dict[str, Any] = {}
     for name, value in given.items():
         source = context.get_parameter_source(name)
         if source is None or source.name == "DEFAULT":
             continue
-        old = name.startswith(_OLD) and name.removeprefix(_OLD)
-        if old:
-            warn_of_old_names(command.options, [old], Door.OPTION)
-        values[old or name] = value
-    options: Options = build(command.options, values, Door.OPTION)
+        words[name.removeprefix(_OLD)] = value
+    warn_of_old_names(command.options, words, Door.OPTION)
+    options: Options = build(command.options, {**by_file, **words}, Door.OPTION)
     return options

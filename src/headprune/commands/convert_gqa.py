@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
-from headprune.config import ConvertConfig, HealConfig, HealTrain, Length, Place, ShapeOption, Steps
+from headprune.config import (
+    ConvertConfig,
+    HealConfig,
+    HealTrain,
+    LayoutOption,
+    Length,
+    Place,
+    Steps,
+)
 from headprune.declaration import (
     Chapter,
     Command,
@@ -34,7 +42,7 @@ _HEAL = HealConfig(steps=1)  # for its other settings
 
 
 class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
-    """Share KV heads among more queries (GQA, MQA), prove the result, and write it."""
+    """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
 
     calibrate: Place | None = option(
         "Text that shows what the heads do; as --data elsewhere.",
@@ -51,9 +59,9 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
         in_recipes=False,
     )
     output: Path = output("Folder for the result.")
-    shape: ShapeOption = option(
+    layout: LayoutOption = option(
         "native: refuse what a plain config of the family cannot hold.",
-        ShapeOption.AUTO,
+        LayoutOption.PER_LAYER,
         Panel.CUT,
     )
     train: HealTrain = option(
@@ -118,7 +126,7 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
         output,
         options.part(ConvertConfig),
         calibrate=options.source(options.calibrate),
-        shape=options.shape,
+        layout=options.layout,
         overwrite=options.overwrite,
         **options.loading(),
         on_stage=context.stage,
@@ -144,7 +152,7 @@ def _warnings(result: Converted | Healed) -> Iterable[str]:
 
 def _summary(result: Converted | Healed) -> str:
     before, after = result.pruned.manifest.kv_heads
-    return f"{after} of {before} KV heads ({getattr(result, 'merge', 'healed')}), proved"
+    return f"{after} of {before} KV heads ({getattr(result, 'merge', 'healed')}), verified"
 
 
 def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:

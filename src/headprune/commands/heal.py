@@ -63,7 +63,7 @@ def show(result: Healed, options: HealOptions, console: Console) -> None:
 
 
 def _summary(result: Healed) -> str:
-    return f"divergence {result.before:.4f} before, {result.after:.4f} after, proved"
+    return f"divergence {result.before:.4f} before, {result.after:.4f} after, verified"
 
 
 def _estimate(options: HealOptions, sizes: Sizes) -> Estimate:

@@ -11,8 +11,8 @@ from headprune.config import (
     CalibrationConfig,
     Dtype,
     Kept,
+    LayoutOption,
     Place,
-    ShapeOption,
     one_or_all,
 )
 from headprune.declaration import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
-    """Cut heads out for real, prove that the result is the gated model, and write it."""
+    """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     flattened = ("calibration",)
 
@@ -73,11 +73,11 @@ class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
     output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
     dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN, in_recipes=False)
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
-    shape: ShapeOption = option(
+    layout: LayoutOption = option(
         "auto: other counts in every layer, equal groups within a layer. native: the same counts "
         "everywhere, so that a plain config holds the result. ragged: any head, also where that "
         "leaves KV heads with unequal numbers of queries.",
-        ShapeOption.AUTO,
+        LayoutOption.PER_LAYER,
         Panel.CUT,
     )
     out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
@@ -91,7 +91,7 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
         raise HeadpruneError("--refit and --no-refit exclude each other; give one of them.")
     from headprune.export import prune
 
-    evidence = ("gates", "plan", "scores", "criterion", "keep", "shape", "dtype")
+    evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "dtype")
     what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
     if options.output is None or options.dry_run:
         return prune.preview(options.model, **what)
@@ -161,7 +161,7 @@ def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
 
 
 def _summary(result: Pruned | Preview) -> str:
-    return f"{result.plan.kept_heads} of {result.plan.query_heads} heads, proved"
+    return f"{result.plan.kept_heads} of {result.plan.query_heads} heads, verified"
 
 
 def _refuse(options: PruneOptions) -> None:

@@ -22,7 +22,7 @@ def _listed(value: object) -> object:
 
 
 class ReportOptions(Replacing):
-    """Show runs: heads, quality, memory, speed, proof and provenance, on one page."""
+    """Report on runs: heads, quality, memory, speed, verification and provenance, on one page."""
 
     runs: Annotated[tuple[Path, ...], BeforeValidator(_listed)] = option(
         "Folders of runs: results, gates, scores, or folders that hold several of them and reports "

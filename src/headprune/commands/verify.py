@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class VerifyOptions(Trust):
-    """Prove a result again: hashes, load routes, and outputs against those that were stored."""
+    """Verify a result again: hashes, load routes, and outputs against the stored outputs."""
 
     folder: Path = option(
         "A folder that headprune wrote.", panel=Panel.INPUT, positional=True, metavar="FOLDER"

@@ -1,6 +1,6 @@
 """What the stages of the work are asked to do: frozen, validated, written beside every result."""
 
-from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, ShapeOption
+from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
 from headprune.config.data import CalibrationConfig, DataConfig
 from headprune.config.measuring import CheckConfig, EvaluateConfig
 from headprune.config.training import (
@@ -58,6 +58,7 @@ __all__ = [
     "HealTrain",
     "Kept",
     "KvHeads",
+    "LayoutOption",
     "Length",
     "Memory",
     "Method",
@@ -66,7 +67,6 @@ __all__ = [
     "Place",
     "Positive",
     "Seed",
-    "ShapeOption",
     "Steps",
     "Train",
     "TrainGatesConfig",

@@ -19,15 +19,20 @@ from headprune.config.values import (
     Seed,
     one_or_all,
 )
-from headprune.declaration import Options, Panel, option
+from headprune.declaration import Choice, Options, Panel, option
 
 
-class ShapeOption(str, Enum):
+class LayoutOption(Choice):
     """What a cut may look like."""
 
-    AUTO = "auto"  # other counts in every layer; equal groups within a layer
-    NATIVE = "native"  # the same counts everywhere, so that a plain config holds the result
+    PER_LAYER = "per-layer"  # other counts in every layer; equal groups within a layer
+    UNIFORM = "uniform"  # the same counts everywhere, so that a plain config holds the result
     RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
+
+    @classmethod
+    def earlier(cls) -> dict[str, str]:
+        """Values of earlier releases."""
+        return {"auto": "per-layer", "native": "uniform"}
 
 
 class Grouping(str, Enum):

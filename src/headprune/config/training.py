@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,7 @@ from headprune.config.values import (
     Steps,
     one_or_all,
 )
-from headprune.declaration import Options, Panel, option
+from headprune.declaration import Choice, Options, Panel, option
 from headprune.tensors.units import Unit
 
 
@@ -43,15 +43,22 @@ class Train(str, Enum):
     ALL = "all"
 
 
-class Method(str, Enum):
+class Method(Choice):
     """How training chooses the heads that go."""
 
     L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
-    CHEAPEST = "cheapest"  # gates are plain factors; what costs least to close goes, bit by bit
+    GRADUAL = "gradual"  # gates are plain factors; what costs least to close goes, bit by bit
+
+    @classmethod
+    def earlier(cls) -> dict[str, str]:
+        """Values of earlier releases."""
+        return {"cheapest": "gradual"}
 
 
 class TrainGatesConfig(Options):
     """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
+
+    renamed: ClassVar = {"warmup": "sparsity_warmup", "settle": "finetune_fraction"}
 
     target_heads: Kept | None = option(
         "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",
@@ -74,7 +81,7 @@ class TrainGatesConfig(Options):
         "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
     )
     method: Method = option(
-        "How heads are chosen. l0: hard-concrete gates. cheapest: gates are plain factors, and "
+        "How heads are chosen. l0: hard-concrete gates. gradual: gates are plain factors, and "
         "what costs the loss least goes, a few heads at a time.",
         Method.L0,
         Panel.CUT,
@@ -113,12 +120,12 @@ class TrainGatesConfig(Options):
         "per quarter of all heads.",
         None,
     )
-    warmup: Annotated[float, Field(ge=0, le=1)] = option(
+    sparsity_warmup: Annotated[float, Field(ge=0, le=1)] = option(
         "Share of a round's choosing in which its target is reached.", 0.75
     )
-    settle: Annotated[float, Field(ge=0, lt=1)] | None = option(
+    finetune_fraction: Annotated[float, Field(ge=0, lt=1)] | None = option(
         "Share of every round, at its end, with its heads chosen. Default: 0.6, and 0.3 with "
-        "--method cheapest.",
+        "--method gradual.",
         None,
     )
     gradient_checkpointing: bool = option(
@@ -138,11 +145,11 @@ class TrainGatesConfig(Options):
 
     @model_validator(mode="after")
     def _fitting_method(self) -> TrainGatesConfig:
-        if self.method is Method.CHEAPEST and self.l0_penalty is not None:
+        if self.method is Method.GRADUAL and self.l0_penalty is not None:
             raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
-        if self.method is Method.CHEAPEST and self.rounds not in (None, 1):
-            raise ValueError("--rounds goes with --method l0; cheapest has none")
-        if self.method is Method.CHEAPEST and self.objective is Objective.DISTILL:
+        if self.method is Method.GRADUAL and self.rounds not in (None, 1):
+            raise ValueError("--rounds goes with --method l0; gradual has none")
+        if self.method is Method.GRADUAL and self.objective is Objective.DISTILL:
             raise ValueError("--objective distill goes with --method l0")
         return self
 

@@ -24,7 +24,7 @@ def after_gates(run: GatesRun, model: str, dtype: Dtype, **loading: bool) -> str
         model,
         gates=run.output,
         output=_free(run.output),
-        shape="ragged" if run.ragged else None,
+        layout="ragged" if run.ragged else None,
         dtype=_chosen(dtype),
         **loading,
     )
@@ -60,7 +60,7 @@ def after_plan(planned: Planned, output: Path, model: str, **loading: bool) -> s
 
 def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
     """Options of prune that go with scores: a refit on the same text, the same dtype."""
-    options: dict[str, Any] = {"shape": "ragged" if made.ragged else None}
+    options: dict[str, Any] = {"layout": "ragged" if made.ragged else None}
     if made.data is not None and made.refits:
         used, usual = made.calibration, CalibrationConfig()
         options |= {

@@ -62,7 +62,7 @@ def preview(console: Console, preview: Preview) -> None:
         )
     )
     if preview.shapes:
-        grid = table("--shape", "heads", "kept evidence", "stored", numbers_from=1)
+        grid = table("--layout", "heads", "kept evidence", "stored", numbers_from=1)
         for cost in preview.shapes:
             if cost.why_not is None:
                 grid.add_row(cost.shape, str(cost.heads), f"{cost.evidence:.1%}", cost.stored)
@@ -146,7 +146,9 @@ def healed(console: Console, result: Healed) -> None:
 def _proof(console: Console, manifest: Manifest) -> None:
     from headprune.export.card import proof_rows
 
-    console.print("[bold green]proved[/]: the same outputs, relative to the largest of them")
+    console.print(
+        "[bold green]verified[/]: outputs match; differences relative to the largest output"
+    )
     grid = table("", "difference")
     for row in proof_rows(manifest):
         grid.add_row(*row)

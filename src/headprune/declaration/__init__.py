@@ -16,6 +16,7 @@ from headprune.declaration.command import (
 )
 from headprune.declaration.options import (
     Appearance,
+    Choice,
     Door,
     Options,
     Panel,
@@ -31,6 +32,7 @@ __all__ = [
     "COMMANDS",
     "Appearance",
     "Chapter",
+    "Choice",
     "Command",
     "Context",
     "Door",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -75,6 +75,20 @@ def option(
     info = Field(default, description=description)
     info.metadata.append(Appearance(panel, **appearance))
     return info
+
+
+class Choice(str, Enum):
+    """One of a few values."""
+
+    @classmethod
+    def earlier(cls) -> dict[str, str]:
+        """Values of earlier releases, with those of today."""
+        return {}
+
+    @classmethod
+    def _missing_(cls, value: object) -> Choice | None:
+        today = cls.earlier().get(str(value))
+        return None if today is None else cls(today)
 
 
 class Options(BaseModel):
@@ -191,10 +205,16 @@ def _sentence(error: ValidationError, options: type[Options], door: Door) -> str
     return f"{called}: {message} (got {shown(first['input'])})."
 
 
-def warn_of_old_names(options: type[Options], given: Iterable[str], door: Door) -> None:
-    """Warns of settings that are called otherwise today."""
-    for name in given:
-        if name in options.renamed:
-            old = f"--{name.replace('_', '-')}" if door is Door.OPTION else name
-            new = door.spell(options.renamed[name], options)
-            warnings.warn(f"{old} is called {new} now.", FutureWarning, stacklevel=3)
+def warn_of_old_names(options: type[Options], given: Mapping[str, Any], door: Door) -> None:
+    """Warns of settings, and of values of theirs, that are called otherwise today."""
+    for old, value in given.items():
+        name = options.renamed.get(old, old)
+        called = door.spell(name, options)
+        if name != old:
+            spelt = f"--{old.replace('_', '-')}" if door is Door.OPTION else old
+            warnings.warn(f"{spelt} is called {called} now.", FutureWarning, stacklevel=3)
+        info = options.model_fields.get(name)
+        kind = None if info is None else info.annotation
+        if isinstance(kind, type) and issubclass(kind, Choice) and str(value) in kind.earlier():
+            today = kind.earlier()[str(value)]
+            warnings.warn(f"{called} {value} is called {today} now.", FutureWarning, stacklevel=3)

@@ -19,7 +19,7 @@ from headprune.config import (
     CalibrationConfig,
     DataConfig,
     EvaluateConfig,
-    ShapeOption,
+    LayoutOption,
 )
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
@@ -146,7 +146,7 @@ def sweep(
                         plan=planned.plan,
                         refit=data if refit else None,
                         calibration=config,
-                        shape=ShapeOption.RAGGED,
+                        layout=LayoutOption.RAGGED,
                         dtype=config.dtype,
                         **options,
                     )

@@ -145,7 +145,7 @@ def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
         rows.append(("gates moved by one bit: rounding alone", f"{proof.rounding:.1e}"))
     rows.append((f"allowed in {proof.dtype}", f"{proof.tolerance:.0e}"))
     if proof.control is not None:
-        rows.append(("one head wrong would show", f"{proof.control:.1e}"))
+        rows.append(("negative control: one head misplaced", f"{proof.control:.1e}"))
     if proof.cast:
         rows.append((f"cost of writing {manifest.dtype}", f"{proof.cast:.1e}"))
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import ConvertConfig, DataConfig, Grouping, ShapeOption
+from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption
 from headprune.data.calibration import merge_calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
@@ -72,7 +72,7 @@ def convert_gqa(
     output: Path,
     config: ConvertConfig,
     calibrate: DataConfig | None = None,
-    shape: ShapeOption = ShapeOption.AUTO,
+    layout: LayoutOption = LayoutOption.PER_LAYER,
     overwrite: bool = False,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
@@ -88,7 +88,7 @@ def convert_gqa(
         output: Folder to write; it appears whole or not at all.
         config: How many KV heads, and how they are merged.
         calibrate: Text that shows what the heads do; some merges need it.
-        shape: What the result may look like.
+        layout: What the result may look like.
         overwrite: Replace an existing output.
         trust_remote_code: Allow code that comes with the model.
         assume_supported: Go on where the config has settings that the family's row does not know.
@@ -136,14 +136,14 @@ def convert_gqa(
             return adjacent(len(heads.k), count)
         return similar(len(heads.k), count, cost_of(heads, setting))
 
-    if counts is None and shape is ShapeOption.NATIVE:
+    if counts is None and layout is LayoutOption.UNIFORM:
         counts = _equal_counts(config.kv_budget or 1.0, attentions)
     if counts is None:
         on_stage("spreading the budget over the layers")
         costs = _costs(net, attentions, sample, settings, groups_of, cost_of)
         counts = _spread(config.kv_budget or 1.0, attentions, costs)
     wanted = dict(zip((a.path for a in attentions), counts, strict=True))
-    _check_native(shape, net, attentions, wanted)
+    _check_native(layout, net, attentions, wanted)
     groups: dict[str, Groups] = {}
     own_keys: list[str] = []
 
@@ -158,7 +158,7 @@ def convert_gqa(
         on_module(len(groups), len(attentions))
         return merged
 
-    on_stage("trying the proof")
+    on_stage("testing the verification")
     refuse_unprovable(net, _plan(net, source, {}))
     on_stage(f"merging KV heads ({name})")
     if sample is not None:
@@ -171,10 +171,10 @@ def convert_gqa(
     plan = _plan(net, source, groups)
     plan = plan.model_copy(update={"merge": name if plan.merged else None})
     # its weights are others by now than those of the model the plan names
-    ragged = shape is ShapeOption.RAGGED
+    ragged = layout is LayoutOption.RAGGED
     cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)
     if not (has_twin(net) and set(counts) == {1}):
-        check_shape(shape, result_shape(cuts, net.config))
+        check_shape(layout, result_shape(cuts, net.config))
     tokens = sample.tokens if sample is not None else 0
     merging = Merging(
         merge=name,
@@ -292,25 +292,25 @@ def _spread(
 
 
 def _check_native(
-    shape: ShapeOption,
+    layout: LayoutOption,
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     wanted: dict[str, int],
 ) -> None:
-    """Refuses what --shape native cannot hold before anything is computed."""
-    if shape is not ShapeOption.NATIVE:
+    """Refuses what --layout uniform cannot hold before anything is computed."""
+    if layout is not LayoutOption.UNIFORM:
         return
     family = family_of(net.config)
     if has_twin(net) and set(wanted.values()) == {1}:
         return
     if family.fewer_kv_heads != "native":
         raise PlanError(
-            f"--shape native: the stock class of {family.model_type} has no setting for the number "
-            "of KV heads; leave out --shape for the runtime."
+            f"--layout uniform: the stock class of {family.model_type} has no setting for the "
+            "number of KV heads; leave out --layout for the runtime."
         )
     if len(set(wanted.values())) > 1:
         raise PlanError(
-            "--shape native needs the same number of KV heads in every layer; give one number to "
+            "--layout uniform needs the same number of KV heads in every layer; give one number to "
             "--kv-heads."
         )
 

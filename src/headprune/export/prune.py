@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, DataConfig, Dtype, ShapeOption
+from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption
 from headprune.data.calibration import calibration as calibration_of
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, PlanError
@@ -51,7 +51,7 @@ class ShapeCost:
     """What a shape would cost.
 
     Attributes:
-        shape: The value of ``--shape``.
+        shape: The value of ``--layout``.
         heads: Query heads that it keeps; None where it is not possible.
         evidence: Share of the expected open heads, by the gates, that it keeps.
         stored: How it would be stored.
@@ -106,7 +106,7 @@ def prune(
     keep: float | int | None = None,
     refit: DataConfig | None = None,
     calibration: CalibrationConfig | None = None,
-    shape: ShapeOption = ShapeOption.AUTO,
+    layout: LayoutOption = LayoutOption.PER_LAYER,
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
     out_dtype: Dtype = Dtype.AUTO,
@@ -130,7 +130,7 @@ def prune(
         keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
         refit: Text on which W_O is refitted to make up for the heads that go.
         calibration: How much of that text is used.
-        shape: What the result may look like.
+        layout: What the result may look like.
         overwrite: Replace an existing output.
         dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
         out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
@@ -151,13 +151,13 @@ def prune(
     on_stage("loading the model")
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, out_dtype)
-    chosen, evidence, weights = _plan(net, source, asked, shape)
-    cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
-    check_shape(shape, result_shape(cuts, net.config))
+    chosen, evidence, weights = _plan(net, source, asked, layout)
+    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
+    check_shape(layout, result_shape(cuts, net.config))
     _load_weights(net, weights)
     refitted = None
     if refit is not None:
-        on_stage("trying the proof")
+        on_stage("testing the verification")
         refuse_unprovable(net, chosen)
         on_stage("refitting W_O")
         refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code, on_module)
@@ -229,7 +229,7 @@ def preview(
     scores: Path | None = None,
     criterion: str | None = None,
     keep: float | int | None = None,
-    shape: ShapeOption = ShapeOption.AUTO,
+    layout: LayoutOption = LayoutOption.PER_LAYER,
     dtype: Dtype = Dtype.AUTO,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
@@ -239,10 +239,10 @@ def preview(
     asked = _Asked(gates, plan, scores, criterion, keep)
     _refuse(asked)
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
-    chosen, _, _ = _plan(net, source, asked, shape)
-    cuts = resolve(chosen, net, ragged=shape is ShapeOption.RAGGED)
+    chosen, _, _ = _plan(net, source, asked, layout)
+    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     stored = result_shape(cuts, net.config)
-    check_shape(shape, stored)
+    check_shape(layout, stored)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     costs = () if gates is None else _shape_costs(net, source, gates, keep)
     cut_heads(net, cuts)
@@ -256,14 +256,14 @@ def _shape_costs(
     """What every shape would keep of the evidence."""
     trained, attentions = fitted_gates(net, source, gates)
     evidence, costs = trained.open_probability(), []
-    for shape in ShapeOption:
+    for layout in LayoutOption:
         try:
-            plan, _, _ = _plan_from_gates(net, source, gates, keep, shape)
-            cuts = resolve(plan, net, ragged=shape is ShapeOption.RAGGED)
+            plan, _, _ = _plan_from_gates(net, source, gates, keep, layout)
+            cuts = resolve(plan, net, ragged=layout is LayoutOption.RAGGED)
             stored = result_shape(cuts, net.config)
-            check_shape(shape, stored)
+            check_shape(layout, stored)
         except PlanError as error:
-            costs.append(ShapeCost(shape.value, None, None, None, str(error).split(". ")[0] + "."))
+            costs.append(ShapeCost(layout.value, None, None, None, str(error).split(". ")[0] + "."))
             continue
         stays = {(path, head) for path, part in plan.attentions.items() for head in part.keep}
         kept, index = 0.0, 0
@@ -274,7 +274,7 @@ def _shape_costs(
                 index += 1
         sizes = torch.tensor(unit_sizes(attentions, trained.metadata.unit))
         share = kept / float((evidence * sizes).sum())
-        costs.append(ShapeCost(shape.value, plan.kept_heads, share, stored.value, None))
+        costs.append(ShapeCost(layout.value, plan.kept_heads, share, stored.value, None))
     return tuple(costs)
 
 
@@ -325,13 +325,13 @@ def _refuse(asked: _Asked, refit: DataConfig | None = None) -> None:
 
 
 def _plan(
-    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, shape: ShapeOption
+    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, layout: LayoutOption
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
     """The plan, what it was made of, and the trained weights that belong to it."""
     if asked.gates is not None:
-        return _plan_from_gates(net, source, asked.gates, asked.keep, shape)
+        return _plan_from_gates(net, source, asked.gates, asked.keep, layout)
     if asked.scores is not None:
-        return *_plan_from_scores(net, source, asked, shape), {}
+        return *_plan_from_scores(net, source, asked, layout), {}
     assert asked.plan is not None
     plan = asked.plan
     if isinstance(plan, Path):
@@ -354,7 +354,7 @@ def _refuse_merging(plan: Plan) -> None:
 
 
 def _plan_from_scores(
-    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, shape: ShapeOption
+    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, layout: LayoutOption
 ) -> tuple[Plan, Evidence]:
     assert asked.scores is not None
     assert asked.keep is not None
@@ -365,7 +365,7 @@ def _plan_from_scores(
     budget = head_budget(asked.keep, sizes)
     criterion, values = found.of(asked.criterion)
     scores = values.tolist()
-    if shape is ShapeOption.NATIVE:
+    if layout is LayoutOption.UNIFORM:
         scores, budget = _even(attentions, unit, scores, budget)
     evidence = Evidence(
         kind="scores",
@@ -418,7 +418,7 @@ def _plan_from_gates(
     source: ModelIdentity,
     folder: Path,
     keep: float | int | None,
-    shape: ShapeOption,
+    layout: LayoutOption,
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
     trained, attentions = fitted_gates(net, source, folder)
     unit = trained.metadata.unit
@@ -428,7 +428,7 @@ def _plan_from_gates(
     # units that training kept come first; one that --keep brings back is fully open
     scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    if shape is ShapeOption.NATIVE:
+    if layout is LayoutOption.UNIFORM:
         scores, budget = _even(attentions, unit, scores, budget)
     plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
     seed = trained.metadata.seed

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from headprune.config import ShapeOption
+from headprune.config import LayoutOption
 from headprune.errors import PlanError
 from headprune.export.card import write_card
 from headprune.io import hub
@@ -135,7 +135,7 @@ def write_proven(
         auto_class, left_out = auto_class_of(net), passed_over(net, stored_tensors(origin))
         del net
 
-        on_stage("proving the folder")
+        on_stage("verifying the folder")
         reloaded = probes.probe(from_pretrained(folder, dtype=expected.dtype), inputs)
         proven = equivalence.conclude(expected, cut_outputs, reloaded, cast)
         manifest = write_manifest(
@@ -187,18 +187,18 @@ def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
     equivalence.expect(wide, cuts).refuse_inconclusive()
 
 
-def check_shape(asked: ShapeOption, stored: Shape) -> None:
+def check_shape(asked: LayoutOption, stored: Shape) -> None:
     """Refuses a result that is not stored as asked.
 
     Raises:
         PlanError: If a plain config was asked for and cannot hold it.
     """
-    if asked is ShapeOption.NATIVE and stored is not Shape.NATIVE:
+    if asked is LayoutOption.UNIFORM and stored is not Shape.NATIVE:
         raise PlanError(
-            "--shape native: this plan does not fit a plain config, which needs the same counts in "
-            "every layer and a family that can hold them ('headprune families'; Llama's wants a "
+            "--layout uniform: this plan does not fit a plain config, which needs the same counts "
+            "in every layer and a family that can hold them ('headprune families'; Llama's wants a "
             "number of heads that divides hidden_size). With --gates or --scores, "
-            "headprune chooses such a plan; leave out --shape for the runtime."
+            "headprune chooses such a plan; leave out --layout for the runtime."
         )
 
 

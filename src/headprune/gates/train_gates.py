@@ -69,7 +69,7 @@ class GatesRun:
         output: The gates folder.
         metadata: What gates.json says.
         ragged: Whether a cut of these units leaves KV heads with unequal numbers of queries, as
-            single heads of a grouped-query model do; ``prune`` then needs ``--shape ragged``.
+            single heads of a grouped-query model do; ``prune`` then needs ``--layout ragged``.
     """
 
     output: Path
@@ -150,7 +150,7 @@ def train_gates(
         objective = _objective(config.objective, net, data)
         if not sampled and objective is Objective.DISTILL:
             raise HeadpruneError(
-                "--method cheapest weighs heads by the gradient of a loss, and that of the "
+                "--method gradual weighs heads by the gradient of a loss, and that of the "
                 "objective distill is zero where the model starts. Use --method l0."
             )
         rows, collate = batches(objective, net, tokenizer, data, config)
@@ -213,7 +213,7 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
     half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
     precision = "compute with --dtype float32, " if half else ""
     hidden = "give text with tokens to mask, " if objective is Objective.MLM else ""
-    rates = ["--scale-lr"] if config.method is Method.CHEAPEST else ["--gate-lr", "--scale-lr"]
+    rates = ["--scale-lr"] if config.method is Method.GRADUAL else ["--gate-lr", "--scale-lr"]
     rates += ["--weight-lr"] if config.train in (Train.ATTENTION, Train.ALL) else []
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}{hidden}or look at the model with "
@@ -225,21 +225,21 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
     if config.target_heads is not None:
         kind = HeadTarget if config.method is Method.L0 else GradualPruning
-        return kind(head_budget(config.target_heads, sizes), sizes, config.warmup)
+        return kind(head_budget(config.target_heads, sizes), sizes, config.sparsity_warmup)
     assert config.l0_penalty is not None
     return ConstantPenalty(config.l0_penalty, modules)
 
 
 def _round_count(config: TrainGatesConfig, sizes: list[int]) -> int:
     # units of unequal size might not add up to the target any more after an earlier round
-    if config.target_heads is None or config.method is Method.CHEAPEST or len(set(sizes)) > 1:
+    if config.target_heads is None or config.method is Method.GRADUAL or len(set(sizes)) > 1:
         return 1
     return config.rounds or default_count(1 - head_budget(config.target_heads, sizes) / sum(sizes))
 
 
 def _settle(config: TrainGatesConfig) -> float:
-    if config.settle is not None:
-        return config.settle
+    if config.finetune_fraction is not None:
+        return config.finetune_fraction
     return 0.6 if config.method is Method.L0 else 0.3
 
 

@@ -33,7 +33,7 @@ def even_units(
     if len({(len(units), len(units[0]) if units else 0) for units in per_module}) != 1:
         raise PlanError(
             "The attention modules differ in their number of heads, so the same cut in all of them "
-            "is no plain config. Leave out --shape native."
+            "is no plain config. Leave out --layout uniform."
         )
     units, size = len(per_module[0]), len(per_module[0][0])
     count = min(units, max(1, round(budget / (size * len(attentions)))))

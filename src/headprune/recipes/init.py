@@ -181,7 +181,7 @@ _STEPS = {
   convert-gqa:
     kv_budget: 0.5 # share of all KV heads, spread over the layers; kv_heads: 1 for MQA everywhere
     calibrate: train # text that shows what the heads do
-    shape: auto # native: the same number in every layer, so that any engine loads it
+    layout: per-layer # uniform: the same number in every layer, so that any engine loads it
     dtype: {dtype}
   # trained to match the original
   heal:
@@ -206,7 +206,7 @@ _STEPS = {
     gradient_checkpointing: {recompute} # saves memory, at a third more time
   # the closed ones are cut out of the weights, and the result is proven
   prune:
-    shape: auto # native: the same counts in every layer, so that any engine loads it
+    layout: per-layer # uniform: the same counts in every layer, so that any engine loads it
     dtype: {dtype}
 """
     + _EVALUATE

@@ -46,7 +46,7 @@ class ScoresMetadata(BaseModel):
         calibration: How much of them was used.
         tokens: Tokens that were used.
         ragged: Whether a cut of these units may leave KV heads with unequal numbers of queries;
-            ``prune`` then needs ``--shape ragged``.
+            ``prune`` then needs ``--layout ragged``.
         refits: Whether W_O can be refitted on that text.
         id: ``Scores.id`` when they were written; None in older files.
     """

@@ -142,7 +142,7 @@ def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool
         if not ragged:
             raise PlanError(
                 f"{problem}. Such ragged groups load through the runtime only: ask for them with "
-                "--shape ragged. --unit kv-group (removes whole KV heads) and --unit query-slot "
+                "--layout ragged. --unit kv-group (removes whole KV heads) and --unit query-slot "
                 "(the same query of every group) keep the groups equal."
             )
     order = tuple(q for queries in used.values() for q in queries)
