@@ -470,7 +470,7 @@ def test_convert_heals_and_says_so(
         (["--kv-heads", "many"], "give a number such as 2"),
         (["--kv-heads", "1", "--merge", "meen"], "Did you mean 'mean'"),
         (["--kv-heads", "1", "--heal", "3"], "--calibrate"),
-        ([], "exactly one of kv_heads and kv_budget"),
+        ([], "exactly one of --kv-heads and --kv-budget"),
     ):
         code, _, err = run(capsys, "convert-gqa", llama_folder, "--output", tmp_path / "no", *wrong)
         assert (code, message in err) == (2, True), err

@@ -144,7 +144,11 @@ def test_scores_do_not_depend_on_the_batch_size(
     for name in names:
         torch.testing.assert_close(one.scores[name], many.scores[name], rtol=1e-9, atol=1e-12)
     other = score(
-        tmp_path / "model", tmp_path / "s", names, text, SMALL.model_copy(update={"tokens": 128})
+        tmp_path / "model",
+        tmp_path / "s",
+        names,
+        text,
+        SMALL.model_copy(update={"calibration_tokens": 128}),
     )
     assert not torch.allclose(other.scores["fisher"], one.scores["fisher"], rtol=1e-6)
 

@@ -44,7 +44,7 @@ MISTAKES = {
     "convert-gqa gone --output out --kv-heads 1 --merge meen": "Did you mean 'mean'",
     "convert-gqa gone --output out --kv-heads 1 --attention x": "no family has attention of that",
     "convert-gqa gone --output out --kv-heads 1 --calibrate nope.txt": NO_FILE,
-    f"{HEALED} 0": "--steps: ",
+    f"{HEALED} 0": "--heal: ",
     f"{HEALED} 3 --learning-rate 0": "--learning-rate: ",
     "heal gone --teacher gone --output out --steps 3 --data nope.txt": NO_FILE,
     f"heal model --teacher ./gone --output out --steps 3 {DATA}": "There is no folder './gone'",

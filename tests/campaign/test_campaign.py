@@ -49,7 +49,7 @@ def test_nothing_breaks(part: str, originals: Path) -> None:
     [
         (Outcome(0, "fine", "", 1, 1), ""),
         (Outcome(2, "", "loading ...\nerror: There is no file 'x'.\n", 1, 1), ""),
-        (Outcome(1, "", SAID, 1, 1), "traceback: plan.py:7 read: KeyError: 1"),
+        (Outcome(1, "", SAID, 1, 1), "traceback: schemas/plan.py:7 read: KeyError: 1"),
         (Outcome(2, "", "error: one\nand two\n", 1, 1), "several lines"),
         (Outcome(2, "", "what?\n", 1, 1), "no sentence"),
         (Outcome(2, "", f"error: {'x' * 401}\n", 1, 1), "401 characters"),

@@ -15,7 +15,7 @@ from headprune.errors import HeadpruneError
 
 app = typer.Typer(
     name="headprune",
-    help="Make the attention of Hugging Face models smaller: train gates, prune heads, verify the result.",
+    help="Make the attention of Hugging Face models smaller, and verify the result.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

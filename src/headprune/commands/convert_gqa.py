@@ -14,6 +14,7 @@ from headprune.config import (
     LayoutOption,
     Length,
     Place,
+    Positive,
     Steps,
 )
 from headprune.declaration import (
@@ -67,7 +68,7 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
     train: HealTrain = option(
         "With --heal: what is trained.", _HEAL.train, Panel.TRAINING, in_recipes=False
     )
-    learning_rate: float = option(
+    learning_rate: Positive = option(
         "With --heal: highest learning rate.", _HEAL.learning_rate, Panel.TRAINING, in_recipes=False
     )
     heal_seq_len: Length | None = option(

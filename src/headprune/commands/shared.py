@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headprune.config import DataConfig, Names, Place
 from headprune.declaration import Options, Panel, Slot, option
-from headprune.schemas.records import MadeBy
 from headprune.tensors.units import Unit
+
+if TYPE_CHECKING:
+    from headprune.schemas.records import MadeBy
 
 DATA = (
     "A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id such as "
@@ -39,8 +41,12 @@ def output(description: str, default: Any = ...) -> Any:
 
 def made_by(command: str, options: Options) -> MadeBy:
     """The record of a command in what it wrote: all that has a part in the result."""
+    from headprune.schemas.records import MadeBy  # with torch
+
     apart = {"output", "overwrite", "resume"}  # where it lies, and how it came to be there
-    return MadeBy(command=command, options=options.model_dump(mode="json", exclude=apart))
+    return MadeBy(
+        command=command, options=options.model_dump(mode="json", exclude=apart, exclude_none=True)
+    )
 
 
 class OneModel(Options):

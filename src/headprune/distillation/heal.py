@@ -26,7 +26,7 @@ from headprune.distillation.trainer import (
     trainable,
 )
 from headprune.errors import DataError, HeadpruneError
-from headprune.export.publish import Pruned, Stage, Work, refuse_unprovable, write_proven
+from headprune.export.publish import Changes, Pruned, Stage, refuse_unprovable, write_proven
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
@@ -196,7 +196,7 @@ def heal(
                 after=after,
                 seed=config.seed,
             )
-            record = Work(healing, made_by=made_by, history=work.history)
+            record = Changes(healing, made_by=made_by, history=work.history)
             pruned = write_proven(net, source, model, plan, cuts, output, stored, record, on_stage)
             work.remove()
             return Healed(pruned, before, after, steps)

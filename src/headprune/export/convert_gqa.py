@@ -15,10 +15,10 @@ from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
 from headprune.export.publish import (
+    Changes,
     OnModule,
     Pruned,
     Stage,
-    Work,
     check_shape,
     refuse_unprovable,
     write_proven,
@@ -182,7 +182,7 @@ def convert_gqa(
         calibration_tokens=tokens,
         seed=config.seed,
     )
-    work = Work(merging, made_by=made_by)
+    work = Changes(merging, made_by=made_by)
     pruned = write_proven(net, source, model, plan, cuts, output, stored, work, on_stage)
     before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
     kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}

@@ -17,10 +17,10 @@ from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.export.publish import (
+    Changes,
     OnModule,
     Pruned,
     Stage,
-    Work,
     check_shape,
     refuse_unprovable,
     write_proven,
@@ -161,7 +161,7 @@ def prune(
         refuse_unprovable(net, chosen)
         on_stage("refitting W_O")
         refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code, on_module)
-    work = Work(Pruning(evidence=evidence, trained_weights=bool(weights)), refitted, made_by)
+    work = Changes(Pruning(evidence=evidence, trained_weights=bool(weights)), refitted, made_by)
     pruned = write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
     return replace(pruned, warnings=(*pruned.warnings, *_warnings(evidence, chosen, refit)))
 
@@ -218,7 +218,7 @@ def migrate(
     attentions = attention_of(net)
     chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
     cuts = resolve(chosen, net)
-    work = Work(Migration(), made_by=made_by)
+    work = Changes(Migration(), made_by=made_by)
     return write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
 
 

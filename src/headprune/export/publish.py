@@ -58,7 +58,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Work:
+class Changes:
     """What a command did to a model, for the record.
 
     Attributes:
@@ -82,7 +82,7 @@ def write_proven(
     cuts: list[Cut],
     output: Path,
     stored: StoredDtypes,
-    work: Work,
+    work: Changes,
     on_stage: Stage,
 ) -> Pruned:
     """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.

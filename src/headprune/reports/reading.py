@@ -20,7 +20,7 @@ from headprune.reports.evidence import map_of_gates, map_of_result, map_of_score
 from headprune.reports.histories import history
 from headprune.reports.view import Check, Evaluation, Facts, Point, Run, Sweep
 from headprune.schemas import sweeps
-from headprune.schemas.manifest import HISTORY, Manifest, Step
+from headprune.schemas.manifest import HISTORY, LineageStep, Manifest
 from headprune.schemas.records import Healing, MadeBy, Merging, Migration
 from headprune.tensors.units import Unit
 
@@ -165,7 +165,7 @@ class _Parts:
         return (*sorted(own, key=lambda e: e.created, reverse=True), *before)
 
 
-def _asked(step: Step, known: Mapping[str, GatesFolder]) -> str:
+def _asked(step: LineageStep, known: Mapping[str, GatesFolder]) -> str:
     """What one command was asked for, by the record it left."""
     done = step.done
     if isinstance(done, Healing):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headprune.schemas.manifest import Manifest, Step
+from headprune.schemas.manifest import LineageStep, Manifest
 
 State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]
@@ -255,7 +255,7 @@ class Run:
     checks: tuple[Check, ...] = ()
 
     @property
-    def chain(self) -> tuple[Step, ...]:
+    def chain(self) -> tuple[LineageStep, ...]:
         """What commands made of the source, oldest first; the result comes last."""
         return self.manifest.steps if self.manifest is not None else ()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headprune.export import card
 from headprune.reports.charts import mebibytes, short_name, speeds
 from headprune.reports.view import Evaluation, Facts, Quality, Run, Sweep
-from headprune.schemas.manifest import Step
+from headprune.schemas.manifest import LineageStep
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Healing, Merging, Migration
 
@@ -258,7 +258,7 @@ def chain_rows(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
-def _made(step: Step) -> str:
+def _made(step: LineageStep) -> str:
     done = step.done
     if isinstance(done, Healing):
         known = done.before is not None and done.after is not None

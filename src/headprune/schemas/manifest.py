@@ -39,7 +39,7 @@ HISTORY = "heal.jsonl"  # of a healing, with times in it
 BeforeAfter = tuple[Count, Count]
 
 
-class Step(BaseModel):
+class LineageStep(BaseModel):
     """What one command made of a model: the record of a result, apart from its files.
 
     Attributes:
@@ -124,7 +124,7 @@ class Step(BaseModel):
         return len({tuple(map(len, h.as_json().values())) for h in self.layout.values()}) > 1
 
 
-class Manifest(Recorded, Step):
+class Manifest(Recorded, LineageStep):
     """The record beside the weights of a result.
 
     Attributes:
@@ -134,7 +134,7 @@ class Manifest(Recorded, Step):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lineage: tuple[Step, ...]
+    lineage: tuple[LineageStep, ...]
     probe: Sample
 
     def digest(self) -> str:
@@ -154,7 +154,7 @@ class Manifest(Recorded, Step):
         return digest_of(said)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[LineageStep, ...]:
         """All that led to the result, oldest first, and itself."""
         return (*self.lineage, self)
 
@@ -212,7 +212,7 @@ def contents(folder: Path) -> Iterator[str]:
             yield inside.as_posix()
 
 
-def read_lineage(folder: Path) -> tuple[Step, ...]:
+def read_lineage(folder: Path) -> tuple[LineageStep, ...]:
     """The steps that lead to a folder, oldest first; none if headprune did not make it.
 
     Raises:
@@ -221,5 +221,5 @@ def read_lineage(folder: Path) -> tuple[Step, ...]:
     if not (folder / MANIFEST).is_file():
         return ()
     manifest = read_manifest(folder)
-    last = Step.model_validate(manifest.model_dump(include=set(Step.model_fields)))
+    last = LineageStep.model_validate(manifest.model_dump(include=set(LineageStep.model_fields)))
     return (*manifest.lineage, last)

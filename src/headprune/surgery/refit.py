@@ -26,7 +26,7 @@ RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
 
 @dataclass(frozen=True)
-class Refit:
+class ModuleRefit:
     """What a refit did to one module.
 
     Attributes:
@@ -50,7 +50,7 @@ def refit(
     gates: Sequence[Float[Tensor, " heads"]],
     batch: Batch,
     on_module: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Refit]:
+) -> list[ModuleRefit]:
     """Refits every W_O, in place, so that the model with closed gates does what it did with all.
 
     Args:
@@ -73,7 +73,7 @@ def refit(
             "--refit needs two sequences of text at least: give more, or a smaller --seq-len."
         )
     gate_of = {a.path: gate for a, gate in zip(attentions, gates, strict=True)}
-    records: list[Refit] = []
+    records: list[ModuleRefit] = []
     seen = 0
 
     def enter(attention: Attention, x: Tensor) -> OneStream:
@@ -111,7 +111,7 @@ def refuse_singular(attention: Attention, tokens: int, columns: int, instead: st
 
 def _fitted(
     attention: Attention, gate: Tensor, mine: Tensor, wanted: Tensor, batch: Batch
-) -> Refit:
+) -> ModuleRefit:
     """Fits the W_O of one module and writes it."""
     heads, bias = read_output(attention)
     width = heads.shape[-1]
@@ -150,7 +150,7 @@ def _fitted(
     write_output(attention, new.unflatten(1, (len(gate), width)).transpose(0, 1).float(), bias)
     power = max(target.output_power, 1e-30)
     before = whole.error(start[:, kept]) / power
-    return Refit(
+    return ModuleRefit(
         attention.path,
         ridge,
         before,
