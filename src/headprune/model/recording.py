@@ -95,18 +95,19 @@ class AttentionRecorder:
     @contextmanager
     def recording(self, attentions: Sequence[Attention]) -> Iterator[None]:
         """Has modules call it, for the time of a ``with`` block."""
-        before = [getattr(attention.module, "config", None) for attention in attentions]
-        for attention, config in zip(attentions, before, strict=True):
+        modules: list[Any] = [attention.module for attention in attentions]
+        before = [getattr(module, "config", None) for module in modules]
+        for module, config in zip(modules, before, strict=True):
             own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
             own.pop("shared", None)
             own["headprune_repeats"] = own.get("_attn_implementation") == REPEATING
             own |= {"_attn_implementation": _RECORDED, "headprune_recorder": self}
-            attention.module.config = LayerConfig(config, own)  # type: ignore[assignment]  # torch
+            module.config = LayerConfig(config, own)
         try:
             yield
         finally:
-            for attention, config in zip(attentions, before, strict=True):
-                attention.module.config = config  # type: ignore[assignment]  # torch
+            for module, config in zip(modules, before, strict=True):
+                module.config = config
 
 
 def _recorded_attention(
