@@ -53,8 +53,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "text.txt").write_text(tiny.text(1_000))
     score(home / "base", home / "scores", ["magnitude"], config=SMALL)
     for name, keep in (("half", 0.5), ("most", 0.75)):
-        options: dict[str, Any] = {"keep": keep, "made_by": MadeBy(command="prune", options={})}
-        prune(home / "base", home / name, scores=home / "scores", **options)
+        made_by = MadeBy(command="prune", options={"keep": keep})
+        prune(home / "base", home / name, scores=home / "scores", keep=keep, made_by=made_by)
     return home
 
 
@@ -99,7 +99,8 @@ def test_an_id_is_of_content_and_not_of_place_or_time(home: Path, tmp_path: Path
     edit(again.output / "headprune.json", lambda m: m.update(created="2001-01-01T00:00:00+00:00"))
     shutil.move(again.output, tmp_path / "moved")
     assert read_manifest(tmp_path / "moved").id == manifest.id
-    assert (manifest.made_by is None, again.manifest.made_by is None) == (False, True)
+    assert manifest.made_by == MadeBy(command="prune", options={"keep": 0.5})
+    assert again.manifest.made_by is None
     assert read_manifest(home / "most").id != manifest.id
 
 
@@ -218,13 +219,19 @@ def test_a_cut_by_a_plan_knows_the_plan(home: Path, tmp_path: Path) -> None:
 
 
 def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
-    merged = convert_gqa(home / "half", tmp_path / "merged", ConvertConfig(kv_heads=1)).pruned
+    by = [MadeBy(command=name, options={}) for name in ("convert-gqa", "heal")]
+    config = ConvertConfig(kv_heads=1)
+    merged = convert_gqa(home / "half", tmp_path / "merged", config, made_by=by[0]).pruned
     training = HealConfig(steps=1, batch_size=2, seq_len=16, seed=5)
-    healed = heal(merged.output, home / "base", text_of(home), tmp_path / "healed", training).pruned
+    healed = heal(
+        *(merged.output, home / "base", text_of(home), tmp_path / "healed", training),
+        made_by=by[1],
+    ).pruned
     base, half = id_of_model(home / "base"), id_of_model(home / "half")
     steps = healed.manifest.steps
     assert [step.parent for step in steps] == [base, half, merged.manifest.id]
     assert [step.id for step in steps] == [half, merged.manifest.id, healed.manifest.id]
+    assert [step.made_by for step in steps][1:] == by
     _, merging, healing = (step.done for step in steps)
     assert isinstance(merging, Merging)
     assert (merging.merge, merging.seed) == ("mean", 0)

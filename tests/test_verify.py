@@ -24,6 +24,7 @@ from headprune.model.attention import attention_of
 from headprune.proof import equivalence
 from headprune.proof.verify import Verification, verify
 from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.schemas.records import MadeBy, Migration
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -123,12 +124,16 @@ def test_a_folder_of_transformers_4_loads_and_migrates(case: str, tmp_path: Path
     wanted = probes.probe(model, inputs)
     loaded = headprune.from_pretrained(folder)
     assert equivalence.difference(wanted, probes.probe(loaded, inputs)) == 0
-    out = migrate(folder, tmp_path / "new").output
+    made_by = MadeBy(command="migrate", options={})
+    migrated = migrate(folder, tmp_path / "new", made_by=made_by)
+    assert (migrated.manifest.done, migrated.manifest.made_by) == (Migration(), made_by)
+    out = migrated.output
+    assert "rewritten for transformers 5" in (out / "README.md").read_text()
     assert verify(out).passed
     assert "pruned_heads" not in json.loads((out / "config.json").read_text())
-    migrated = headprune.from_pretrained(out)
-    assert equivalence.difference(wanted, probes.probe(migrated, inputs)) == 0
-    assert [a.query_ids for a in attention_of(migrated)][:3] == [
+    again = headprune.from_pretrained(out)
+    assert equivalence.difference(wanted, probes.probe(again, inputs)) == 0
+    assert [a.query_ids for a in attention_of(again)][:3] == [
         (0, 2, 3, 5),
         (0, 1, 2, 3, 4, 5),
         (3, 4, 5),

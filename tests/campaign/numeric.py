@@ -237,13 +237,13 @@ _MAY_BE_NULL = {
         "unit",
         "steps",
         "rounds",
-        "settle",
+        "finetune_fraction",
         "save_every",
         "scale",
         "groups",
     ),
     *("refit", "data", "l0_penalty", "target_heads", "dtype", "auto_class", "made_by", "parent"),
-    *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores"),
+    *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores", "seed"),
     *("kv_budget", "kv_heads", "merge", "merges", "rope", "weight_bytes", "peak_memory_bytes"),
 }
 

@@ -25,10 +25,11 @@ def id_of_model(model: str | Path) -> str | None:
     Raises:
         CheckpointError: If the manifest is damaged.
     """
-    files = {file.name: sha256_of(file) for file in model_files(model)}
-    if not files:
+    found = model_files(model)
+    if not found:
         return None
-    record = read_record(Path(model))
+    folder, files = found[0].parent, {file.name: sha256_of(file) for file in found}
+    record = read_record(folder)
     if record is not None and files.items() <= record.files.items():
-        return record.id or read_manifest(Path(model)).id
+        return record.id or read_manifest(folder).id
     return digest_of(files)
