@@ -46,10 +46,22 @@ def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> proof.Proof:
     expected = proof.expect(model, cuts)
     cut_heads(model, cuts)
     cut = proof.probe(model, expected.inputs)
+    reloaded = _reloaded(model, folder)
+    return proof.conclude(expected, cut, proof.probe(reloaded, expected.inputs))
+
+
+def gap(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> float:
+    """How far the reloaded cut is from the gated original: a proof without what measures it."""
+    inputs = proof.probe_inputs(model)
+    wanted = proof.probe_gated(model, cuts, inputs)
+    cut_heads(model, cuts)
+    return proof.difference(wanted, proof.probe(_reloaded(model, folder), inputs))
+
+
+def _reloaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder)
     attn = model.config._attn_implementation
-    reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
-    return proof.conclude(expected, cut, proof.probe(reloaded, expected.inputs))
+    return headprune.from_pretrained(folder, attn_implementation=attn)
 
 
 def expecting(

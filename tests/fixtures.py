@@ -8,14 +8,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads only wait for each other
 
-from jaxtyping import install_import_hook
-
-import tests.checking  # noqa: F401  (the hook asks for it by name)
+from tests import checking
 
 # all but the command line, whose arguments are typer's to check
 CHECKED = ["tensors", "runtime", "plan", "config", "families", "models", "checkpoint", "data"]
 CHECKED += ["training", "evaluation", "regression", "pipelines"]
-install_import_hook([f"headprune.{name}" for name in CHECKED], "tests.checking.checked")
+checking.install([f"headprune.{name}" for name in CHECKED])
 
 import gc
 from pathlib import Path

@@ -87,7 +87,6 @@ def test_every_kind_of_step_has_its_row() -> None:
     assert all(STEPS[name].__name__.endswith("Step") for name in STEPS)
 
 
-@pytest.mark.slow
 def test_only_what_changed_runs_again(done_job: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = json.loads((out / "heal" / "headprune.json").read_text())
@@ -149,7 +148,6 @@ def killed_in(path: Path, step: str, after: int) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_run_that_is_killed_twice_ends_the_same(
     job: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -595,7 +593,6 @@ def stand_in(name: str, folder: Path) -> list[str]:
     return overrides
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_and_runs(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
