@@ -1,18 +1,32 @@
-"""beartype for jaxtyping's import hook, without writing a check anew that it wrote before.
+"""Types are checked as the suite runs: shapes by jaxtyping, all else by beartype alone.
 
-A function within a function is decorated whenever the outer one runs. jaxtyping then hands over
-two new functions with the same parameters, annotations and defaults as before, whose bodies do
-nothing: what checks the first ones checks all of them.
+jaxtyping's import hook decorates every function. At each call its decorator binds the arguments and
+remembers the sizes of axes, which takes longer than most functions; those whose signature names no
+axes need none of it. Functions within functions are decorated whenever the outer one runs: those
+with shapes are checked by what checked the first of them, the others by mypy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import beartype
+import jaxtyping
 
 _KNOWN: dict[Any, Callable[..., Any]] = {}
+_AXES = re.compile(r"\b(Bool|Complex|Float|Inexact|Int|Num|Real|Shaped|UInt)\d*\[")
+_with_shapes = jaxtyping.jaxtyped
+
+
+def install(modules: Sequence[str]) -> None:
+    """Has the functions of modules that are imported from now on checked."""
+    jaxtyping.jaxtyped = _decorator  # which the hook asks for by name
+    jaxtyping.install_import_hook(modules, f"{__name__}.checked")
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,3 +42,21 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     except TypeError:  # a default that has no hash
         return beartype.beartype(function)
     return _KNOWN[key]
+
+
+def _decorator(*, typechecker: Any) -> Callable[[Any], Any]:
+    return functools.partial(_decorated, typechecker)
+
+
+def _decorated(typechecker: Any, thing: Any) -> Any:
+    function = thing.__init__ if dataclasses.is_dataclass(thing) else thing
+    if not inspect.isfunction(function):
+        return thing
+    if any(_AXES.search(str(hint)) for hint in function.__annotations__.values()):
+        return _with_shapes(thing, typechecker=typechecker)
+    if "<locals>" in function.__qualname__:
+        return thing
+    if function is thing:
+        return beartype.beartype(function)
+    thing.__init__ = beartype.beartype(function)
+    return thing

@@ -47,10 +47,22 @@ def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> equivalence.
     expected = equivalence.expect(model, cuts)
     cut_heads(model, cuts)
     cut = probes.probe(model, expected.inputs)
+    reloaded = _reloaded(model, folder)
+    return equivalence.conclude(expected, cut, probes.probe(reloaded, expected.inputs))
+
+
+def gap(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> float:
+    """How far the reloaded cut is from the gated original: a proof without what measures it."""
+    inputs = probes.probe_inputs(model)
+    wanted = equivalence.probe_gated(model, cuts, inputs)
+    cut_heads(model, cuts)
+    return equivalence.difference(wanted, probes.probe(_reloaded(model, folder), inputs))
+
+
+def _reloaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder)
     attn = model.config._attn_implementation
-    reloaded = headprune.from_pretrained(folder, attn_implementation=attn)
-    return equivalence.conclude(expected, cut, probes.probe(reloaded, expected.inputs))
+    return headprune.from_pretrained(folder, attn_implementation=attn)
 
 
 def expecting(

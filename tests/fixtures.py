@@ -8,9 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: threads only wait for each other
 
-from jaxtyping import install_import_hook
-
-import tests.checking  # noqa: F401  (the hook asks for it by name)
+from tests import checking
 
 # what computes; the command line, the page and the figures hand on what they are given
 CHECKED = ["tensors", "runtime", "config", "family", "schemas", "model", "data", "pickles"]
@@ -18,7 +16,7 @@ CHECKED += ["surgery", "proof", "training", "gates", "evidence", "planning", "ex
 CHECKED += ["distillation", "evaluation", "regression", "recipes", "reports.report"]
 CHECKED += ["processes", "io.outputs", "io.ownership", "io.folders", "io.tensors", "io.streaming"]
 CHECKED += ["io.leftovers"]
-install_import_hook([f"headprune.{name}" for name in CHECKED], "tests.checking.checked")
+checking.install([f"headprune.{name}" for name in CHECKED])
 
 import gc
 from pathlib import Path

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ class Process:
         arguments: Sequence[object],
         *,
         folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
         """Starts it.
@@ -38,12 +40,14 @@ class Process:
         Args:
             arguments: Of headprune.
             folder: Where it runs.
+            environment: What is added to the environment.
             prepare: Called in the new process first.
         """
         self.arguments = [*map(str, arguments)]
         self._said = tempfile.TemporaryDirectory()
         self._files = [Path(self._said.name, name) for name in ("out", "err")]
-        place = _Place(os.fspath(folder or Path.cwd()), dict(os.environ), [*map(str, self._files)])
+        variables = {**os.environ, **(environment or {})}
+        place = _Place(os.fspath(folder or Path.cwd()), variables, [*map(str, self._files)])
         given = (place, prepare, self.arguments)
         self._process = _started(_act, given)
 
@@ -69,6 +73,25 @@ class Process:
 def headprune(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command of headprune to its end; ``how`` is what Process takes."""
     return Process(arguments, **how).finish()
+
+
+def together(
+    count: int, *arguments: object, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in several processes that find each other as those of torchrun do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = []
+    for rank in range(count):
+        own = {name: str(x) for name, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        ranks.append(Process(arguments, folder=folder, environment=own))
+    done = [rank.finish() for rank in ranks]
+    code = next((one.returncode for one in done if one.returncode), 0)
+    out, err = "".join(one.stdout for one in done), "".join(one.stderr for one in done)
+    return subprocess.CompletedProcess(done[0].args, code, out, err)
 
 
 def call(function: Callable[..., None], *arguments: Any) -> int:

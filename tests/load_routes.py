@@ -45,6 +45,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 Route = Callable[["Case"], None]
+# what takes long to import, by the routes that need it
+LIBRARIES = {
+    "pipeline": "transformers.pipelines",
+    "peft LoRA: train, save, load, merge": "peft",
+    'accelerate device_map="auto"': "accelerate",
+    "lm-eval": "lm_eval.models.huggingface",
+}
 ROUTES: dict[str, Route] = {}
 
 
@@ -269,6 +276,7 @@ def apart(job: str) -> int:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    for library in ("accelerate", "peft", "lm_eval.models.huggingface", "transformers.pipelines"):
+    named = {name for job in sys.argv[1:] for name in json.loads(job)[2]}
+    for library in (LIBRARIES[name] for name in LIBRARIES if name in named):
         importlib.import_module(library)
     sys.exit(max(abs(apart(job)) for job in sys.argv[1:]))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting
+from tests.marks import slow_unless
 
 TEXT_TOKENS = 640
 
@@ -104,7 +106,10 @@ def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     assert equivalence.difference_from_stored(wanted, outputs(reloaded)) > 1e2 * measured.tolerance
 
 
-@pytest.mark.parametrize("case", [c for c in SHARING if tiny.task(c) == "causal-lm"])
+DECODERS = [case for case in SHARING if tiny.task(case) == "causal-lm"]
+
+
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(DECODERS).__contains__, DECODERS))
 def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> None:
     before = tiny.kv_heads(case)
     convert(folder, case, before // 3, merge="first")
@@ -162,9 +167,12 @@ def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None
 DEEPLY = ("llama-mha", "gpt2", "bert-mlm", "qwen3")
 MERGED = [(case, merge) for case in DEEPLY for merge in MERGES]
 MERGED += [(case, "mean") for case in SHARING if case not in DEEPLY]
+LAYOUTS = {*DEEPLY, *tiny.one_per_row(SHARING)}
 
 
-@pytest.mark.parametrize(("case", "merge"), MERGED)
+@pytest.mark.parametrize(
+    ("case", "merge"), slow_unless(lambda case, merge: case in LAYOUTS, MERGED)
+)
 def test_identical_heads_merge_without_a_trace(case: str, merge: str, folder: Path) -> None:
     model = tiny.model(case)
     for attention in attention_of(model):
@@ -200,6 +208,7 @@ def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder: Path)
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> None:
     convert(folder, "gpt_neox", (6, 3, 2, 1), merge="mean")
     wanted = outputs(headprune.from_pretrained(folder / "out"))["logits"]
@@ -324,9 +333,15 @@ def test_a_plan_that_merges_is_refused_where_heads_are_cut(folder: Path) -> None
     assert prune(model, folder / "cut", plan=file).plan.merged == []
 
 
-@pytest.mark.parametrize("merge", ["procrustes", "lowrank"])
+AGAIN = tiny.present("llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox")
+
+
 @pytest.mark.parametrize(
-    "case", tiny.present("llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox")
+    ("case", "merge"),
+    slow_unless(
+        lambda case, merge: merge == "procrustes" or case == "llama-mha",
+        product(AGAIN, ["procrustes", "lowrank"]),
+    ),
 )
 def test_what_was_converted_can_be_converted_again(case: str, merge: str, folder: Path) -> None:
     convert(folder, case, 3, merge=merge)

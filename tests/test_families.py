@@ -8,6 +8,7 @@ import functools
 import json
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,10 +36,16 @@ from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.cutting import expecting, prove, uneven_plan
+from tests.cutting import expecting, gap, prove, uneven_plan
+from tests.marks import slow_unless
 
+TOLERANCE = proof.TOLERANCE[torch.float32]
 KINDS = ("encoder", "decoder", "cross")
 EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
+ROWS = tiny.one_per_row(tiny.FAMILY_CASES)
+# the attention that a family has by default; in detail, tests.test_surgery is about a case of each
+# layout of projections
+DEFAULT = ("default", "first")
 
 
 def build(case: str, attn: str) -> PreTrainedModel:
@@ -46,9 +53,8 @@ def build(case: str, attn: str) -> PreTrainedModel:
 
     It is read from disk, since a model that was remembers how its tensors were called there.
     """
-    model = read(case, "eager")
-    if attn == "sdpa" and not model._supports_sdpa:
-        pytest.skip(f"{type(model).__name__} has no sdpa")
+    if attn == "sdpa" and not read(case, "eager")._supports_sdpa:
+        pytest.skip(f"{case} has no sdpa")
     return copy.deepcopy(read(case, attn))
 
 
@@ -57,7 +63,8 @@ def read(case: str, attn: str) -> PreTrainedModel:
     """A tiny model from disk; nobody changes it."""
     with tempfile.TemporaryDirectory() as folder:
         tiny.model(case).save_pretrained(folder)
-        return headprune.from_pretrained(folder, attn_implementation=attn)
+        how = None if attn == "default" else attn
+        return headprune.from_pretrained(folder, attn_implementation=how)
 
 
 def test_cases_are_chosen_by_what_their_models_are() -> None:
@@ -70,7 +77,14 @@ def test_cases_are_chosen_by_what_their_models_are() -> None:
 
 @pytest.mark.parametrize(
     ("attn", "empty"),
-    [("eager", "none"), ("eager", "first"), ("eager", "last"), ("sdpa", "none"), ("sdpa", "both")],
+    slow_unless(
+        lambda attn, empty: (attn, empty) == DEFAULT,
+        [
+            DEFAULT,
+            *product(["eager"], ["none", "first", "last"]),
+            *product(["sdpa"], ["none", "both"]),
+        ],
+    ),
 )
 @pytest.mark.parametrize("case", tiny.FAMILY_CASES)
 def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Path) -> None:
@@ -82,7 +96,9 @@ def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Pa
         assert result.control is not None and result.control > 1e2 * result.tolerance
 
 
-@pytest.mark.parametrize("case", sorted({*tiny.FAMILY_CASES, *tiny.CASES}))
+@pytest.mark.parametrize(
+    "case", slow_unless(ROWS.__contains__, sorted({*tiny.FAMILY_CASES, *tiny.CASES}))
+)
 def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)
@@ -110,7 +126,7 @@ def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path
     native = family.native and not any(getattr(model.config, k, 0) for k in family.native_unless)
     untouched = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
     folder = tmp_path / "cut"
-    assert prove(model, cuts, folder).passed
+    assert gap(model, cuts, folder) <= TOLERANCE
     written = json.loads((folder / "config.json").read_text())
     assert ("headprune" in written) is ("auto_map" in written) is not (native or untouched)
     assert bool(list(folder.glob("*.py"))) is not (native or untouched)
@@ -124,8 +140,8 @@ RAGGED = [
 ]
 
 
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("case", RAGGED)
+@pytest.mark.parametrize("attn", slow_unless("eager".__eq__, ["eager", "sdpa"]))
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(RAGGED).__contains__, RAGGED))
 def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: Path) -> None:
     model = build(case, attn)
     parts, keep = {}, [(0, 2, 3), (1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (3,)]
@@ -155,7 +171,7 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
         for a in attention_of(reloaded)
     }
     cuts = resolve(Plan(unit=Unit.HEAD, attentions=parts), reloaded, ragged=True)
-    assert prove(reloaded, cuts, tmp_path / "again").passed
+    assert gap(reloaded, cuts, tmp_path / "again") <= TOLERANCE
     assert attention_of(reloaded)[1].group_sizes == (2, 2)
 
 
@@ -181,8 +197,13 @@ def test_an_unknown_setting_is_refused_by_name(tmp_path: Path) -> None:
         refuse_unknown_settings(model.config)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "cross"])
-@pytest.mark.parametrize("case", tiny.present("marian", "t5"))
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    slow_unless(
+        lambda case, kind: case == "marian" or kind == "cross",
+        product(tiny.present("marian", "t5"), KINDS),
+    ),
+)
 def test_gates_of_one_kind_of_attention_leave_the_others_whole(
     case: str, kind: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,8 @@ from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.reports.report import report
-from tests import tiny
-from tests.test_cli import headprune, printed
+from tests import forked, tiny
+from tests.test_cli import printed
 
 # a title, a cleared screen, colours by a C1 control, a line of its own, commands to GitHub Actions
 EVIL = "\n::error::x\r\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n \t::add-mask::x ##[error][/red]`<b>|"
@@ -238,12 +237,8 @@ def test_the_executable_says_the_same(place: Path, tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["subject"]["model_type"] = START
     path.write_text(json.dumps(content))
-    done = subprocess.run(
-        headprune(*FILES["baseline"][1](home)),
-        capture_output=True,
-        text=True,
-        env={"GITHUB_ACTIONS": "true", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-    )
+    actions = {"GITHUB_ACTIONS": "true"}
+    done = forked.headprune(*FILES["baseline"][1](home), environment=actions)
     assert done.returncode == 2
     lines = done.stderr.split("\n")
     meant = [line for line in lines if line.startswith(MEANT)]

@@ -31,6 +31,7 @@ AUTO = {
     "bert-mlm": "AutoModelForMaskedLM",
 }
 TITLES = {"llama-gqa": "Llama, GQA", "gpt2": "GPT-2", "gpt_neox": "Pythia", "bert-mlm": "BERT"}
+WRONG = ", other outputs"
 ENCODERS_ONLY, DECODERS_ONLY = {"sentence-transformers"}, {"lm-eval"}
 
 
@@ -49,7 +50,8 @@ Failures = dict[str, dict[str, str | None]]  # by case and route; None is no fai
 
 def run_routes(folders: dict[str, Path], routes: dict[str, list[str]]) -> Failures:
     """Runs routes in processes in which headprune cannot be imported."""
-    jobs = [json.dumps([str(folder), AUTO[c], routes[c]]) for c, folder in folders.items()]
+    autos = {case: AUTO[case.removesuffix(WRONG)] for case in folders}
+    jobs = [json.dumps([str(folder), autos[c], routes[c]]) for c, folder in folders.items()]
     command = [sys.executable, load_routes.__file__, *jobs]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -95,6 +97,22 @@ def other_outputs(folder: Path) -> Path:
         expected["tokens"] = expected["tokens"] + 1
     save_file(expected, wrong / "expected.safetensors")
     return wrong / "out"
+
+
+# what needs no library beside torch and transformers, which take longer to import than to use
+SOME = ["AutoModel*.from_pretrained", "save_pretrained and back", "pickle of the model object"]
+SOME += ["generate, dynamic cache", "generate, static cache"]
+
+
+@pytest.mark.process
+def test_some_routes_work_without_headprune_and_notice_another_model(
+    folders: dict[str, Path], wrong: dict[str, Path]
+) -> None:
+    case, other = "llama-gqa", f"llama-gqa{WRONG}"
+    places = {case: folders[case], other: wrong[case]}
+    found = run_routes(places, dict.fromkeys(places, SOME))
+    assert found[case] == dict.fromkeys(SOME)
+    assert found[other].keys() == {*SOME} and all(found[other].values())
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.marks import slow_unless
 from tests.test_verify import PRUNED, old_folder
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,7 +92,14 @@ def sound(result: Pruned, dtype: torch.dtype, base: Path | None = None) -> None:
     assert loaded.dtype is dtype
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm", "t5"])
+@pytest.mark.parametrize(
+    ("case", "half"),
+    slow_unless(
+        lambda case, half: case == "llama-gqa" or half == "bfloat16",
+        product(["llama-gqa", "gpt2", "bert-mlm", "t5"], HALVES),
+    ),
+    indirect=["half"],
+)
 def test_a_plan_with_gate_values(case: str, half: torch.dtype, tmp_path: Path) -> None:
     base = saved(case, half, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
@@ -163,7 +172,14 @@ def test_a_refit_is_that_of_the_float32_copy(
 
 
 @pytest.mark.parametrize("merge", list(MERGES))
-@pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
+@pytest.mark.parametrize(
+    ("case", "half"),
+    slow_unless(
+        lambda case, half: (case == "llama-gqa") is (half == "bfloat16"),
+        product(["llama-gqa", "bert-mlm"], HALVES),
+    ),
+    indirect=["half"],
+)
 def test_every_merge(
     case: str, merge: str, half: torch.dtype, data: DataConfig, tmp_path: Path
 ) -> None:
@@ -523,7 +539,10 @@ def test_what_a_class_passes_over_is_said(tmp_path: Path) -> None:
     assert "'model.layers.61.embed_tokens.weight'" in result.warnings[0]
 
 
-@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+ROWS = tiny.one_per_row(tiny.FAMILY_CASES)
+
+
+@pytest.mark.parametrize("case", slow_unless(ROWS.__contains__, tiny.FAMILY_CASES))
 def test_a_result_has_every_tensor_of_its_original(case: str, tmp_path: Path) -> None:
     base = tiny.save(tiny.model(case), tmp_path / "model")
     net = headprune.from_pretrained(base)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from headprune.export.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
-from tests import tiny
+from tests import forked, tiny
 
 SETTINGS: dict[str, Any] = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
 
@@ -38,17 +39,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in two processes on the CPU, as torchrun does it."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def full(command: tuple[str, ...]) -> list[str]:
     others = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
+    return [*command, "--data", "text.txt", *others]
+
+
+def together(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in two processes on the CPU."""
+    return forked.together(2, *full(command), folder=folder)
+
+
+def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """The same by torchrun, which starts them from nothing."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "headprune", *command, "--data", "text.txt", *others],
+        [sys.executable, *launcher, "-m", "headprune", *full(command)],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
+
+
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def furthest(folder: Path, one: str, other: str) -> float:
@@ -62,10 +75,9 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_two_processes_heal_as_one_does(folder: Path) -> None:
     command = ("heal", "gqa", "--teacher", "model", "--learning-rate", "5e-3", "--json")
-    done = launched(folder, *command, "--output", "two")
+    done = together(folder, *command, "--output", "two")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)  # once: JSON twice would not parse
     text = DataConfig(source=str(folder / "text.txt"))
@@ -84,24 +96,24 @@ def test_two_processes_heal_as_one_does(folder: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
-def test_two_processes_train_gates(folder: Path) -> None:
-    done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "--output", "gates")
+@pytest.mark.parametrize("start", [together, pytest.param(launched, marks=pytest.mark.slow)])
+def test_two_processes_train_gates(start: Start, folder: Path) -> None:
+    command = ("train-gates", "model", "--target-heads", "0.5", "--output", "gates")
+    done = start(folder, *command, "--overwrite")
     assert done.returncode == 0, done.stderr
     assert len(re.findall("12 of 24 heads stay open", done.stdout)) == 1
     history = (folder / "gates" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4, 5, 6]
     assert read_metadata(folder / "gates").kept_heads == 12
     assert not list(folder.glob("gates-*"))
-    pruned = prune(folder / "model", folder / "pruned", gates=folder / "gates")
+    pruned = prune(folder / "model", folder / "pruned", gates=folder / "gates", overwrite=True)
     assert pruned.plan.kept_heads == 12
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_two_processes_choose_as_one_does(folder: Path) -> None:
     how = ("--method", "gradual", "--train", "channels", "--target-heads", "0.5")
-    done = launched(folder, "train-gates", "model", *how, "--output", "cheapest")
+    done = together(folder, "train-gates", "model", *how, "--output", "cheapest")
     assert done.returncode == 0, done.stderr
     text, shared = DataConfig(source=str(folder / "text.txt")), SETTINGS | {"target_heads": 0.5}
     shared |= {"method": Method.GRADUAL, "train": Train.CHANNELS}

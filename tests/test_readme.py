@@ -96,14 +96,12 @@ def stand_ins(after_readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return folder
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
     assert len(commands("README")) >= 3
     assert (after_readme / "report.json").exists()
     assert (after_readme / "smaller" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in GUIDES if commands(name)])
 def test_the_commands_of_a_guide_run_after_those_of_the_readme(
     name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch

@@ -91,7 +91,6 @@ def test_a_step_has_the_settings_of_its_command() -> None:
         assert not ours & {"output", "overwrite", "trust_remote_code", "split"}, name
 
 
-@pytest.mark.slow
 def test_only_what_changed_runs_again(done_job: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = json.loads((out / "heal" / "headprune.json").read_text())
@@ -155,7 +154,6 @@ def killed_in(path: Path, step: str, after: int) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_run_that_is_killed_twice_ends_the_same(
     job: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -607,7 +605,6 @@ def stand_in(name: str, folder: Path) -> list[str]:
     return overrides
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_recipe_is_valid_and_runs(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

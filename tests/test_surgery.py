@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,17 @@ from headprune.surgery.cut import cut_heads, resolve, result_shape
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting, prove, uneven_plan
+from tests.marks import slow_unless
 
 
 @pytest.mark.parametrize("empty", [(), (0,), (-1,)], ids=["none", "first", "last"])
-@pytest.mark.parametrize("attn", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("attn", "dtype"),
+    slow_unless(
+        lambda attn, dtype: dtype is torch.float32 or attn == "sdpa",
+        product(["eager", "sdpa"], [torch.float32, torch.float64]),
+    ),
+)
 @pytest.mark.parametrize("case", tiny.CASES)
 def test_gated_is_cut_is_reloaded(
     case: str, dtype: torch.dtype, attn: str, empty: tuple[int, ...], tmp_path: Path

@@ -8,6 +8,8 @@ and biases are not zero.
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,22 @@ def present(*cases: str) -> list[str]:
 
 
 _ALL_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
+
+
+def one_per_row(cases: Iterable[str]) -> set[str]:
+    """The first case of each row of the family table, the names of families aside, and variant.
+
+    The code of headprune that families go through is the same where the rest of their rows is.
+    """
+    first: dict[str, str] = {}
+    for case in cases:
+        name = family_of_case(case)
+        row = FAMILIES[name]
+        how = [row.for_runtime(), row.native, row.native_unless, row.fewer_kv_heads]
+        first.setdefault(json.dumps([case.removeprefix(name), *how]), case)
+    return {*first.values()}
+
+
 VISION_LANGUAGE = {row.model_type for row in vision_language.ROWS}
 # three sections of rotary frequencies: time, height, width
 _SECTIONS = {name: [1, 1, 2] for name in ("qwen2_vl", "qwen2_5_vl")}
