@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.data.samples import CalibrationSample
-from headprune.evidence.criteria import Evidence
+from headprune.evidence.criteria import UnitEvidence
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import doubled, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output
@@ -45,7 +45,7 @@ class Rival:
 
 Gates = list[Tensor]
 Compensate = Callable[
-    [PreTrainedModel, Sequence[Attention], Gates, CalibrationSample, Sequence[Evidence]],
+    [PreTrainedModel, Sequence[Attention], Gates, CalibrationSample, Sequence[UnitEvidence]],
     tuple[Gates, AbstractContextManager[None]],
 ]
 
@@ -102,7 +102,7 @@ def mean_for_gone(
     attentions: Sequence[Attention],
     gates: Gates,
     examples: CalibrationSample,
-    evidence: Sequence[Evidence],
+    evidence: Sequence[UnitEvidence],
 ) -> tuple[Gates, AbstractContextManager[None]]:
     """FLAP's bias compensation: what a removed head gives in the mean is added as a bias."""
     handles = []
@@ -124,7 +124,7 @@ def tuned_masks(
     attentions: Sequence[Attention],
     gates: Gates,
     examples: CalibrationSample,
-    evidence: Sequence[Evidence],
+    evidence: Sequence[UnitEvidence],
 ) -> tuple[Gates, AbstractContextManager[None]]:
     """Kwon et al.'s mask tuning: one factor per kept head, least squares, layer after layer."""
     batch = examples.whole()

@@ -35,7 +35,7 @@ from headprune.regression.check import (
 )
 from headprune.regression.git import git_state
 from headprune.regression.junit import junit_xml
-from headprune.regression.limits import KNOWN, Kind, parse_limit
+from headprune.regression.limits import KNOWN, Comparison, parse_limit
 from headprune.regression.verdicts import Judged, Verdict, compared, judge, judge_exact, overall
 from tests import tiny
 from tests.test_cli import run
@@ -55,23 +55,25 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
 @pytest.mark.parametrize(
     ("text", "kind", "op", "bound"),
     [
-        ("perplexity <= 25", Kind.ABSOLUTE, "<=", 25.0),
-        ("perplexity<=+2%", Kind.CHANGE, "<=", 0.02),
-        ("accuracy >= -1 %", Kind.CHANGE, ">=", -0.01),
-        ("accuracy >= -0.01", Kind.DIFFERENCE, ">=", -0.01),
-        ("perplexity >= 98 %", Kind.RECOVERY, ">=", 0.98),
-        ("perplexity recovery >= 98 %", Kind.RECOVERY, ">=", 0.98),
-        ("accuracy >= 98 %", Kind.RECOVERY, ">=", 0.98),
-        ("perplexity <= 105 %", Kind.SHARE, "<=", 1.05),
-        ("kv_cache_bytes_per_token <= 50 %", Kind.SHARE, "<=", 0.5),
-        ("decode_tokens_per_s >= 120 %", Kind.SHARE, ">=", 1.2),
-        ("query_heads == 1_000", Kind.ABSOLUTE, "==", 1000.0),
-        ("parameters <= 1.3e8", Kind.ABSOLUTE, "<=", 1.3e8),
-        ("parameters <= +0 %", Kind.CHANGE, "<=", 0.0),
-        ("load_route == native", Kind.ABSOLUTE, "==", "native"),
+        ("perplexity <= 25", Comparison.ABSOLUTE, "<=", 25.0),
+        ("perplexity<=+2%", Comparison.CHANGE, "<=", 0.02),
+        ("accuracy >= -1 %", Comparison.CHANGE, ">=", -0.01),
+        ("accuracy >= -0.01", Comparison.DIFFERENCE, ">=", -0.01),
+        ("perplexity >= 98 %", Comparison.RECOVERY, ">=", 0.98),
+        ("perplexity recovery >= 98 %", Comparison.RECOVERY, ">=", 0.98),
+        ("accuracy >= 98 %", Comparison.RECOVERY, ">=", 0.98),
+        ("perplexity <= 105 %", Comparison.SHARE, "<=", 1.05),
+        ("kv_cache_bytes_per_token <= 50 %", Comparison.SHARE, "<=", 0.5),
+        ("decode_tokens_per_s >= 120 %", Comparison.SHARE, ">=", 1.2),
+        ("query_heads == 1_000", Comparison.ABSOLUTE, "==", 1000.0),
+        ("parameters <= 1.3e8", Comparison.ABSOLUTE, "<=", 1.3e8),
+        ("parameters <= +0 %", Comparison.CHANGE, "<=", 0.0),
+        ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
     ],
 )
-def test_limits_say_what_they_compare(text: str, kind: Kind, op: str, bound: float | str) -> None:
+def test_limits_say_what_they_compare(
+    text: str, kind: Comparison, op: str, bound: float | str
+) -> None:
     limit = parse_limit(text)
     assert (limit.kind, limit.op) == (kind, op)
     assert limit.bound == (bound if isinstance(bound, str) else pytest.approx(bound))

@@ -27,7 +27,7 @@ from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanErr
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep
 from headprune.evidence.collection import collect
-from headprune.evidence.criteria import CRITERIA, Activations, Evidence
+from headprune.evidence.criteria import CRITERIA, Activations, UnitEvidence
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import gather, needs_of, score, scores_of
 from headprune.export.prune import prune
@@ -37,7 +37,7 @@ from headprune.model.cost import STUB, model_cost
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_heads, read_output, write_heads, write_output
 from headprune.model.loading import task_of
-from headprune.planning.allocation import Limit, allocate, kv_of_query
+from headprune.planning.allocation import BudgetLimit, allocate, kv_of_query
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.planning.plan import plan
 from headprune.schemas.manifest import read_manifest
@@ -233,7 +233,7 @@ def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
         return prices.total(used)
 
     possible = [k for k in itertools.combinations(range(count), heads) if spent(k) <= most]
-    limit = Limit(prices, most, "--max-params")
+    limit = BudgetLimit(prices, most, "--max-params")
     if not possible:
         with pytest.raises(PlanError, match="No plan keeps to all of this"):
             allocate(attentions, Unit.HEAD, scores, heads, limits=[limit])
@@ -318,7 +318,7 @@ def test_one_large_score_does_not_blur_the_others(largest: float) -> None:
     best = sorted(scores.argsort(descending=True)[:12].tolist())
     assert sorted(allocate(attentions, Unit.HEAD, scores.tolist(), 12)) == best
     prices = parameter_prices(model, attentions)
-    free = Limit(prices, prices.total([(6, 6)] * 4), "--max-params")
+    free = BudgetLimit(prices, prices.total([(6, 6)] * 4), "--max-params")
     assert sorted(allocate(attentions, Unit.HEAD, scores.tolist(), 12, limits=[free])) == best
 
 
@@ -603,7 +603,9 @@ def test_every_criterion_says_where_it_comes_from() -> None:
     for name, criterion in CRITERIA.items():
         assert len(criterion.source) > 10, name
         assert len(criterion.sees) > 5, name
-    evidence = Evidence("a", weight, activations=Activations(torch.ones(2, 4), torch.ones(2, 4), 1))
+    evidence = UnitEvidence(
+        "a", weight, activations=Activations(torch.ones(2, 4), torch.ones(2, 4), 1)
+    )
     assert CRITERIA["wanda"].score(evidence, []).shape == (0,)
     assert members(Unit.HEAD, (1, 1)) == [[0], [1]]
     assert Prices(1.0, ()).total([]) == 1.0

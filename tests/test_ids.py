@@ -33,7 +33,7 @@ from headprune.model.identity import id_of_model
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
 from headprune.reports.report import report
-from headprune.reports.view import Run
+from headprune.reports.view import ShownRun
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.records import Evidence, Healing, MadeBy, Merging, Pruning
@@ -326,7 +326,7 @@ def scattered(made: Path, measured: dict[str, Report], place: Path) -> list[Path
     return [place / "half", place / "most"]
 
 
-def perplexities(runs: tuple[Run, ...]) -> list[list[float]]:
+def perplexities(runs: tuple[ShownRun, ...]) -> list[list[float]]:
     return [[e.qualities[0].value for e in run.evaluations] for run in runs]
 
 

@@ -147,7 +147,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationRun:
     """A report with what every window or example gave; the base comes second, if there is one."""
 
     report: Report
@@ -223,7 +223,7 @@ def run(
     data: DataConfig,
     config: EvaluateConfig,
     progress: Progress = lambda done, total: None,
-) -> Evaluation:
+) -> EvaluationRun:
     """The second half of ``evaluate``: runs the models; keeps what every window gave."""
     count = len(loaded.nets)
 
@@ -248,7 +248,7 @@ def run(
         against=reports[1] if count == 2 else None,
         differences=tuple(_differences(samples[0], samples[1], config)) if count == 2 else (),
     )
-    return Evaluation(report, samples)
+    return EvaluationRun(report, samples)
 
 
 def _check(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.errors import DataError, PlanError
-from headprune.evidence.criteria import Activations, Evidence, Need
+from headprune.evidence.criteria import Activations, Need, UnitEvidence
 from headprune.evidence.criteria.spec import first_not_finite
 from headprune.evidence.losses import example_losses, in_float32
 from headprune.model.batch import Batch, real_tokens, token_mask
@@ -38,7 +38,7 @@ def collect(
     special_ids: Sequence[int] = (),
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Evidence]:
+) -> list[UnitEvidence]:
     """Measures gradients, activations and attention in one pass over the data.
 
     Args:
@@ -57,7 +57,7 @@ def collect(
         PlanError: If attention weights are asked for and the model does not give them.
     """
     evidence = [
-        Evidence(a.path, read_output(a)[0].cpu(), seed=seed) if a.query_heads else _empty(a)
+        UnitEvidence(a.path, read_output(a)[0].cpu(), seed=seed) if a.query_heads else _empty(a)
         for a in attentions
     ]
     streamed = needs & {"gradients", "activations", "attention", "curvature"}
@@ -160,7 +160,7 @@ class _Collector:
                     _refuse_not_finite(summed, f"A gradient {where}")
                     self.gradients[position].append(summed)
 
-    def evidence(self, position: int, part: Evidence, needs: frozenset[Need]) -> Evidence:
+    def evidence(self, position: int, part: UnitEvidence, needs: frozenset[Need]) -> UnitEvidence:
         """The evidence of one module, at the end."""
         heads = self.attentions[position].query_heads
         if "gradients" in needs:
@@ -253,5 +253,5 @@ def _refuse_not_finite(values: Tensor, what: str) -> None:
         )
 
 
-def _empty(attention: Attention) -> Evidence:
-    return Evidence(attention.path, torch.zeros(0, 1, 1))
+def _empty(attention: Attention) -> UnitEvidence:
+    return UnitEvidence(attention.path, torch.zeros(0, 1, 1))

@@ -17,7 +17,7 @@ from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
-from headprune.evidence.criteria import CRITERIA, Evidence, Need
+from headprune.evidence.criteria import CRITERIA, Need, UnitEvidence
 from headprune.evidence.criteria.spec import Units, first_not_finite
 from headprune.evidence.losses import losses_without
 from headprune.io.outputs import claims_output
@@ -162,7 +162,7 @@ def gather(
     seed: int = 0,
     gates: Sequence[Tensor] | None = None,
     watch: Watch | None = None,
-) -> list[Evidence]:
+) -> list[UnitEvidence]:
     """Measures what some criteria need, in one streaming pass, and one more for each that asks.
 
     Args:
@@ -203,7 +203,7 @@ def gather(
 
 
 def scores_of(
-    name: str, evidence: Sequence[Evidence], attentions: Sequence[Attention], unit: Unit
+    name: str, evidence: Sequence[UnitEvidence], attentions: Sequence[Attention], unit: Unit
 ) -> Tensor:
     """The scores of all units by one criterion.
 
@@ -245,13 +245,13 @@ def _refits(net: PreTrainedModel, examples: CalibrationSample) -> bool:
 def _with_grams(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
-    evidence: list[Evidence],
+    evidence: list[UnitEvidence],
     examples: CalibrationSample,
     unit: Unit,
     needing: Sequence[str],
     gates: Sequence[Tensor] | None,
     watch: Watch,
-) -> list[Evidence]:
+) -> list[UnitEvidence]:
     """Scores by the criteria that need x x^T of what enters an output projection.
 
     One pass over all examples, in which the matrix of a module is dropped once it is scored.

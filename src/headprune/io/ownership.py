@@ -26,7 +26,7 @@ _MARKED_BYTES = 4096  # a mark stands near the start of a file
 
 
 @dataclass(frozen=True)
-class Kind:
+class FolderKind:
     """A folder that headprune writes.
 
     Attributes:
@@ -64,37 +64,39 @@ def _of_run(content: dict[str, Any]) -> Iterator[str]:
 
 _TRAINING = ("history.jsonl", "checkpoints/*")
 _SCORES = ("scores.safetensors", "scores.json")
-SWEEP = Kind(
+SWEEP = FolderKind(
     "config.yaml",
     frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
     ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*", "tmp????????/*"),
 )
 TRAININGS = (
-    Kind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
-    Kind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
+    FolderKind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
+    FolderKind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
 )
 KINDS = (
     SWEEP,
-    Kind(
+    FolderKind(
         MANIFEST,
         frozenset({"source", "lineage", "shape", "proof", "files"}),
         ("README.md",),
         _of_manifest,
     ),
-    Kind(
+    FolderKind(
         "gates.json",
         frozenset({"headprune_version", "model", "unit", "modules", "kept_heads"}),
         ("gates.safetensors", "weights.safetensors", "config.yaml", *_TRAINING),
     ),
-    Kind("scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES),
+    FolderKind(
+        "scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES
+    ),
     *TRAININGS,
-    Kind(
+    FolderKind(
         "run.json",
         frozenset({"name", "versions", "steps"}),
         ("recipe.yaml", "requirements.lock", ".lock", ".partial/*"),
         _of_run,
     ),
-    Kind(IMPORTED, frozenset({"headprune_version", "files"}), (), _of_import),
+    FolderKind(IMPORTED, frozenset({"headprune_version", "files"}), (), _of_import),
 )
 
 

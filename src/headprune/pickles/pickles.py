@@ -25,7 +25,7 @@ _CODE = ("*.py", "*.pyc", "*.so", "*.sh")
 
 
 @dataclass(frozen=True)
-class Contents:
+class PickleContents:
     """The files of a folder, by name; of its folders those of sentence-transformers only.
 
     Attributes:
@@ -43,7 +43,7 @@ class Contents:
     left_out: tuple[str, ...]
 
 
-def survey(folder: Path) -> Contents:
+def survey(folder: Path) -> PickleContents:
     """Finds the pickled weights of a folder, and what else belongs to the model.
 
     Args:
@@ -80,7 +80,7 @@ def survey(folder: Path) -> Contents:
     ]
     read = {*weights, INDEX, *(f"{module}/{WEIGHTS}" for module in modules)}
     other = [n for n in everything if _matches(n, (*PICKLES, *_OTHER_WEIGHTS, *_CODE))]
-    return Contents(
+    return PickleContents(
         weights={name: _safe_name(name, bool(names)) for name in weights},
         names=names,
         modules=tuple(modules),

@@ -33,7 +33,7 @@ _GAIN = 1e6  # the solver takes gains that differ by less than 1e-6 for the same
 
 
 @dataclass(frozen=True)
-class Limit:
+class BudgetLimit:
     """A budget that must be kept to.
 
     Attributes:
@@ -54,7 +54,7 @@ def allocate(
     heads: int | None = None,
     heads_of_module: Sequence[int] | None = None,
     min_per_module: int = 0,
-    limits: Sequence[Limit] = (),
+    limits: Sequence[BudgetLimit] = (),
 ) -> list[int]:
     """Positions of the units to keep.
 
@@ -164,7 +164,7 @@ def _impossible(
     heads: int | None,
     heads_of_module: Sequence[int] | None,
     min_per_module: int,
-    limits: Sequence[Limit],
+    limits: Sequence[BudgetLimit],
     modules: int,
 ) -> str:
     asked = [] if heads is None else [f"{heads} query heads in all"]

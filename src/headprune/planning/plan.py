@@ -24,7 +24,7 @@ from headprune.model.opening import load
 from headprune.model.speed import measure
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
-from headprune.planning.allocation import Limit, allocate
+from headprune.planning.allocation import BudgetLimit, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
 from headprune.planning.from_scores import plan_from_scores
 from headprune.runtime.modeling_headprune import Attention
@@ -172,7 +172,7 @@ def _chosen(
     heads: int | None,
     budget: BudgetConfig,
     at_least: int,
-    limits: Sequence[Limit],
+    limits: Sequence[BudgetLimit],
 ) -> set[int]:
     """Units to keep, of those that are still there."""
     gone = [at for at in range(len(values)) if at not in allowed]
@@ -303,17 +303,19 @@ def _limits(
     budget: BudgetConfig,
     stored: torch.dtype,
     watch: Watch,
-) -> list[Limit]:
+) -> list[BudgetLimit]:
     limits = []
     if budget.max_params is not None:
         prices = parameter_prices(net, attentions)
         limits.append(
-            Limit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
+            BudgetLimit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
         )
     if budget.max_kv_bytes is not None:
         prices = cache_prices(net, attentions, stored)
         limits.append(
-            Limit(prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}")
+            BudgetLimit(
+                prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}"
+            )
         )
     if budget.min_speedup is not None:
         watch.stage("measuring the speed")
@@ -321,7 +323,7 @@ def _limits(
         present = [(a.query_heads, a.kv_heads) for a in attentions]
         most = prices.total(present) / budget.min_speedup
         limits.append(
-            Limit(prices, most, f"--min-speedup {budget.min_speedup} (predicted seconds)")
+            BudgetLimit(prices, most, f"--min-speedup {budget.min_speedup} (predicted seconds)")
         )
     return limits
 
@@ -336,7 +338,7 @@ def _reached(
     unit: Unit,
     values: Tensor,
     budget: BudgetConfig,
-    limits: Sequence[Limit],
+    limits: Sequence[BudgetLimit],
 ) -> int:
     """Heads that the limits would leave by the present scores."""
     kept = allocate(attentions, unit, values.tolist(), None, None, budget.min_per_layer, limits)
@@ -348,7 +350,7 @@ def _between(start: int, goal: int, number: int, rounds: int) -> float:
     return start + (goal - start) * number / rounds
 
 
-def _total(limit: Limit, attentions: Sequence[Attention], made: Plan) -> float:
+def _total(limit: BudgetLimit, attentions: Sequence[Attention], made: Plan) -> float:
     kept = []
     for attention in attentions:
         stays = set(made.attentions[attention.path].keep)

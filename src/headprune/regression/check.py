@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
-from headprune.evaluation.evaluate import Evaluation, Loaded, load, run
+from headprune.evaluation.evaluate import EvaluationRun, Loaded, load, run
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import Identified, Metric
@@ -26,7 +26,7 @@ from headprune.model import speed
 from headprune.model.cost import ModelCost, model_cost
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import GitState, git_state
-from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Kind, Limit, parse_limit
+from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Comparison, Limit, parse_limit
 from headprune.regression.verdicts import (
     Judged,
     Verdict,
@@ -284,7 +284,7 @@ def _load_route(net: PreTrainedModel) -> str:
 def _judge(
     limit: Limit,
     loaded: Loaded,
-    evaluation: Evaluation,
+    evaluation: EvaluationRun,
     baseline: Baseline | None,
     ratios: dict[str, Any],
     config: CheckConfig,
@@ -319,7 +319,7 @@ def _judge(
         _refuse_share_of_nothing(limit, theirs)
     statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
     interval = _interval(statistic, count, config)
-    if limit.metric == "accuracy" and limit.kind is Kind.ABSOLUTE:
+    if limit.metric == "accuracy" and limit.kind is Comparison.ABSOLUTE:
         interval = with_rare_errors(interval, config.confidence)
     return judge(limit, interval)
 
@@ -350,19 +350,19 @@ def counted(limit: Limit, value: int, reference: int | None) -> Fraction:
     Raises:
         HeadpruneError: If there is nothing to compare with.
     """
-    if limit.kind is Kind.ABSOLUTE:
+    if limit.kind is Comparison.ABSOLUTE:
         return Fraction(value)
     if reference is None:
         raise CheckpointError(
             f"The baseline has no {limit.metric}. Write it anew with --update-baseline."
         )
-    if limit.kind is Kind.DIFFERENCE:
+    if limit.kind is Comparison.DIFFERENCE:
         return Fraction(value - reference)
     if reference == 0:
         raise HeadpruneError(
             f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
         )
-    return Fraction(value, reference) - (1 if limit.kind is Kind.CHANGE else 0)
+    return Fraction(value, reference) - (1 if limit.kind is Comparison.CHANGE else 0)
 
 
 def _interval(statistic: Statistic, n: int, config: CheckConfig) -> Interval:

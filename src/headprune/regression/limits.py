@@ -42,7 +42,7 @@ _LINE = re.compile(r"(?P<metric>\w+)(?P<recovery>\s+recovery)?\s*(?P<op>[<>=!]+)
 _BOUND = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>[\d._]+(?:[eE][+-]?\d+)?)\s*(?P<percent>%?)")
 
 
-class Kind(str, Enum):
+class Comparison(str, Enum):
     """What the number of a limit is compared with."""
 
     ABSOLUTE = "absolute"  # the metric itself
@@ -66,24 +66,24 @@ class Limit:
 
     text: str
     metric: str
-    kind: Kind
+    kind: Comparison
     op: Operator
     bound: float | str
 
     @property
     def percent(self) -> bool:
         """Whether its numbers are read as percentages."""
-        return self.kind in (Kind.CHANGE, Kind.SHARE, Kind.RECOVERY)
+        return self.kind in (Comparison.CHANGE, Comparison.SHARE, Comparison.RECOVERY)
 
     @property
     def needs_baseline(self) -> bool:
         """Whether it is relative to the baseline."""
-        return self.kind in (Kind.CHANGE, Kind.DIFFERENCE)
+        return self.kind in (Comparison.CHANGE, Comparison.DIFFERENCE)
 
     @property
     def needs_original(self) -> bool:
         """Whether it is relative to the original."""
-        return self.kind in (Kind.SHARE, Kind.RECOVERY)
+        return self.kind in (Comparison.SHARE, Comparison.RECOVERY)
 
 
 def parse_limit(text: str) -> Limit:
@@ -127,7 +127,7 @@ def parse_limit(text: str) -> Limit:
     return Limit(text.strip(), metric, kind, op, number)
 
 
-def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Kind:
+def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Comparison:
     """Which comparison is meant, if it makes sense for the metric."""
     quality, speed = metric in METRICS, metric in SPEED
     higher_is_better = METRICS[metric].higher_is_better if quality else speed
@@ -144,17 +144,18 @@ def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: b
             f"Write it as a share of the original's in the same run: '{metric} >= 95 %'."
         )
     if sign:
-        kind = Kind.CHANGE if percent else Kind.DIFFERENCE
+        kind = Comparison.CHANGE if percent else Comparison.DIFFERENCE
     elif not percent:
-        kind = Kind.ABSOLUTE
+        kind = Comparison.ABSOLUTE
     else:  # "perplexity <= 105 %" is of its value; everything else of quality is a recovery
         plain = not quality or (not recovery and not higher_is_better and op == "<=")
-        kind = Kind.SHARE if plain else Kind.RECOVERY
-    wanted = ">=" if higher_is_better or kind is Kind.RECOVERY else "<="
+        kind = Comparison.SHARE if plain else Comparison.RECOVERY
+    wanted = ">=" if higher_is_better or kind is Comparison.RECOVERY else "<="
     if (quality or speed) and op != wanted:
         raise HeadpruneError(
             f"The limit '{text}': better models have a {'higher' if wanted == '>=' else 'lower'} "
-            f"{'recovery' if kind is Kind.RECOVERY else metric}, so it must be bounded by {wanted}."
+            f"{'recovery' if kind is Comparison.RECOVERY else metric}, so it must be bounded by "
+            f"{wanted}."
         )
     return kind
 
@@ -166,4 +167,4 @@ def _route(text: str, op: str, bound: str, recovery: bool) -> Limit:
             f"The limit '{text}': a load route is compared by name, {ROUTE} == {routes[0]} or "
             f"{ROUTE} == {routes[1]}.{did_you_mean(bound, routes) if bound not in routes else ''}"
         )
-    return Limit(text.strip(), ROUTE, Kind.ABSOLUTE, "==", bound)
+    return Limit(text.strip(), ROUTE, Comparison.ABSOLUTE, "==", bound)

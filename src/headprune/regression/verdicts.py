@@ -17,18 +17,18 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from headprune.evaluation.comparison import Interval, Statistic
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.samples import Samples
-from headprune.regression.limits import Kind, Limit, Operator
+from headprune.regression.limits import Comparison, Limit, Operator
 
 # With fewer, resamples differ too little from each other for an interval.
 FEWEST = 10
 
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 _OF = {
-    Kind.ABSOLUTE: "",
-    Kind.CHANGE: " since the baseline",
-    Kind.DIFFERENCE: " since the baseline",
-    Kind.SHARE: " of the original",
-    Kind.RECOVERY: " of the original's quality",
+    Comparison.ABSOLUTE: "",
+    Comparison.CHANGE: " since the baseline",
+    Comparison.DIFFERENCE: " since the baseline",
+    Comparison.SHARE: " of the original",
+    Comparison.RECOVERY: " of the original's quality",
 }
 
 
@@ -62,7 +62,7 @@ class Judged(BaseModel):
 
     limit: str
     metric: str
-    kind: Kind
+    kind: Comparison
     op: Operator
     bound: float | str
     value: float | str
@@ -116,9 +116,11 @@ class Judged(BaseModel):
         """With as many digits as it takes to tell it from the bound."""
         assert not isinstance(self.bound, str)
         scale, unit = (
-            (100.0, " %") if self.kind not in (Kind.ABSOLUTE, Kind.DIFFERENCE) else (1, "")
+            (100.0, " %")
+            if self.kind not in (Comparison.ABSOLUTE, Comparison.DIFFERENCE)
+            else (1, "")
         )
-        sign = "+" if self.kind in (Kind.CHANGE, Kind.DIFFERENCE) else ""
+        sign = "+" if self.kind in (Comparison.CHANGE, Comparison.DIFFERENCE) else ""
         value, bound = scale * value, scale * self.bound
         if not math.isfinite(value):
             return str(value)
@@ -136,11 +138,11 @@ def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
     if theirs is None:
         return value
     other, kind = theirs.statistic(limit.metric), limit.kind
-    if kind is Kind.CHANGE:
+    if kind is Comparison.CHANGE:
         return lambda i: value(i) / other(i) - 1
-    if kind is Kind.DIFFERENCE:
+    if kind is Comparison.DIFFERENCE:
         return lambda i: value(i) - other(i)
-    if kind is Kind.RECOVERY and not METRICS[limit.metric].higher_is_better:
+    if kind is Comparison.RECOVERY and not METRICS[limit.metric].higher_is_better:
         return lambda i: other(i) / value(i)
     return lambda i: value(i) / other(i)
 

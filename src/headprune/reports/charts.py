@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headprune.io import figures
 from headprune.io.figures import Series
-from headprune.reports.view import Evaluation, History, Quality, Run, Sweep
+from headprune.reports.view import History, Quality, ShownEvaluation, ShownRun, ShownSweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,9 +40,9 @@ class Chart:
     note: str = ""
 
 
-def quality_charts(runs: Sequence[Run]) -> list[Chart]:
+def quality_charts(runs: Sequence[ShownRun]) -> list[Chart]:
     """Quality against size: one chart per metric, data and base, so that points are comparable."""
-    groups: dict[tuple[str, str, str], list[tuple[Run, Evaluation, Quality]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[ShownRun, ShownEvaluation, Quality]]] = {}
     for run in runs:
         for evaluation in run.evaluations:
             main = evaluation.main
@@ -55,7 +55,7 @@ def quality_charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _quality_chart(
-    members: Sequence[tuple[Run, Evaluation, Quality]], index: int, count: int
+    members: Sequence[tuple[ShownRun, ShownEvaluation, Quality]], index: int, count: int
 ) -> Chart:
     _, first, main = members[0]
     assert first.base_size is not None
@@ -113,7 +113,7 @@ def _bounds(quality: Quality) -> tuple[float, float]:
     return shift + interval.low, shift + interval.high
 
 
-def _sweep_chart(sweep: Sweep) -> Chart:
+def _sweep_chart(sweep: ShownSweep) -> Chart:
     name = sweep.metric.replace("_", " ")
     series = []
     for label in dict.fromkeys(point.series for point in sweep.points):
@@ -149,7 +149,7 @@ def _sweep_chart(sweep: Sweep) -> Chart:
     )
 
 
-def training_charts(run: Run) -> list[Chart]:
+def training_charts(run: ShownRun) -> list[Chart]:
     """How the expected number of heads fell, and how losses went; and the curve of a sweep."""
     swept = [_sweep_chart(run.sweep)] if run.sweep is not None else []
     return swept + [
@@ -213,7 +213,7 @@ def _some(steps: Sequence[int], *columns: Sequence[float]) -> tuple[tuple[str, .
     return tuple((f"{steps[i]:,}", *(f"{column[i]:.4g}" for column in columns)) for i in places)
 
 
-def speed_chart(runs: Sequence[Run]) -> Chart | None:
+def speed_chart(runs: Sequence[ShownRun]) -> Chart | None:
     """Decoding by batch size: tokens per second of one run, ratios to the original of several."""
     timed = [
         (run, run.evaluation, run.evaluation.base_size)
@@ -246,7 +246,7 @@ def _batch_order(name: str) -> int:
     return int(name.split()[-1]) if name.startswith("batch") else 0
 
 
-def _ratios(evaluation: Evaluation, base: object) -> dict[str, float]:
+def _ratios(evaluation: ShownEvaluation, base: object) -> dict[str, float]:
     ours, theirs = speeds(evaluation.size), speeds(base)
     return {n: ours[n] / theirs[n] for n in ours if theirs.get(n)}
 
@@ -258,7 +258,7 @@ def speeds(size: object) -> dict[str, float]:
     return found | {f"batch {b}": rate for b, rate in getattr(size, "decode_by_batch", ())}
 
 
-def _absolute_speed(run: Run, evaluation: Evaluation) -> Chart | None:
+def _absolute_speed(run: ShownRun, evaluation: ShownEvaluation) -> Chart | None:
     ours = {n: v for n, v in speeds(evaluation.size).items() if n != "prefill"}
     theirs = speeds(evaluation.base_size)
     if not ours:
@@ -279,7 +279,7 @@ def _absolute_speed(run: Run, evaluation: Evaluation) -> Chart | None:
     )
 
 
-def cache_chart(runs: Sequence[Run]) -> Chart | None:
+def cache_chart(runs: Sequence[ShownRun]) -> Chart | None:
     """Bytes of KV cache, per token and at usual lengths."""
     sized = [
         (run, run.evaluation)
@@ -334,7 +334,7 @@ def mebibytes(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
-def map_figure(run: Run) -> Figure | None:
+def map_figure(run: ShownRun) -> Figure | None:
     """The head map, for a file."""
     drawn = run.head_map
     if drawn is None:

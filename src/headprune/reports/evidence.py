@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.reports.discovery import GatesFolder, ResultFolder, ScoresFolder
-from headprune.reports.heads import Evidence, Row, head_map, known_sizes, rows_of, spread
+from headprune.reports.heads import HeadEvidence, Row, head_map, known_sizes, rows_of, spread
 from headprune.reports.histories import frames
 from headprune.reports.view import HeadMap
 from headprune.tensors.units import Unit, members
@@ -44,7 +44,7 @@ def map_of_result(
 
 def _gate_evidence(
     gates: GatesFolder, rows: Sequence[Row], scores: ScoresFolder | None = None
-) -> Evidence:
+) -> HeadEvidence:
     trained = gates.trained
     chances = trained.open_probability().tolist()
     others: dict[str, Sequence[float]] = {
@@ -56,10 +56,10 @@ def _gate_evidence(
         if (scored.unit, scored.modules) == (trained.metadata.unit, trained.metadata.modules):
             others |= {f"score {n}": values.tolist() for n, values in scores.scored.scores.items()}
     moved = frames(gates.path / "history.jsonl", len(chances))
-    return Evidence("probability that the gate is open", tuple(rows), chances, others, moved)
+    return HeadEvidence("probability that the gate is open", tuple(rows), chances, others, moved)
 
 
-def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> Evidence:
+def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> HeadEvidence:
     modules, unit = scores.scored.metadata.modules, scores.scored.metadata.unit
     ids = [range(sum(of_module)) for of_module in sizes]
     names: dict[str, list[float]] = {n: v.tolist() for n, v in scores.scored.scores.items()}
@@ -71,7 +71,7 @@ def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> Evi
     first = next(iter(names))
     rows = rows_of(modules, unit, ids, sizes)
     others = {f"score {name}": values for name, values in names.items()}
-    return Evidence(f"score {first}", rows, names[first], others)
+    return HeadEvidence(f"score {first}", rows, names[first], others)
 
 
 def _units(sizes: Sequence[Sequence[int]], unit: Unit) -> int:

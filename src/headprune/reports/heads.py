@@ -30,7 +30,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class HeadEvidence:
     """Numbers per unit.
 
     Attributes:
@@ -105,7 +105,7 @@ def head_map(
     rows: Sequence[Row],
     kept: Mapping[str, set[int]] | None,
     groups: Mapping[str, Sequence[Sequence[int]]],
-    evidence: Evidence | None,
+    evidence: HeadEvidence | None,
 ) -> HeadMap:
     """The map of a run.
 

@@ -19,7 +19,7 @@ from headprune.io.markup import xml_safe
 from headprune.reports import charts, words
 from headprune.reports.charts import Chart
 from headprune.reports.inline import inline_svg
-from headprune.reports.view import HeadMap, Run
+from headprune.reports.view import HeadMap, ShownRun
 
 CELL, GAP = 18, 3  # of the head map, in its own units
 WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
@@ -35,12 +35,12 @@ class Contents:
         own: Charts of every run, in order.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[ShownRun]
     shared: Sequence[Chart]
     own: Sequence[Sequence[Chart]]
 
 
-def contents(runs: Sequence[Run]) -> Contents:
+def contents(runs: Sequence[ShownRun]) -> Contents:
     """Draws the charts."""
     shared = [*charts.quality_charts(runs), charts.cache_chart(runs), charts.speed_chart(runs)]
     drawn = [chart for chart in shared if chart is not None]
@@ -90,7 +90,7 @@ def markdown(drawn: Contents) -> str:
     )
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[ShownRun]) -> str:
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 

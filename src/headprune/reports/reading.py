@@ -18,7 +18,14 @@ from headprune.reports.discovery import (
 )
 from headprune.reports.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.reports.histories import history
-from headprune.reports.view import Check, Evaluation, Facts, Point, Run, Sweep
+from headprune.reports.view import (
+    Facts,
+    ShownCheck,
+    ShownEvaluation,
+    ShownPoint,
+    ShownRun,
+    ShownSweep,
+)
 from headprune.schemas import sweeps
 from headprune.schemas.manifest import HISTORY, LineageStep, Manifest
 from headprune.schemas.records import Healing, MadeBy, Merging, Migration
@@ -34,9 +41,9 @@ _UNKNOWN = "an earlier headprune wrote it, which did not record that"
 
 def assemble(
     found: Sequence[Found],
-    evaluations: Mapping[Path, Evaluation],
-    checks: Mapping[Path, Check],
-) -> list[Run]:
+    evaluations: Mapping[Path, ShownEvaluation],
+    checks: Mapping[Path, ShownCheck],
+) -> list[ShownRun]:
     """The runs: one per result that nothing else was made of, with the parts that belong to it.
 
     Parts of no result are runs of their own.
@@ -78,7 +85,7 @@ def assemble(
     return _named(runs)
 
 
-def _named(runs: Sequence[tuple[Path, Run]]) -> list[Run]:
+def _named(runs: Sequence[tuple[Path, ShownRun]]) -> list[ShownRun]:
     """Short names where they tell runs apart, and paths where they do not."""
     names = [place.resolve().name for place, _ in runs]
     for paths in ([str(run.folder) for _, run in runs], [str(r.folder.resolve()) for _, r in runs]):
@@ -104,8 +111,8 @@ class _Parts:
     results: Mapping[str | None, ResultFolder]
     gates: Mapping[str, GatesFolder]
     scores: Mapping[str, ScoresFolder]
-    evaluations: Sequence[Evaluation]
-    checks: Sequence[Check]
+    evaluations: Sequence[ShownEvaluation]
+    checks: Sequence[ShownCheck]
     shown: set[str | None]
     used: set[str | None] = field(default_factory=set)
 
@@ -115,7 +122,7 @@ class _Parts:
         self.used.add(id_)
         return new
 
-    def of(self, tip: ResultFolder, place: Found) -> Run:
+    def of(self, tip: ResultFolder, place: Found) -> ShownRun:
         """The run of a result."""
         manifest = tip.manifest
         folders = [self.results[s.id] for s in manifest.lineage if s.id in self.results] + [tip]
@@ -130,7 +137,7 @@ class _Parts:
         histories = [history(folder.path / HISTORY, "heal") for folder in folders]
         if gates is not None:
             histories.insert(0, history(gates.path / "history.jsonl", "gates"))
-        return Run(
+        return ShownRun(
             name=place.place.name,
             folder=tip.path,
             source=manifest.steps[0].source.name,
@@ -157,7 +164,7 @@ class _Parts:
         here = {scores.path for scores in place.scores}
         return next(iter(sorted(of_model, key=lambda scores: scores.path not in here)), None)
 
-    def _evaluations(self, manifest: Manifest) -> tuple[Evaluation, ...]:
+    def _evaluations(self, manifest: Manifest) -> tuple[ShownEvaluation, ...]:
         """Those of a result, the newest first, and then those of what it was made of."""
         own = [e for e in self.evaluations if e.measured == manifest.id]
         ids = {manifest.steps[0].parent, *(step.id for step in manifest.lineage)}
@@ -238,10 +245,10 @@ def _command(made_by: MadeBy) -> str:
     return ", ".join([f"headprune {made_by.command}", *options])
 
 
-def _gates_run(gates: GatesFolder) -> Run:
+def _gates_run(gates: GatesFolder) -> ShownRun:
     metadata = gates.trained.metadata
     trained = history(gates.path / "history.jsonl", "gates")
-    return Run(
+    return ShownRun(
         name=gates.path.name,
         folder=gates.path,
         source=metadata.model.name,
@@ -257,9 +264,9 @@ def _gates_run(gates: GatesFolder) -> Run:
     )
 
 
-def _scores_run(scores: ScoresFolder) -> Run:
+def _scores_run(scores: ScoresFolder) -> ShownRun:
     metadata = scores.scored.metadata
-    return Run(
+    return ShownRun(
         name=scores.path.name,
         folder=scores.path,
         source=metadata.model.name,
@@ -272,16 +279,16 @@ def _scores_run(scores: ScoresFolder) -> Run:
     )
 
 
-def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -> Run:
-    def point(p: sweeps.Point) -> Point:
+def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -> ShownRun:
+    def point(p: sweeps.Point) -> ShownPoint:
         series = f"{p.criterion}{' with refit' if p.refit else ''}"
-        return Point(series, p.keep, p.query_heads, p.parameters, p.quality)
+        return ShownPoint(series, p.keep, p.query_heads, p.parameters, p.quality)
 
     points = tuple(point(p) for p in swept.points)
     shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
     source = folder.resolve().name if scores is None else scores.scored.metadata.model.name
     settings = settings_in(folder / "config.yaml")
-    return Run(
+    return ShownRun(
         name=folder.name,
         folder=folder,
         source=source,
@@ -289,13 +296,13 @@ def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -
         f"{', '.join(dict.fromkeys(p.series for p in points))}.",
         settings=tuple((name, str(v)) for name, v in settings.items() if v is not None),
         head_map=None if scores is None else map_of_scores(scores),
-        sweep=Sweep(swept.metric, swept.higher_is_better, point(swept.base), points),
+        sweep=ShownSweep(swept.metric, swept.higher_is_better, point(swept.base), points),
     )
 
 
-def _evaluation_run(evaluation: Evaluation) -> Run:
+def _evaluation_run(evaluation: ShownEvaluation) -> ShownRun:
     against = f" against {evaluation.base}" if evaluation.base else ""
-    return Run(
+    return ShownRun(
         name=evaluation.file.name,
         folder=evaluation.file,
         source=evaluation.base or evaluation.model,
@@ -305,8 +312,8 @@ def _evaluation_run(evaluation: Evaluation) -> Run:
     )
 
 
-def _check_run(check: Check) -> Run:
-    return Run(
+def _check_run(check: ShownCheck) -> ShownRun:
+    return ShownRun(
         name=check.file.name,
         folder=check.file,
         source=check.model,

@@ -19,7 +19,14 @@ from headprune.reports import page
 from headprune.reports.charts import map_figure
 from headprune.reports.discovery import discover
 from headprune.reports.reading import assemble
-from headprune.reports.view import Check, Evaluation, Interval, Quality, Run, Size
+from headprune.reports.view import (
+    Quality,
+    ShownCheck,
+    ShownEvaluation,
+    ShownInterval,
+    ShownRun,
+    Size,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +45,7 @@ class Reported:
         figures: The figures written beside it.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[ShownRun, ...]
     output: Path
     figures: tuple[Path, ...]
 
@@ -105,7 +112,7 @@ def _report(
     return Reported(tuple(shown), output, written)
 
 
-def read_check(file: Path, content: dict[str, Any]) -> Check:
+def read_check(file: Path, content: dict[str, Any]) -> ShownCheck:
     """What a report of ``check`` says, as the report shows it.
 
     Raises:
@@ -113,7 +120,9 @@ def read_check(file: Path, content: dict[str, Any]) -> Check:
     """
     read = validated(CheckReport, content, file)
     rows = tuple((one.limit, one.found(), one.verdict.value) for one in read.limits)
-    return Check(read.id, read.measured, read.model, file, read.verdict.value, read.passed, rows)
+    return ShownCheck(
+        read.id, read.measured, read.model, file, read.verdict.value, read.passed, rows
+    )
 
 
 def _figures(drawn: page.Contents, folder: Path) -> dict[Path, Figure]:
@@ -133,7 +142,7 @@ def _figures(drawn: page.Contents, folder: Path) -> dict[Path, Figure]:
     }
 
 
-def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
+def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
     """What a report of ``evaluate`` says, as the report shows it.
 
     Raises:
@@ -146,7 +155,7 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
         base |= {metric.name: metric.value for metric in read.against.metrics}
     intervals = {difference.name: difference for difference in read.differences}
     data, memory = read.provenance.data, read.provenance.settings.get("memory")
-    return Evaluation(
+    return ShownEvaluation(
         id=read.id,
         created=read.provenance.created,
         measured=read.model.id,
@@ -174,11 +183,11 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> Evaluation:
     )
 
 
-def _interval(difference: Difference | None) -> Interval | None:
+def _interval(difference: Difference | None) -> ShownInterval | None:
     if difference is None:
         return None
     i = difference.interval
-    return Interval(difference.kind, i.estimate, i.low, i.high, i.confidence, i.n)
+    return ShownInterval(difference.kind, i.estimate, i.low, i.high, i.confidence, i.n)
 
 
 def _size(model: ModelReport) -> Size:

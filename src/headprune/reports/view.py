@@ -96,7 +96,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Interval:
+class ShownInterval:
     """An estimate with its interval; ``kind`` is "ratio" or "difference" to the base."""
 
     kind: str
@@ -116,7 +116,7 @@ class Quality:
     base: float | None
     higher_is_better: bool
     n: int
-    interval: Interval | None
+    interval: ShownInterval | None
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ShownEvaluation:
     """What ``headprune evaluate`` measured.
 
     Attributes:
@@ -179,7 +179,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Point:
+class ShownPoint:
     """One cut of a sweep."""
 
     series: str
@@ -190,17 +190,17 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class ShownSweep:
     """Quality against size, of many cuts; ``base`` is the whole model."""
 
     metric: str
     higher_is_better: bool
-    base: Point
-    points: tuple[Point, ...]
+    base: ShownPoint
+    points: tuple[ShownPoint, ...]
 
 
 @dataclass(frozen=True)
-class Check:
+class ShownCheck:
     """What ``check`` found about a model.
 
     Attributes:
@@ -223,7 +223,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Run:
+class ShownRun:
     """One run: what was asked, and what came out.
 
     Attributes:
@@ -249,10 +249,10 @@ class Run:
     settings: Facts = ()
     head_map: HeadMap | None = None
     histories: tuple[History, ...] = ()
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[ShownEvaluation, ...] = ()
     provenance: Facts = ()
-    sweep: Sweep | None = None
-    checks: tuple[Check, ...] = ()
+    sweep: ShownSweep | None = None
+    checks: tuple[ShownCheck, ...] = ()
 
     @property
     def chain(self) -> tuple[LineageStep, ...]:
@@ -260,7 +260,7 @@ class Run:
         return self.manifest.steps if self.manifest is not None else ()
 
     @property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> ShownEvaluation | None:
         """That of the result; where there is none, the first."""
         measured = (
             self.evaluations

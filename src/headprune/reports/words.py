@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headprune.export import card
 from headprune.reports.charts import mebibytes, short_name, speeds
-from headprune.reports.view import Evaluation, Facts, Quality, Run, Sweep
+from headprune.reports.view import Facts, Quality, ShownEvaluation, ShownRun, ShownSweep
 from headprune.schemas.manifest import LineageStep
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Healing, Merging, Migration
@@ -30,7 +30,7 @@ class Tile:
     state: str = ""
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: ShownRun) -> list[Tile]:
     """What came out, at a glance."""
     found = [*_size_tiles(run), *_quality_tiles(run), *_speed_tiles(run)]
     manifest = run.manifest
@@ -54,7 +54,7 @@ def tiles(run: Run) -> list[Tile]:
     return found
 
 
-def _sweep_tiles(sweep: Sweep) -> list[Tile]:
+def _sweep_tiles(sweep: ShownSweep) -> list[Tile]:
     name, base = sweep.metric.replace("_", " "), sweep.base
     ends = {max(sweep.points, key=lambda p: p.keep), min(sweep.points, key=lambda p: p.keep)}
     best = max if sweep.higher_is_better else min
@@ -73,7 +73,7 @@ def loads(shape: Shape) -> tuple[str, str]:
     return "by runtime", "with remote code, or headprune installed"
 
 
-def _size_tiles(run: Run) -> list[Tile]:
+def _size_tiles(run: ShownRun) -> list[Tile]:
     rows = size_rows(run)
     shown = []
     for name, before, after in rows:
@@ -87,7 +87,7 @@ def _size_tiles(run: Run) -> list[Tile]:
     return shown
 
 
-def size_rows(run: Run) -> list[tuple[str, int, int]]:
+def size_rows(run: ShownRun) -> list[tuple[str, int, int]]:
     """Counts before and after: of the original where it was evaluated, or of the chain's start."""
     evaluation, manifest = run.evaluation, run.manifest
     rows: list[tuple[str, int, int]] = []
@@ -113,7 +113,7 @@ def size_rows(run: Run) -> list[tuple[str, int, int]]:
     return rows
 
 
-def _quality_tiles(run: Run) -> list[Tile]:
+def _quality_tiles(run: ShownRun) -> list[Tile]:
     main = run.evaluation.main if run.evaluation else None
     if main is None:
         return []
@@ -133,7 +133,7 @@ def compared(quality: Quality) -> str:
     return f"n = {quality.n:,}" if base is None else f"the original has {base:.4g}"
 
 
-def _speed_tiles(run: Run) -> list[Tile]:
+def _speed_tiles(run: ShownRun) -> list[Tile]:
     evaluation = run.evaluation
     if evaluation is None:
         return []
@@ -157,7 +157,7 @@ def short(count: int) -> str:
     return f"{count:,}"
 
 
-def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def comparison(runs: Sequence[ShownRun]) -> tuple[list[str], list[list[str]]]:
     """Runs side by side: one column each, one row per number that any of them has."""
     columns: list[dict[str, str]] = []
     for run in runs:
@@ -184,7 +184,7 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def speed_cells(evaluation: Evaluation) -> dict[str, str]:
+def speed_cells(evaluation: ShownEvaluation) -> dict[str, str]:
     """Tokens per second, with ratios to the base where it was timed."""
     theirs = speeds(evaluation.base_size) if evaluation.base_size else {}
     cells = {}
@@ -198,7 +198,7 @@ def speed_cells(evaluation: Evaluation) -> dict[str, str]:
     return cells
 
 
-def measured(evaluation: Evaluation) -> tuple[list[str], list[list[str]]]:
+def measured(evaluation: ShownEvaluation) -> tuple[list[str], list[list[str]]]:
     """All numbers of one evaluation, beside its base."""
     rows = [
         [
@@ -239,7 +239,7 @@ def _both(ours: object, theirs: object) -> list[str]:
     return [text(ours), text(theirs), ratio]
 
 
-def route_rows(run: Run) -> Facts:
+def route_rows(run: ShownRun) -> Facts:
     """Which ways of loading lead to the result."""
     if run.manifest is None:
         return ()
@@ -251,7 +251,7 @@ def route_rows(run: Run) -> Facts:
     )
 
 
-def chain_rows(run: Run) -> list[tuple[str, str, str]]:
+def chain_rows(run: ShownRun) -> list[tuple[str, str, str]]:
     """How the result came about, one row per command: time, what, proof."""
     return [
         (step.created, _made(step), f"{step.proof.gated_vs_reloaded:.1e}") for step in run.chain

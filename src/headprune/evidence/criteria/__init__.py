@@ -11,11 +11,11 @@ from headprune.evidence.criteria.leave_one_out import leave_one_out
 from headprune.evidence.criteria.magnitude import magnitude
 from headprune.evidence.criteria.random import random
 from headprune.evidence.criteria.reconstruction import reconstruction
-from headprune.evidence.criteria.spec import Activations, Criterion, Evidence, Need, Units
+from headprune.evidence.criteria.spec import Activations, Criterion, Need, UnitEvidence, Units
 from headprune.evidence.criteria.wanda import wanda
 from headprune.registry import Registry
 
-__all__ = ["CRITERIA", "Activations", "Criterion", "Evidence", "Need", "Units"]
+__all__ = ["CRITERIA", "Activations", "Criterion", "Need", "UnitEvidence", "Units"]
 
 CRITERIA: Registry[Criterion] = Registry("criterion", PlanError)
 CRITERIA.add("gradient", gradient)

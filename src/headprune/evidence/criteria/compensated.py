@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units, columns
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units, columns
 from headprune.tensors.least_squares import removal_costs
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.gram is not None
     assert evidence.curvature is not None
     heads = evidence.output_weight

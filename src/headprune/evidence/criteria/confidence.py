@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.attention is not None
     if not units:
         return evidence.attention[:0]

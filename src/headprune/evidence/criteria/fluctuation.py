@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units, per_unit
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units, per_unit
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.activations is not None
     seen, power = evidence.activations, evidence.output_weight.double().square().sum(1)
     mean = seen.sums / max(seen.tokens, 1)

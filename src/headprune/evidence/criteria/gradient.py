@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units, per_unit
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units, per_unit
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.gradients is not None
     return per_unit(evidence.gradients, units).abs().mean(0)
 

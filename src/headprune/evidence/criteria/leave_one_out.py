@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.losses is not None
     return evidence.losses
 

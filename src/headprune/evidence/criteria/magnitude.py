@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units, per_unit
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units, per_unit
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     return per_unit(evidence.output_weight.double().square().sum((1, 2)), units).sqrt()
 
 

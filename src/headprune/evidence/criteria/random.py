@@ -7,10 +7,10 @@ import hashlib
 import torch
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     # by path, so that a module's scores do not depend on which others are scored
     digest = hashlib.sha256(f"{evidence.seed} {evidence.path}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Need = Literal["gradients", "activations", "gram", "curvature", "attention", "losses", "gates"]
-"""What has to be measured: see the attribute of ``Evidence`` of the same name."""
+"""What has to be measured: see the attribute of ``UnitEvidence`` of the same name."""
 
 Units = Sequence[Sequence[int]]
 """Positions of the query heads of every unit of one attention module."""
@@ -38,7 +38,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class UnitEvidence:
     """What is known of one attention module; None for what no criterion asked for.
 
     Attributes:
@@ -84,7 +84,7 @@ class Criterion:
         sees: What a head must be for this criterion to score it lowest.
     """
 
-    score: Callable[[Evidence, Units], Tensor]
+    score: Callable[[UnitEvidence, Units], Tensor]
     source: str
     sees: str
     needs: frozenset[Need] = frozenset()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headprune.evidence.criteria.spec import Criterion, Evidence, Units, per_unit
+from headprune.evidence.criteria.spec import Criterion, UnitEvidence, Units, per_unit
 
 
-def _score(evidence: Evidence, units: Units) -> Tensor:
+def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.activations is not None
     seen = evidence.activations
     norm = (seen.squares / max(seen.tokens, 1)).clamp(min=0).sqrt()
