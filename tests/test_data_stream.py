@@ -292,3 +292,16 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Examples([("w1 w2",)], None, rows_are_documents=True)
     with pytest.raises(DataError, match="could not be kept in .*No space left.*TMPDIR"):
         packed_sequences(examples, tiny.tokenizer(), 2)
+
+
+def test_a_token_number_that_no_vocabulary_has_is_refused() -> None:
+    class Damaged:
+        """As a tokenizer whose file has another number for a word."""
+
+        is_fast = False
+
+        def __call__(self, texts: list[str], **settings: object) -> dict[str, object]:
+            return {"input_ids": [[3, 2**31]] if isinstance(texts, list) else [3, 2**31]}
+
+    with pytest.raises(DataError, match=r"the number 2,147,483,648, which no vocabulary has"):
+        list(token_ids("a b", Damaged()))

@@ -690,3 +690,12 @@ def test_a_death_while_a_command_runs_costs_nothing(tmp_path: Path) -> None:
     with reserved(tmp_path / "out"):
         pass
     assert (state(tmp_path / "out"), names(tmp_path)) == (1, ["out"])
+
+
+def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_path: Path) -> None:
+    strange = tmp_path / "\udcff"
+    with pytest.raises(CheckpointError, match="is no UTF-8"), claimed(strange, overwrite=False):
+        strange.mkdir()
+    assert not strange.exists()
+    with claimed(tmp_path / "é", overwrite=False):
+        pass

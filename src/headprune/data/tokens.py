@@ -72,7 +72,7 @@ def token_ids(pieces: Iterable[str], tokenizer: Any, cut: Chunking = CHUNKING) -
         DataError: If the tokenizer gives other tokens for the same text.
     """
     if not _tells_places(tokenizer):
-        yield np.asarray(_encoded("".join(pieces), tokenizer)["input_ids"], dtype=np.int32)
+        yield _numbers(_encoded("".join(pieces), tokenizer))
         return
     text = _Text(pieces)
     joiner = _Joiner(text, tokenizer, cut)
@@ -134,6 +134,17 @@ class _Text:
         self._start = before
 
 
+def _numbers(encoded: Any) -> Ids:
+    """The tokens of an encoding."""
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    if ids.size and ids.max() > _LARGEST_ID:
+        raise DataError(
+            f"The tokenizer gives a token the number {ids.max():,}, which no vocabulary has: its "
+            "files are damaged. Get them again."
+        )
+    return ids.astype(np.int32)
+
+
 class _Chunk:
     """A part of a text, tokenized by itself.
 
@@ -146,13 +157,7 @@ class _Chunk:
 
     def __init__(self, start: int, stop: int, is_last: bool, encoded: Any) -> None:
         self.start, self.stop, self.is_last = start, stop, is_last
-        ids = np.asarray(encoded["input_ids"], dtype=np.int64)
-        if ids.size and ids.max() > _LARGEST_ID:
-            raise DataError(
-                f"The tokenizer gives a token the number {ids.max():,}, which no vocabulary has: "
-                "its files are damaged. Get them again."
-            )
-        self.ids: Ids = ids.astype(np.int32)
+        self.ids = _numbers(encoded)
         self._encoded = encoded
 
     @cached_property
