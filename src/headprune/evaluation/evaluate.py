@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.metrics import METRICS, similarity_correlation
 from headprune.evaluation.quality import Floats, Progress, TokenLosses
+from headprune.evaluation.refusals import refuse_other_tokenizer, refuse_unfit
 from headprune.evaluation.report import (
     Difference,
     Metric,
@@ -209,10 +210,10 @@ def load(
         nets.append(net.to(device))
         refuse_not_finite(net, name)
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
-    _check(nets, names, examples, config)
+    refuse_unfit(nets, names, examples, config)
     if against is not None:
         base = load_tokenizer(names[1], trust_remote_code=trust_remote_code)
-        _check_tokenizers(tokenizer, base, names)
+        refuse_other_tokenizer(tokenizer, base, names)
     rows = _rows(nets[0], tokenizer, examples, config)
     ids = tuple(id_of_model(name) for name in names)
     return Loaded(ids, tuple(names), tuple(nets), tokenizer, examples, rows)
@@ -249,40 +250,6 @@ def run(
         differences=tuple(_differences(samples[0], samples[1], config)) if count == 2 else (),
     )
     return EvaluationRun(report, samples)
-
-
-def _check(
-    nets: list[PreTrainedModel], names: list[str], examples: Examples, config: EvaluateConfig
-) -> None:
-    task = task_of(nets[0])
-    if task == "classification" and examples.labels is None:
-        raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
-    pairs = examples.labels is not None and examples.width == 2
-    if task == "features" and not pairs and len(nets) == 1:
-        raise DataError(
-            "A model without a head is measured against its base (--against BASE), or on sentence "
-            "pairs with scores (--text-column FIRST,SECOND --label-column SCORE)."
-        )
-    if len(nets) == 2:
-        tasks = [task_of(net) for net in nets]
-        sizes = [net.config.get_text_config().vocab_size for net in nets]
-        if tasks[0] != tasks[1] or sizes[0] != sizes[1]:
-            raise HeadpruneError(
-                f"'{names[0]}' ({tasks[0]}, {sizes[0]:,} tokens) and '{names[1]}' ({tasks[1]}, "
-                f"{sizes[1]:,} tokens) cannot be compared token by token; --against takes the "
-                "model that this one was made from."
-            )
-
-
-def _check_tokenizers(ours: Any, base: Any, names: list[str]) -> None:
-    ids, base_ids = ours.get_vocab(), base.get_vocab()
-    if ids != base_ids:
-        differing = sorted(t for t in {**ids, **base_ids} if ids.get(t) != base_ids.get(t))
-        raise HeadpruneError(
-            f"The tokenizers of '{names[0]}' and '{names[1]}' disagree on {len(differing):,} "
-            f"tokens ({differing[0]!r} among them), so the two would read different texts; "
-            "--against takes the model that this one was made from."
-        )
 
 
 def _rows(

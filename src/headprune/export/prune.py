@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption
 from headprune.data.calibration import calibration as calibration_of
-from headprune.data.sources import refuse_missing_file
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.export.publish import (
@@ -25,22 +24,19 @@ from headprune.export.publish import (
     refuse_unprovable,
     write_proven,
 )
-from headprune.io.folders import digest_of
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of
-from headprune.model.fitting import fitted_gates, fitted_scores
+from headprune.model.fitting import fitted_gates
 from headprune.model.legacy import has_pruned_heads
 from headprune.model.loading import (
     load_config,
 )
 from headprune.model.opening import load, result_dtypes
-from headprune.model.units import head_budget, refuse_target, unit_sizes
-from headprune.planning.from_scores import even_units, plan_from_scores
-from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.gates import read_metadata
-from headprune.schemas.plan import ModelIdentity, Plan, Shape, plan_content, read_plan
+from headprune.model.units import unit_sizes
+from headprune.planning.from_evidence import PlanSource, from_gates, plan_from, refuse_source
+from headprune.planning.from_scores import plan_from_scores
+from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.records import Evidence, MadeBy, Migration, Pruning, Refit
-from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import Cut, cut_heads, resolve, result_shape
 from headprune.surgery.refit import refit as refit_outputs
 from headprune.tensors.units import Unit, members
@@ -146,12 +142,12 @@ def prune(
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the gated original computes.
     """
-    asked = _Asked(gates, plan, scores, criterion, keep)
-    _refuse(asked, refit)
+    asked = PlanSource(gates, plan, scores, criterion, keep)
+    refuse_source(asked, refit)
     on_stage("loading the model")
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
     stored = result_dtypes(net, model, out_dtype)
-    chosen, evidence, weights = _plan(net, source, asked, layout)
+    chosen, evidence, weights = plan_from(net, source, asked, layout)
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     check_shape(layout, result_shape(cuts, net.config))
     _load_weights(net, weights)
@@ -236,10 +232,10 @@ def preview(
     drop_unexpected: bool = False,
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    asked = _Asked(gates, plan, scores, criterion, keep)
-    _refuse(asked)
+    asked = PlanSource(gates, plan, scores, criterion, keep)
+    refuse_source(asked)
     net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
-    chosen, _, _ = _plan(net, source, asked, layout)
+    chosen, _, _ = plan_from(net, source, asked, layout)
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     stored = result_shape(cuts, net.config)
     check_shape(layout, stored)
@@ -258,7 +254,7 @@ def _shape_costs(
     evidence, costs = trained.open_probability(), []
     for layout in LayoutOption:
         try:
-            plan, _, _ = _plan_from_gates(net, source, gates, keep, layout)
+            plan, _, _ = from_gates(net, source, gates, keep, layout)
             cuts = resolve(plan, net, ragged=layout is LayoutOption.RAGGED)
             stored = result_shape(cuts, net.config)
             check_shape(layout, stored)
@@ -276,114 +272,6 @@ def _shape_costs(
         share = kept / float((evidence * sizes).sum())
         costs.append(ShapeCost(layout.value, plan.kept_heads, share, stored.value, None))
     return tuple(costs)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Where a plan is to come from, as it was asked for."""
-
-    gates: Path | None
-    plan: Path | Plan | None
-    scores: Path | None
-    criterion: str | None
-    keep: float | int | None
-
-
-def _refuse(asked: _Asked, refit: DataConfig | None = None) -> None:
-    """Refuses what does not fit together, whatever the model, before it is loaded.
-
-    Raises:
-        HeadpruneError: Saying what does not fit.
-    """
-    gates, plan, scores, keep = asked.gates, asked.plan, asked.scores, asked.keep
-    if sum(given is not None for given in (gates, plan, scores)) != 1:
-        raise PlanError(
-            "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
-        )
-    if plan is not None and keep is not None:
-        raise PlanError(
-            "--keep goes with --gates or --scores; a plan already says which heads stay."
-        )
-    if scores is None and asked.criterion is not None:
-        raise PlanError("--criterion goes with --scores; gates and plans have none.")
-    if scores is not None:
-        found = read_scores(scores)
-        if keep is None:
-            raise PlanError("--scores needs --keep, the share or count of heads that stay.")
-        found.of(asked.criterion)
-    refuse_target(keep)
-    if isinstance(plan, Path):
-        plan_content(plan)
-    trained = gates is not None and read_metadata(gates).trained_weights
-    if refit is not None and trained:
-        raise PlanError(
-            "--refit fits W_O to the original's outputs, but these gates come with trained "
-            "weights, which compute something else. Leave out --refit, or train with --train gates."
-        )
-    if refit is not None:
-        refuse_missing_file(refit.source)
-
-
-def _plan(
-    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, layout: LayoutOption
-) -> tuple[Plan, Evidence, dict[str, Tensor]]:
-    """The plan, what it was made of, and the trained weights that belong to it."""
-    if asked.gates is not None:
-        return _plan_from_gates(net, source, asked.gates, asked.keep, layout)
-    if asked.scores is not None:
-        return *_plan_from_scores(net, source, asked, layout), {}
-    assert asked.plan is not None
-    plan = asked.plan
-    if isinstance(plan, Path):
-        present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
-        plan = read_plan(plan, present)
-    _refuse_merging(plan)
-    return plan, Evidence(kind="plan", id=digest_of(plan.model_dump(mode="json"))), {}
-
-
-def _refuse_merging(plan: Plan) -> None:
-    """Refuses a plan that a cut alone does not carry out."""
-    if plan.merged:
-        how = f" (by {plan.merge})" if plan.merge else ""
-        counts = [len(part.groups or range(part.kv_heads)) for part in plan.attentions.values()]
-        raise PlanError(
-            f"The plan merges KV heads{how}, the first in '{plan.merged[0]}', and a cut merges "
-            f"none: headprune convert-gqa with --kv-heads {','.join(map(str, counts))} makes such "
-            "a model."
-        )
-
-
-def _plan_from_scores(
-    net: PreTrainedModel, source: ModelIdentity, asked: _Asked, layout: LayoutOption
-) -> tuple[Plan, Evidence]:
-    assert asked.scores is not None
-    assert asked.keep is not None
-    found = read_scores(asked.scores, source)
-    unit, attentions = found.metadata.unit, fitted_scores(net, found)
-    whole = [a for a in attention_of(net) if a.path not in found.metadata.modules]
-    sizes = unit_sizes(attentions, unit)
-    budget = head_budget(asked.keep, sizes)
-    criterion, values = found.of(asked.criterion)
-    scores = values.tolist()
-    if layout is LayoutOption.UNIFORM:
-        scores, budget = _even(attentions, unit, scores, budget)
-    evidence = Evidence(
-        kind="scores",
-        id=found.id,
-        criterion=criterion,
-        keep=asked.keep,
-        seed=found.metadata.calibration.seed,
-    )
-    return plan_from_scores(attentions, unit, scores, budget, source, whole=whole), evidence
-
-
-def _even(
-    attentions: list[Attention], unit: Unit, scores: list[float], budget: int
-) -> tuple[list[float], int]:
-    """Scores and budget that lead to the same cut in every module."""
-    sizes = unit_sizes(attentions, unit)
-    even = even_units(attentions, unit, scores, budget)
-    return [float(p in set(even)) for p in range(len(sizes))], sum(sizes[p] for p in even)
 
 
 def _refitted(
@@ -411,29 +299,6 @@ def _refitted(
         ridges=ridges,
         seed=config.seed,
     )
-
-
-def _plan_from_gates(
-    net: PreTrainedModel,
-    source: ModelIdentity,
-    folder: Path,
-    keep: float | int | None,
-    layout: LayoutOption,
-) -> tuple[Plan, Evidence, dict[str, Tensor]]:
-    trained, attentions = fitted_gates(net, source, folder)
-    unit = trained.metadata.unit
-    whole = [a for a in attention_of(net) if a.path not in trained.metadata.modules]
-    sizes = unit_sizes(attentions, unit)
-    budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
-    # units that training kept come first; one that --keep brings back is fully open
-    scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
-    scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    if layout is LayoutOption.UNIFORM:
-        scores, budget = _even(attentions, unit, scores, budget)
-    plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
-    seed = trained.metadata.seed
-    evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
-    return plan, evidence, trained.weights or {}
 
 
 @torch.no_grad()

@@ -1,0 +1,58 @@
+"""What cannot be evaluated, or compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from headprune.config import EvaluateConfig
+from headprune.data.sources import Examples
+from headprune.errors import DataError, HeadpruneError
+from headprune.model.loading import (
+    task_of,
+)
+
+
+def refuse_unfit(
+    nets: list[PreTrainedModel], names: list[str], examples: Examples, config: EvaluateConfig
+) -> None:
+    """Refuses models and examples that do not go together.
+
+    Raises:
+        HeadpruneError: Saying what does not.
+    """
+    task = task_of(nets[0])
+    if task == "classification" and examples.labels is None:
+        raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
+    pairs = examples.labels is not None and examples.width == 2
+    if task == "features" and not pairs and len(nets) == 1:
+        raise DataError(
+            "A model without a head is measured against its base (--against BASE), or on sentence "
+            "pairs with scores (--text-column FIRST,SECOND --label-column SCORE)."
+        )
+    if len(nets) == 2:
+        tasks = [task_of(net) for net in nets]
+        sizes = [net.config.get_text_config().vocab_size for net in nets]
+        if tasks[0] != tasks[1] or sizes[0] != sizes[1]:
+            raise HeadpruneError(
+                f"'{names[0]}' ({tasks[0]}, {sizes[0]:,} tokens) and '{names[1]}' ({tasks[1]}, "
+                f"{sizes[1]:,} tokens) cannot be compared token by token; --against takes the "
+                "model that this one was made from."
+            )
+
+
+def refuse_other_tokenizer(ours: Any, base: Any, names: list[str]) -> None:
+    """Refuses a base that reads other texts.
+
+    Raises:
+        HeadpruneError: Naming a token on which the two disagree.
+    """
+    ids, base_ids = ours.get_vocab(), base.get_vocab()
+    if ids != base_ids:
+        differing = sorted(t for t in {**ids, **base_ids} if ids.get(t) != base_ids.get(t))
+        raise HeadpruneError(
+            f"The tokenizers of '{names[0]}' and '{names[1]}' disagree on {len(differing):,} "
+            f"tokens ({differing[0]!r} among them), so the two would read different texts; "
+            "--against takes the model that this one was made from."
+        )
