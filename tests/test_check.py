@@ -215,6 +215,12 @@ def losses(seed: int, n: int = 60) -> Samples:
             "similarities": generator.normal(size=n),
             "scores": generator.integers(0, 5, n).astype(float),
             "cosines": generator.uniform(size=n),
+            "words": np.full(n, 20.0),
+            "word_hits": generator.integers(0, 20, n).astype(float),
+            "seen_words": np.full(n, 10.0),
+            "seen_word_hits": generator.integers(0, 10, n).astype(float),
+            "copied_nll_nats": generator.uniform(10, 50, n),
+            "copied_tokens": np.full(n, 8.0),
         }
     )
 

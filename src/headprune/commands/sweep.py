@@ -90,7 +90,7 @@ def run(options: SweepOptions, context: Context) -> Sweep:
         rounds=options.rounds,
         unit=options.unit,
         config=options.part(CalibrationConfig),
-        evaluation=options.part(EvaluateConfig, speed=False),
+        evaluation=options.part(EvaluateConfig, speed=False, copying=0),
         overwrite=options.overwrite,
         **options.loading(),
         watch=Watch(stage=context.stage, step=context.step),

@@ -34,6 +34,9 @@ class EvaluateConfig(Options):
     )
     confidence: Annotated[float, Field(gt=0, lt=1)] = option("Level of the intervals.", 0.95)
     resamples: Few = option("Bootstrap resamples behind them.", 2000)
+    copying: Annotated[int, Field(ge=0, le=10**6)] = option(
+        "Sequences of random tokens, each twice, on which copying is measured; 0 for none.", 16
+    )
     speed: bool = option("Time prefill and decoding.", True, Panel.MAIN)
     decode_batches: Batches = option(
         "Batch sizes at which decoding is timed, comma-separated.", (1, 8), as_text=True
@@ -106,4 +109,6 @@ class CheckConfig(Options):
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
         shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed")
-        return EvaluateConfig(**{name: getattr(self, name) for name in shared}, speed=False)
+        copying = 16 if any(limit.startswith("copying_nll") for limit in self.limits) else 0
+        given = {name: getattr(self, name) for name in shared}
+        return EvaluateConfig(**given, copying=copying, speed=False)

@@ -24,6 +24,7 @@ from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.metrics import METRICS, similarity_correlation
 from headprune.evaluation.quality import Floats, Progress, TokenLosses
+from headprune.evaluation.recall import COPYING, WORDS, RecalledWords, WordMarks, copying_losses
 from headprune.evaluation.refusals import refuse_other_tokenizer, refuse_unfit
 from headprune.evaluation.report import (
     Difference,
@@ -121,7 +122,11 @@ class Loaded:
         """The metrics of which every window or example has its part."""
         task = task_of(self.nets[0])
         if task in LANGUAGE_MODELS:
-            return Samples(dict.fromkeys(TokenLosses.COLUMNS, np.zeros(1))).metrics()
+            columns = [*TokenLosses.COLUMNS]
+            if task == "causal-lm":
+                columns += COPYING
+                columns += WORDS if WordMarks(self.tokenizer).any else ()
+            return Samples(dict.fromkeys(columns, np.zeros(1))).metrics()
         if task == "classification":
             return ("accuracy",)
         paired = ("mean_cosine",) if len(self.nets) == 2 else ()
@@ -132,7 +137,10 @@ class Loaded:
         used = {}
         if task_of(self.nets[0]) in _PACKED:
             used = {"seq_len": len(self.rows[0]["input_ids"])}
-        return {**config.model_dump(mode="json"), **used}
+        settings = config.model_dump(mode="json")
+        if not config.copying:  # nor does a record say so that is older than the setting
+            del settings["copying"]
+        return {**settings, **used}
 
     def data_sha256(self) -> str:
         """Digest of the texts and labels, in order."""
@@ -282,8 +290,8 @@ def _measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progr
     rows, tokenizer = loaded.rows, loaded.tokenizer
     if task in LANGUAGE_MODELS:
         if task == "causal-lm":
-            losses = quality.causal_losses(net, rows, tokenizer, size, progress)
-        elif task == "seq2seq-lm":
+            return _Measured(*who, net, _recalled(net, rows, tokenizer, config, progress))
+        if task == "seq2seq-lm":
             losses = quality.translation_losses(net, rows, tokenizer, size, progress)
         else:
             losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
@@ -299,6 +307,18 @@ def _measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progr
             zip(("similarities", "scores"), _pairs(vectors, loaded.examples), strict=True)
         )
     return _Measured(*who, net, columns, vectors)
+
+
+def _recalled(
+    net: PreTrainedModel, rows: Dataset, tokenizer: Any, config: EvaluateConfig, progress: Progress
+) -> dict[str, Floats]:
+    """What a causal language model makes of text, and of its context."""
+    words, size = RecalledWords(WordMarks(tokenizer)), config.batch_size
+    columns = quality.causal_losses(net, rows, tokenizer, size, progress, words).columns()
+    length = len(rows[0]["input_ids"])
+    if config.copying and length > 3:
+        columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
+    return {**columns, **words.columns()}
 
 
 def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:

@@ -144,6 +144,39 @@ METRICS.add(
     ),
 )
 METRICS.add(
+    "word_accuracy",
+    MetricSpec(
+        "1",
+        True,
+        "share of the words in the second half of a sequence that are predicted",
+        ("words", "word_hits"),
+        lambda c, i: c["word_hits"][i].sum(-1) / c["words"][i].sum(-1),
+        compared="difference",
+    ),
+)
+METRICS.add(
+    "seen_word_accuracy",
+    MetricSpec(
+        "1",
+        True,
+        "the same, of words that stand earlier in the sequence",
+        ("seen_words", "seen_word_hits"),
+        lambda c, i: c["seen_word_hits"][i].sum(-1) / c["seen_words"][i].sum(-1),
+        compared="difference",
+    ),
+)
+METRICS.add(
+    "copying_nll",
+    MetricSpec(
+        "nats/token",
+        False,
+        "mean loss on the second of two equal runs of random tokens",
+        ("copied_nll_nats", "copied_tokens"),
+        lambda c, i: c["copied_nll_nats"][i].sum(-1) / c["copied_tokens"][i].sum(-1),
+        compared="difference",
+    ),
+)
+METRICS.add(
     "accuracy",
     MetricSpec(
         "1",

@@ -20,6 +20,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedMod
 
 from headprune.data.sequences import masked
 from headprune.errors import DataError
+from headprune.evaluation.recall import RecalledWords
 
 Progress = Callable[[int, int], None]
 Floats = NDArray[np.float64]
@@ -53,6 +54,7 @@ def causal_losses(
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
+    words: RecalledWords | None = None,
 ) -> TokenLosses:
     """Scores every token of every sequence but the first, each given those before it in there.
 
@@ -62,6 +64,7 @@ def causal_losses(
         tokenizer: Gives the text of the scored tokens, for bits per byte.
         batch_size: Windows per forward pass.
         progress: Called with sequences done and sequences in all.
+        words: Counts the words that are predicted, if that is asked for.
 
     Raises:
         DataError: If a loss is not finite; the sequence is named.
@@ -70,6 +73,8 @@ def causal_losses(
     for ids in _batches(sequences, batch_size, progress):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
         found.add(logits, ids[:, 1:])
+        if words is not None:
+            words.add(logits, ids[:, 1:])
     return found.losses()
 
 

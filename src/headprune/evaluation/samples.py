@@ -16,6 +16,8 @@ class Samples:
 
     Attributes:
         columns: Of shape (sequences,): "nll_nats", "tokens" and "utf8_bytes" of a language model,
+            "words", "word_hits", "seen_words", "seen_word_hits", "copied_nll_nats" and
+            "copied_tokens" of one that generates,
             "hits" of a classifier, "similarities" and "scores" of sentence pairs, "cosines" of
             embeddings with those of the base.
     """

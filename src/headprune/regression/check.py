@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun, Loaded, load, run
 from headprune.evaluation.metrics import METRICS
@@ -303,10 +303,16 @@ def _judge(
         interval = _interval(lambda i: np.median(faster[i], axis=-1), len(faster), config)
         return judge(limit, interval)
     ours = evaluation.samples[0]
+    if limit.metric not in ours.metrics():
+        raise DataError(
+            f"The limit '{limit.text}': the data has no sequence of which {limit.metric} could be "
+            "measured. Give more text, or a larger --seq-len."
+        )
     theirs = None
     if limit.needs_baseline:
         assert baseline is not None
         theirs = baseline.as_samples()
+        baseline.refuse_metric(Path(str(config.baseline)), limit.metric)
         if theirs.count(limit.metric) != ours.count(limit.metric):
             raise CheckpointError(
                 f"The baseline '{config.baseline}' holds {theirs.count(limit.metric)} windows or "

@@ -1,0 +1,137 @@
+"""What a causal language model recalls from earlier in its context.
+
+Perplexity is a mean over tokens, most of which the few tokens before them decide. Two measures look
+at what comes from further back:
+
+- Words: of the words in the second half of every sequence, the share whose tokens are all the
+  likeliest ones, each given all before it; words that stand earlier in the sequence are counted
+  once more by themselves. They come with the perplexity, from the same pass.
+- Copying: the loss on the second of two equal runs of random tokens, which nothing but the first
+  run tells (Olsson et al. 2022, arXiv 2209.11895, section on repeated random tokens).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from headprune.evaluation.metrics import Floats
+
+WORDS = ("words", "word_hits", "seen_words", "seen_word_hits")
+COPYING = ("copied_nll_nats", "copied_tokens")
+
+_SPACE = ("Ġ", "▁", " ")  # how tokens that begin a word begin
+
+
+class WordMarks:
+    """Which tokens begin a word, and which are made of letters alone.
+
+    Args:
+        tokenizer: Its tokens mark where words begin; else no word is known.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        special = set(tokenizer.all_special_ids)
+        texts = ["" if i in special or t is None else str(t) for i, t in enumerate(tokens)]
+        self.begins = np.array([text.startswith(_SPACE) for text in texts])
+        self.letters = np.array([text.lstrip("".join(_SPACE)).isalpha() for text in texts])
+
+    @cached_property
+    def any(self) -> bool:
+        """Whether words can be told at all."""
+        return bool((self.begins & self.letters).any())
+
+    def words(self, ids: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Where the words of a sequence begin and end; what its end cuts off is none."""
+        begins, letters = self.begins[ids], self.letters[ids]
+        found, start = [], -1
+        for place in range(len(ids)):
+            if start >= 0 and (begins[place] or not letters[place]):
+                if begins[place]:  # a word that a hyphen or digits go on with is none
+                    found.append((start, place))
+                start = -1
+            if begins[place] and letters[place]:
+                start = place
+        return found
+
+
+class RecalledWords:
+    """Counts words that are predicted, sequence by sequence.
+
+    Args:
+        marks: How words are told.
+    """
+
+    def __init__(self, marks: WordMarks) -> None:
+        self._marks = marks
+        self._counts: list[tuple[int, int, int, int]] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds sequences.
+
+        Args:
+            logits: Shape (sequences, tokens, vocabulary).
+            labels: The tokens that they are to predict, shape (sequences, tokens).
+        """
+        right = (logits.argmax(-1) == labels.to(logits.device)).cpu().numpy()
+        for ids, hit in zip(labels.cpu().numpy(), right, strict=True):
+            self._counts.append(self._count(ids, hit))
+
+    def _count(self, ids: NDArray[np.int64], hit: NDArray[np.bool_]) -> tuple[int, int, int, int]:
+        known: set[tuple[int, ...]] = set()
+        words = hits = seen = seen_hits = 0
+        for start, stop in self._marks.words(ids):
+            word = tuple(ids[start:stop].tolist())
+            if start >= len(ids) // 2:
+                predicted = int(hit[start:stop].all())
+                words, hits = words + 1, hits + predicted
+                if word in known:
+                    seen, seen_hits = seen + 1, seen_hits + predicted
+            known.add(word)
+        return words, hits, seen, seen_hits
+
+    def columns(self) -> dict[str, Floats]:
+        """Per sequence, what the metrics of words are made of; nothing where there are no words."""
+        words, hits, seen, seen_hits = np.array(self._counts, dtype=np.float64).reshape(-1, 4).T
+        found = dict(zip(WORDS, (words, hits, seen, seen_hits), strict=True))
+        return dict(list(found.items())[: 4 if seen.any() else 2 if words.any() else 0])
+
+
+@torch.no_grad()
+def copying_losses(
+    model: PreTrainedModel, tokenizer: Any, count: int, length: int, batch_size: int, seed: int
+) -> dict[str, Floats]:
+    """Losses on the second of two equal runs of random tokens.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokens, without special ones, are drawn from.
+        count: Sequences.
+        length: Tokens of a sequence: both runs.
+        batch_size: Sequences per forward pass.
+        seed: Seed of the tokens; the same for every model that is compared.
+
+    Returns:
+        Per sequence, the summed loss in nats and the number of tokens, which metrics are made of.
+    """
+    size = model.config.get_text_config().vocab_size
+    usual = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+    ids = np.array(sorted(number for number in usual if number < size))
+    run = np.random.default_rng(seed).choice(ids, (count, length // 2))
+    both = torch.from_numpy(np.concatenate([run, run], axis=1))
+    losses = []
+    for part in both.split(batch_size):
+        logits = model(input_ids=part.to(model.device), use_cache=False).logits
+        told = logits[:, run.shape[1] - 1 : -1].float().cpu()
+        second = part[:, run.shape[1] :]
+        losses.append(F.cross_entropy(told.mT, second, reduction="none").double().sum(1))
+    summed = torch.cat(losses).numpy()
+    return dict(zip(COPYING, (summed, np.full(count, float(run.shape[1]))), strict=True))

@@ -1,0 +1,128 @@
+"""What a model recalls from earlier in its context: counts and losses on known answers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from headprune.config import DataConfig, EvaluateConfig
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.recall import RecalledWords, WordMarks, copying_losses
+from headprune.evaluation.samples import Samples
+from tests import tiny
+
+TOKENS = ["<s>", "Ġthe", "Ġcat", "Ġsat", "s", ".", "-", "Ġ7", "Ġdog", "ma"]
+
+
+class Marked:
+    """A tokenizer whose tokens say where words begin."""
+
+    all_special_ids = (0,)
+
+    def __len__(self) -> int:
+        return len(TOKENS)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [TOKENS[i] for i in ids]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(TOKENS)}
+
+
+def ids(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([TOKENS.index(token) for token in text.split()])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Ġthe Ġcat Ġsat", [(0, 1), (1, 2)]),  # the last one may go on
+        ("Ġcat s Ġsat Ġthe", [(0, 2), (2, 3)]),
+        ("Ġcat . Ġsat Ġthe", [(2, 3)]),  # what ends in no space is left out
+        ("Ġcat - ma Ġthe Ġdog", [(3, 4)]),
+        ("Ġ7 s Ġthe Ġdog", [(2, 3)]),
+        ("s Ġcat ma Ġdog", [(1, 3)]),  # the first token may be the end of a word
+        ("<s> . -", []),
+    ],
+)
+def test_words_are_told_by_their_tokens(text: str, words: list[tuple[int, int]]) -> None:
+    assert WordMarks(Marked()).words(ids(text)) == words
+
+
+def test_tokenizers_without_marks_know_no_words() -> None:
+    assert WordMarks(Marked()).any
+    assert not WordMarks(tiny.tokenizer()).any
+
+
+def test_words_count_in_the_second_half_and_apart_where_they_were_seen() -> None:
+    #                 first half          | second half; the last word is cut off
+    labels = torch.from_numpy(ids("Ġcat s Ġthe Ġdog Ġsat Ġcat s Ġdog ma Ġthe Ġcat Ġsat"))[None]
+    right = torch.nn.functional.one_hot(labels, len(TOKENS)).float()
+    wrong = right.clone()
+    wrong[0, 6] = 0
+    wrong[0, 6, 1] = 1  # the second token of a word is missed
+    found = {}
+    for name, logits in (("right", right), ("wrong", wrong)):
+        counted = RecalledWords(WordMarks(Marked()))
+        counted.add(logits, labels)
+        found[name] = Samples(counted.columns())
+    # Ġcat s begins in the first half; Ġdog ma is new, Ġthe was seen, Ġcat alone was not
+    assert found["right"].columns["words"].tolist() == [3]
+    assert found["right"].columns["seen_words"].tolist() == [1]
+    assert found["right"].value("word_accuracy") == 1
+    assert found["wrong"].value("word_accuracy") == 1
+    wrong[0, 8] = right[0, 0]
+    counted = RecalledWords(WordMarks(Marked()))
+    counted.add(wrong, labels)
+    assert Samples(counted.columns()).value("word_accuracy") == pytest.approx(2 / 3)
+    assert Samples(counted.columns()).value("seen_word_accuracy") == 1
+    none = RecalledWords(WordMarks(tiny.tokenizer()))
+    none.add(torch.zeros(1, 4, tiny.VOCAB), torch.ones(1, 4, dtype=torch.long))
+    assert none.columns() == {}
+
+
+class Copier(PreTrainedModel):
+    """Predicts the token that followed so many tokens ago."""
+
+    def __init__(self, back: int) -> None:
+        super().__init__(LlamaConfig(vocab_size=len(TOKENS)))
+        self.back = back
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        told = input_ids.roll(self.back - 1, dims=1)
+        return SimpleNamespace(logits=20.0 * nn.functional.one_hot(told, len(TOKENS)).float())
+
+
+def test_copying_is_told_from_guessing() -> None:
+    def loss(back: int, batch_size: int = 2, seed: int = 0) -> float:
+        columns = copying_losses(Copier(back), Marked(), 6, 16, batch_size, seed)
+        assert columns["copied_tokens"].tolist() == [8.0] * 6
+        return Samples(columns).value("copying_nll")
+
+    assert loss(8) < 1e-6  # what followed eight tokens ago follows again
+    assert loss(7) > 5
+    assert loss(7) == pytest.approx(loss(7, batch_size=6))
+    drawn = [copying_losses(Copier(7), Marked(), 6, 16, 2, seed) for seed in (0, 0, 1)]
+    first, again, other = (columns["copied_nll_nats"].tolist() for columns in drawn)
+    assert first == again != other
+
+
+def test_an_evaluation_says_what_is_copied(llama_folder: Path, text_file: Path) -> None:
+    data, fast = DataConfig(source=str(text_file)), {"seq_len": 16, "speed": False}
+    report = evaluate(llama_folder, data, EvaluateConfig(**fast, resamples=200), llama_folder)
+    (found,) = (m for m in report.model.metrics if m.name == "copying_nll")
+    assert found.n == 16
+    assert abs(found.value - math.log(tiny.VOCAB)) < 1.5  # a random model guesses
+    (same,) = (d for d in report.differences if d.name == "copying_nll")
+    assert same.interval.estimate == 0
+    report = evaluate(llama_folder, data, EvaluateConfig(**fast, copying=0))
+    assert "copying_nll" not in [m.name for m in report.model.metrics]
