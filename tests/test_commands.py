@@ -25,6 +25,7 @@ from headprune.declaration import (
     build,
     flags,
     option,
+    warn_of_old_names,
 )
 from headprune.errors import HeadpruneError
 from headprune.recipes.steps import kinds
@@ -128,6 +129,31 @@ def test_a_value_is_the_same_as_text_and_as_itself(setting: str, given: Any, rea
     assert getattr(made, setting) == read
     with pytest.raises(HeadpruneError, match="--kv-heads: "):
         build(options, {"model": "m", "output": "o", setting: "4,x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier"),
+    [
+        ("prune", {"shape": "layout", "tokens": "calibration_tokens"}),
+        ("convert-gqa", {"shape": "layout"}),
+        ("train-gates", {"warmup": "sparsity_warmup", "settle": "finetune_fraction"}),
+        ("score", {"tokens": "calibration_tokens"}),
+    ],
+)
+def test_earlier_names_go_on_with_a_warning(name: str, earlier: dict[str, str]) -> None:
+    command, words = COMMANDS[name], at_the_command_line(name)
+    assert command.options.renamed == earlier
+    for old, new in earlier.items():
+        hidden = words[f"old_{old}"]
+        assert (hidden.hidden, hidden.opts) == (True, [f"--{old}"])
+        assert new in command.options.model_fields
+        with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+            warn_of_old_names(command.options, {old: 1}, Door.KEY)
+    values = {"shape": "native", "method": "cheapest"}
+    known = {old: value for old, value in values.items() if old in {*earlier, *words}}
+    options = build(command.options, {**needed(command), **known})
+    for setting, today in (("layout", "uniform"), ("method", "gradual")):
+        assert getattr(options, setting, today) == today or setting not in known
 
 
 class Renamed(Options):

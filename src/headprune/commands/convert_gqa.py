@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
 from headprune.config import (
@@ -44,6 +44,8 @@ _HEAL = HealConfig(steps=1)  # for its other settings
 
 class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
     """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
+
+    renamed: ClassVar = {"shape": "layout"}
 
     calibrate: Place | None = option(
         "Text that shows what the heads do; as --data elsewhere.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
 from headprune.config import (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
+    renamed: ClassVar = {"shape": "layout"}
     flattened = ("calibration",)
 
     gates: Path | None = option("Folder from train-gates.", None, Panel.MAIN, slot=Slot.GATES)

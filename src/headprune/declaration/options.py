@@ -104,6 +104,16 @@ class Options(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     flattened: ClassVar[tuple[str, ...]] = ()
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        """Takes over the earlier names of the parts that it is made of."""
+        for kind in cls.__mro__[1:]:
+            cls.renamed = {**getattr(kind, "renamed", {}), **cls.renamed}
+            cls.flattened = (
+                *cls.flattened,
+                *set(getattr(kind, "flattened", ())) - {*cls.flattened},
+            )
+
     @model_validator(mode="before")
     @classmethod
     def _with_present_names(cls, values: Any) -> Any:
