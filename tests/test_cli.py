@@ -127,11 +127,11 @@ def test_shapes_are_weighed_in_the_dry_run_and_hit(
     code, text, err = run(capsys, *base, "--dry-run", "--json")
     assert code == 0, err
     costs = {cost["shape"]: cost for cost in json.loads(text)["shapes"]}
-    assert costs["native"]["stored"] == "native"
-    assert costs["native"]["heads"] == 4 * 4 or costs["native"]["heads"] == 4 * 2
-    assert 0 < costs["auto"]["evidence"] == costs["ragged"]["evidence"] <= 1
-    best = costs["auto"]["evidence"] / costs["auto"]["heads"]
-    assert costs["native"]["evidence"] / costs["native"]["heads"] <= best * 1.01
+    assert costs["uniform"]["stored"] == "native"
+    assert costs["uniform"]["heads"] == 4 * 4 or costs["uniform"]["heads"] == 4 * 2
+    assert 0 < costs["per-layer"]["evidence"] == costs["ragged"]["evidence"] <= 1
+    best = costs["per-layer"]["evidence"] / costs["per-layer"]["heads"]
+    assert costs["uniform"]["evidence"] / costs["uniform"]["heads"] <= best * 1.01
     code, text, err = run(capsys, *base, "--dry-run")
     assert "kept evidence" in text
     out = tmp_path / "native"

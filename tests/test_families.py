@@ -39,7 +39,7 @@ from tests import tiny
 from tests.cutting import expecting, gap, prove, uneven_plan
 from tests.marks import slow_unless
 
-TOLERANCE = proof.TOLERANCE[torch.float32]
+TOLERANCE = equivalence.TOLERANCE[torch.float32]
 KINDS = ("encoder", "decoder", "cross")
 EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
 ROWS = tiny.one_per_row(tiny.FAMILY_CASES)

@@ -115,7 +115,7 @@ def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     base = ["--data", "some text.txt", "--criterion", criterion, "--output", "scores", *SMALL]
     after = printed(ran(capsys, "score", "model", *base))
     at = after.index("--refit")
-    bare = [*after[:at], *after[at + 2 :], "--overwrite", "--json"]
+    bare = [*after[:at], *after[at + 2 :], "--no-refit", "--overwrite", "--json"]
     warned = criterion != "fisher"
     _, out, err = run(capsys, *bare)
     said = json.loads(out)["warnings"]
