@@ -2,7 +2,8 @@
 
 jaxtyping's import hook decorates every function. At each call its decorator binds the arguments and
 remembers the sizes of axes, which takes longer than most functions; those whose signature names no
-axes need none of it. Functions within functions are decorated whenever the outer one runs: those
+axes need none of it, but for modules with names that only mypy sees, which jaxtyping passes over.
+Functions within functions are decorated whenever the outer one runs: those
 with shapes are checked by what checked the first of them, the others by mypy.
 """
 
@@ -52,7 +53,8 @@ def _decorated(typechecker: Any, thing: Any) -> Any:
     function = thing.__init__ if dataclasses.is_dataclass(thing) else thing
     if not inspect.isfunction(function):
         return thing
-    if any(_AXES.search(str(hint)) for hint in function.__annotations__.values()):
+    shapes = any(_AXES.search(str(hint)) for hint in function.__annotations__.values())
+    if shapes or "TYPE_CHECKING" in function.__globals__:
         return _with_shapes(thing, typechecker=typechecker)
     if "<locals>" in function.__qualname__:
         return thing

@@ -18,18 +18,22 @@ CHECKED += ["processes", "io.outputs", "io.ownership", "io.folders", "io.tensors
 CHECKED += ["io.leftovers"]
 checking.install([f"headprune.{name}" for name in CHECKED])
 
+import functools
 import gc
 from pathlib import Path
 
 import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
 import pytest
 import torch
+import typer.main
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests import tiny
 
 torch.set_num_threads(1)
+# the commands and their options, which would be made anew for every command that a test runs
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

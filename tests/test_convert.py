@@ -86,7 +86,7 @@ def outputs(model: PreTrainedModel) -> probes.Outputs:
     return probes.probe(model, probes.probe_inputs(model))
 
 
-@pytest.mark.parametrize("case", SHARING)
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(SHARING).__contains__, SHARING))
 def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     before = tiny.kv_heads(case)
     count = 2 if before == 6 else 1
