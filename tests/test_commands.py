@@ -16,6 +16,7 @@ from headprune.cli import app as cli
 from headprune.cli.settings import read_settings
 from headprune.declaration import (
     COMMANDS,
+    Choice,
     Command,
     Context,
     Door,
@@ -181,6 +182,42 @@ def test_an_error_names_the_setting_as_its_door_calls_it() -> None:
     for door in (Door.KEY, Door.ARGUMENT):
         told = door.translate(said, options)
         assert told == "cut with refit DATA, or keep less; --nothing is meant by --other"
+
+
+def test_both_names_of_a_setting_are_refused() -> None:
+    with pytest.raises(HeadpruneError, match="shape is called layout now, and both were given"):
+        headprune.prune("m", shape="native", layout="ragged")
+    prune = COMMANDS["prune"].options
+    with pytest.warns(FutureWarning, match="tokens is called calibration_tokens"):
+        warn_of_old_names(prune, {"calibration": {"tokens": 1}}, Door.KEY)
+
+
+def test_a_flag_that_is_no_name_leads_to_the_setting() -> None:
+    with pytest.raises(HeadpruneError, match="no setting 'heal'. It is called 'heal_steps'"):
+        headprune.convert_gqa("m", "o", heal=2)
+
+
+def test_what_is_required_may_come_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"clean: {{folder: {tmp_path}, dry_run: true}}")
+    code, out, err = run(capsys, "clean", "--config", file)
+    assert (code, "No run left anything." in out) == (0, True), err
+    code, _, err = run(capsys, "clean")
+    assert (code, "DIR is missing: give it, or 'folder' in the file of --config" in err) == (
+        2,
+        True,
+    )
+
+
+def test_no_description_has_an_earlier_value() -> None:
+    for command in COMMANDS.values():
+        for info in command.options.model_fields.values():
+            kind = info.annotation
+            earlier = kind.earlier() if isinstance(kind, type) and issubclass(kind, Choice) else {}
+            for old in earlier:
+                assert f"{old}:" not in (info.description or ""), (command.name, old)
 
 
 def test_python_is_told_what_happens(tmp_path: Path) -> None:

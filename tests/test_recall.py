@@ -19,7 +19,7 @@ from headprune.evaluation.recall import RecalledWords, WordMarks, copying_losses
 from headprune.evaluation.samples import Samples
 from tests import tiny
 
-TOKENS = ["<s>", "Ġthe", "Ġcat", "Ġsat", "s", ".", "-", "Ġ7", "Ġdog", "ma"]
+TOKENS = ["<s>", "Ġthe", "Ġcat", "Ġsat", "s", ".", "-", "Ġ7", "Ġdog", "ma", "Ċ", "7"]
 
 
 class Marked:
@@ -29,6 +29,9 @@ class Marked:
 
     def __len__(self) -> int:
         return len(TOKENS)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens).replace("Ġ", " ").replace("Ċ", "\n")
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [TOKENS[i] for i in ids]
@@ -46,7 +49,9 @@ def ids(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     [
         ("Ġthe Ġcat Ġsat", [(0, 1), (1, 2)]),  # the last one may go on
         ("Ġcat s Ġsat Ġthe", [(0, 2), (2, 3)]),
-        ("Ġcat . Ġsat Ġthe", [(2, 3)]),  # what ends in no space is left out
+        ("Ġcat . Ġsat Ġthe", [(0, 1), (2, 3)]),
+        ("Ġcat Ċ Ġsat Ċ", [(0, 1), (2, 3)]),  # a letter in bytes, but no letter
+        ("Ġcat 7 Ġthe Ġdog", [(2, 3)]),
         ("Ġcat - ma Ġthe Ġdog", [(3, 4)]),
         ("Ġ7 s Ġthe Ġdog", [(2, 3)]),
         ("s Ġcat ma Ġdog", [(1, 3)]),  # the first token may be the end of a word

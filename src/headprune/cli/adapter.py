@@ -61,8 +61,6 @@ def parameters_of(command: Command[Any, Any]) -> Iterator[inspect.Parameter]:
         None,
         typer.Option(
             "--config",
-            is_eager=True,
-            callback=_settings_of(command),
             help=f"YAML whose section '{command.section}' has settings; options given here win.",
             rich_help_panel="Advanced",
         ),
@@ -95,7 +93,6 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
         kind, default = types.GenericAlias(list, (kind,)), default or None
     if look.positional:
         described = typer.Argument(help=text, metavar=look.metavar)
-        default = inspect.Parameter.empty if required else default
     else:  # what is required may come from a file, so that its absence is told later
         spelt, panel = "/".join(flags(name, info)), look.panel.value
         text += " [red]\\[required][/]" if required else ""
@@ -150,24 +147,12 @@ def _bare(kind: Any) -> Any:
     return kind
 
 
-def _settings_of(
-    command: Command[Any, Any],
-) -> Callable[[typer.Context, Path | None], Path | None]:
-    """A callback that reads the settings of a file."""
-
-    def settings(context: typer.Context, path: Path | None) -> Path | None:
-        if path is not None:
-            context.obj = read_settings(path, command)
-        return path
-
-    return settings
-
-
 def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> None:
     asked_json = given.pop(_JSON)
-    given.pop(_CONFIG)
+    file = given.pop(_CONFIG)
     try:
-        options = _options(command, context, given)
+        by_file = {} if file is None else read_settings(file, command)
+        options = _options(command, context, given, by_file)
         for name, info in command.options.model_fields.items():
             note = appearance(info).note(getattr(options, name))
             if note is not None:
@@ -189,9 +174,13 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
         raise typer.Exit(1)
 
 
-def _options(command: Command[Any, Any], context: typer.Context, given: dict[str, Any]) -> Options:
+def _options(
+    command: Command[Any, Any],
+    context: typer.Context,
+    given: dict[str, Any],
+    by_file: Mapping[str, Any],
+) -> Options:
     """What was given: at the command line, else in the file; the rest has its default."""
-    by_file: Mapping[str, Any] = context.obj or {}
     words: dict[str, Any] = {}
     for name, value in given.items():
         source = context.get_parameter_source(name)

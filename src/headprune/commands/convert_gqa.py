@@ -63,7 +63,7 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
     )
     output: Path = output("Folder for the result.")
     layout: LayoutOption = option(
-        "native: refuse what a plain config of the family cannot hold.",
+        "uniform: refuse what a plain config of the family cannot hold.",
         LayoutOption.PER_LAYER,
         Panel.CUT,
     )

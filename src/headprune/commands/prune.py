@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import model_validator
+
 from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
 from headprune.config import (
     WRITTEN,
@@ -75,21 +77,25 @@ class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
     dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN, in_recipes=False)
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
     layout: LayoutOption = option(
-        "auto: other counts in every layer, equal groups within a layer. native: the same counts "
-        "everywhere, so that a plain config holds the result. ragged: any head, also where that "
-        "leaves KV heads with unequal numbers of queries.",
+        "per-layer: other counts in every layer, equal groups within a layer. uniform: the same "
+        "counts everywhere, so that a plain config holds the result. ragged: any head, also where "
+        "that leaves KV heads with unequal numbers of queries.",
         LayoutOption.PER_LAYER,
         Panel.CUT,
     )
     out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+
+    @model_validator(mode="after")
+    def _one_refit(self) -> PruneOptions:
+        if self.no_refit and self.refit is not None:
+            raise ValueError("--refit and --no-refit exclude each other; give one of them")
+        return self
 
 
 def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
-    if options.no_refit and options.refit is not None:
-        raise HeadpruneError("--refit and --no-refit exclude each other; give one of them.")
     from headprune.export import prune
 
     evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "dtype")
@@ -118,6 +124,7 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
         return options
     from headprune.data.sources import refuse_missing_file
     from headprune.evidence.criteria import CRITERIA
+    from headprune.schemas.runs import digest_of_data
     from headprune.schemas.scores import read_scores
 
     scores = read_scores(options.scores)
@@ -132,6 +139,11 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
             f"'{made.data.source}', is not here: give --refit DATA, or cut with --no-refit (better "
             "by scores of another criterion, such as fisher)."
         ) from None
+    if made.data_sha256 not in (None, digest_of_data(made.data)):
+        raise HeadpruneError(
+            f"{criterion} scores reckon with a refit, and '{made.data.source}' holds another text "
+            "here than when they were made: give --refit DATA, or cut with --no-refit."
+        )
     context.line(
         f"{criterion} scores reckon with a refit: it is made on their text, '{made.data.source}' "
         "(--no-refit for none)"

@@ -109,6 +109,7 @@ class CheckConfig(Options):
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
         shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed")
-        copying = 16 if any(limit.startswith("copying_nll") for limit in self.limits) else 0
+        asked = any(limit.strip().startswith("copying_nll") for limit in self.limits)
+        copying = EvaluateConfig.model_fields["copying"].default if asked else 0
         given = {name: getattr(self, name) for name in shared}
         return EvaluateConfig(**given, copying=copying, speed=False)

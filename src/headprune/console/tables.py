@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -14,9 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from headprune.schemas.plan import AttentionPlan, Plan
-
-if TYPE_CHECKING:
-    pass
 
 
 def table(*columns: str, numbers_from: int = 1) -> Table:

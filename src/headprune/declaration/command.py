@@ -148,6 +148,9 @@ class Command(Generic[Asked, Result]):
         object.__setattr__(self, "__name__", self.section)
         object.__setattr__(self, "__signature__", self.signature())
 
+    def __repr__(self) -> str:
+        return f"headprune.{self.section}{self.signature()}"
+
     def __call__(self, *arguments: Any, context: Context | None = None, **settings: Any) -> Result:
         """Runs it from Python: ``arguments`` are the first options, in their order.
 
@@ -200,7 +203,8 @@ class Command(Generic[Asked, Result]):
         others: list[tuple[str, FieldInfo]] = []
         for name, info in self.fields():
             look = appearance(info)
-            by_place = look.positional or name in ("data", "output")
+            data = name == "data" and (look.slot is not None or info.is_required())
+            by_place = look.positional or data or (name == "output" and not look.in_recipes)
             needed = info.is_required() and look.slot is not None
             (first if by_place or needed else others).append((name, info))
         first.sort(key=lambda one: (one[0] != "model", one[0] == "output"))

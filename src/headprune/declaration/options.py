@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -15,9 +15,6 @@ from pydantic.fields import FieldInfo
 from headprune.errors import HeadpruneError
 from headprune.io.parsing import shown
 from headprune.registry import did_you_mean
-
-if TYPE_CHECKING:
-    pass
 
 
 class Panel(str, Enum):
@@ -128,6 +125,13 @@ class Options(BaseModel):
     @classmethod
     def near(cls, name: str) -> str:
         """Which setting may be meant by a name, as a question."""
+        by_flag = {
+            flag.strip("-").replace("-", "_"): field
+            for field, info in cls.model_fields.items()
+            for flag in flags(field, info)
+        }
+        if name in by_flag:
+            return f" It is called '{by_flag[name]}' there."
         said = did_you_mean(name, [*cls.model_fields, *cls.renamed])
         old = next((old for old in cls.renamed if f"'{old}'" in said), None)
         return said if old is None else f" Did you mean '{cls.renamed[old]}'?"
@@ -217,9 +221,16 @@ def _sentence(error: ValidationError, options: type[Options], door: Door) -> str
 
 def warn_of_old_names(options: type[Options], given: Mapping[str, Any], door: Door) -> None:
     """Warns of settings, and of values of theirs, that are called otherwise today."""
+    within = [given[name] for name in options.flattened if isinstance(given.get(name), dict)]
+    for section in within:
+        warn_of_old_names(options, section, door)
     for old, value in given.items():
         name = options.renamed.get(old, old)
         called = door.spell(name, options)
+        if name != old and name in given:
+            raise HeadpruneError(
+                f"{old} is called {called} now, and both were given; give {called} alone."
+            )
         if name != old:
             spelt = f"--{old.replace('_', '-')}" if door is Door.OPTION else old
             warnings.warn(f"{spelt} is called {called} now.", FutureWarning, stacklevel=3)

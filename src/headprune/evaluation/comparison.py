@@ -62,10 +62,11 @@ def bootstrap(
     """
     generator = np.random.default_rng(seed)
     rows = max(1, _DRAWN_AT_ONCE // n)
-    draws = [
-        np.asarray(statistic(generator.integers(0, n, (min(rows, resamples - start), n))))
-        for start in range(0, resamples, rows)
-    ]
+    with np.errstate(divide="ignore", invalid="ignore"):  # resamples without anything to count
+        draws = [
+            np.asarray(statistic(generator.integers(0, n, (min(rows, resamples - start), n))))
+            for start in range(0, resamples, rows)
+        ]
     tail = _expanded_tail((1 - confidence) / 2, n)
     drawn = np.concatenate(draws)
     drawn = drawn[~np.isnan(drawn)]

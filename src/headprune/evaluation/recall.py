@@ -28,21 +28,27 @@ WORDS = ("words", "word_hits", "seen_words", "seen_word_hits")
 COPYING = ("copied_nll_nats", "copied_tokens")
 
 _SPACE = ("Ġ", "▁", " ")  # how tokens that begin a word begin
+_WITHIN = ("-", "'", "’", "_")  # what stands within a word
 
 
 class WordMarks:
-    """Which tokens begin a word, and which are made of letters alone.
+    """Which tokens begin a word, which are made of letters alone, and which go on with a word.
 
     Args:
         tokenizer: Its tokens mark where words begin; else no word is known.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         special = set(tokenizer.all_special_ids)
-        texts = ["" if i in special or t is None else str(t) for i, t in enumerate(tokens)]
-        self.begins = np.array([text.startswith(_SPACE) for text in texts])
-        self.letters = np.array([text.lstrip("".join(_SPACE)).isalpha() for text in texts])
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        kept = ["" if i in special or t is None else str(t) for i, t in enumerate(tokens)]
+        # in bytes that stand for letters, a line break is one as well: what is decoded tells
+        texts = [tokenizer.convert_tokens_to_string([t]).strip(" ") if t else "" for t in kept]
+        self.begins = np.array([token.startswith(_SPACE) for token in kept])
+        self.letters = np.array([text.isalpha() for text in texts])
+        self.goes_on = ~self.begins & np.array(
+            [text[:1].isalnum() or text[:1] in (*_WITHIN, "\ufffd") for text in texts]
+        )
 
     @cached_property
     def any(self) -> bool:
@@ -50,12 +56,16 @@ class WordMarks:
         return bool((self.begins & self.letters).any())
 
     def words(self, ids: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Where the words of a sequence begin and end; what its end cuts off is none."""
-        begins, letters = self.begins[ids], self.letters[ids]
+        """Where the words of a sequence begin and end.
+
+        What its end cuts off is none, nor what goes on with a hyphen, an apostrophe, digits or a
+        letter of which a token has some bytes only.
+        """
+        begins, letters, goes_on = self.begins[ids], self.letters[ids], self.goes_on[ids]
         found, start = [], -1
         for place in range(len(ids)):
-            if start >= 0 and (begins[place] or not letters[place]):
-                if begins[place]:  # a word that a hyphen or digits go on with is none
+            if start >= 0 and not (letters[place] and goes_on[place]):
+                if not goes_on[place]:
                     found.append((start, place))
                 start = -1
             if begins[place] and letters[place]:

@@ -32,6 +32,7 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import versions
 from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.runs import digest_of_data
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.surgery.refit import refuse_singular
 from headprune.tensors.least_squares import outer_sum
@@ -122,6 +123,7 @@ def score(
         parts = trained.split(sizes)
         evidence = [replace(e, gates=part) for e, part in zip(evidence, parts, strict=True)]
     found = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
+    used = data if examples is not None else None
     metadata = ScoresMetadata(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
@@ -131,7 +133,10 @@ def score(
         units=tuple(len(members(unit, a.group_sizes)) for a in attentions),
         query_heads=sum(a.query_heads for a in attentions),
         criteria={name: CRITERIA[name].source for name in criteria},
-        data=data if examples is not None else None,
+        data=used,
+        data_sha256=digest_of_data(data)
+        if examples and data and Path(data.source).exists()
+        else None,
         calibration=config,
         tokens=examples.tokens if examples is not None else 0,
         ragged=leaves_ragged(attentions, unit),

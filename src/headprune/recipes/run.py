@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from filelock import FileLock, Timeout
 from headprune import processes
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context, Door, Slot
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning
 from headprune.estimates import duration
 from headprune.io.folders import digest_of
 from headprune.io.markup import sentence
@@ -339,6 +340,8 @@ def _run_step(
         told = Door.KEY.translate(str(error), command.options)
         raise type(error)(f"Step '{name}': {told}") from error
     seconds = time.monotonic() - start
+    for warning in command.warnings(result):
+        warnings.warn(f"Step '{name}': {warning}", HeadpruneWarning, stacklevel=2)
     files = hashes(output)
     try:
         put(output, recipe.output / name, _old(recipe, name))

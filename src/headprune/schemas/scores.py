@@ -43,6 +43,7 @@ class ScoresMetadata(BaseModel):
         query_heads: Query heads of these modules.
         criteria: Per criterion, where it comes from.
         data: Where the examples came from; None where no criterion needed any.
+        data_sha256: Digest of these files; None of data of the hub, and in older files.
         calibration: How much of them was used.
         tokens: Tokens that were used.
         ragged: Whether a cut of these units may leave KV heads with unequal numbers of queries;
@@ -63,6 +64,7 @@ class ScoresMetadata(BaseModel):
     query_heads: Count
     criteria: Annotated[dict[str, str], Field(min_length=1)]
     data: DataConfig | None
+    data_sha256: Digest | None = None
     calibration: CalibrationConfig
     tokens: Count
     ragged: bool = False
