@@ -6,9 +6,14 @@ evidence  ->  plan  ->  surgery  ->  proof  ->  report
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headprune._version import __version__ as __version__
+
+if TYPE_CHECKING:  # and for the reference, which reads these names here
+    from headprune.declaration import Context as Context
+    from headprune.model.loading import from_pretrained as from_pretrained
+    from headprune.schemas.plan import Plan as Plan
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _OTHERS = {
