@@ -124,7 +124,7 @@ def converted(console: Console, result: Converted) -> None:
     if result.own_keys:
         console.print(
             f"[yellow]note:[/] in {len(result.own_keys)} modules queries cannot absorb a map, as "
-            "a norm stands between them and the scores, or the attention cannot be listened to: V "
+            "a norm stands between them and the scores, or the attention cannot be recorded: V "
             "is merged as asked, K is averaged or taken from one head of the group."
         )
     _sizes(console, manifest)
