@@ -1,11 +1,11 @@
-"""The candidates, one row each: ways to meet a goal, of which the best on held-out text is taken."""
+"""The candidates, one row each: ways to meet a goal, of which the best is taken."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from headprune.compression.goals import Goal
 from headprune.config import (
@@ -45,7 +45,7 @@ class Job:
     text: DataConfig
     config: CompressConfig
     work: Path
-    loading: Mapping[str, bool]
+    loading: Mapping[str, Any]
     context: Context
     made_by: MadeBy | None = None
 

@@ -161,17 +161,17 @@ class HeldOut:
         )
 
     def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Floats:
-        how: Any = (net, rows, self.tokenizer, self.batch_size)
+        how = (net, rows, self.tokenizer, self.batch_size)
         if self.task == "classification":
-            return quality.predicted_labels(*how, progress)
+            return quality.predicted_labels(*how, progress=progress)
         if self.task == "features":
-            return quality.embeddings(*how, progress)
+            return quality.embeddings(*how, progress=progress)
         if self.task == "seq2seq-lm":
-            losses = quality.translation_losses(*how, progress)
+            losses = quality.translation_losses(*how, progress=progress)
         elif self.task == "masked-lm":
-            losses = quality.masked_losses(*how, 0, progress)
+            losses = quality.masked_losses(*how, seed=0, progress=progress)
         else:
-            losses = quality.causal_losses(*how, progress)
+            losses = quality.causal_losses(*how, progress=progress)
         return np.stack([losses.nll_nats, losses.tokens], axis=1)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 from headprune.config import DataConfig
@@ -107,8 +107,8 @@ def write(texts: Sequence[Text], folder: Path) -> DataConfig:
     folder.mkdir(parents=True)
     if all(text.plain for text in texts):
         path = folder / "text.txt"
-        parts = ("".join(row[0] for row, _ in text.rows) for text in texts)
-        path.write_text("\n\n".join(parts), encoding="utf-8")
+        running = ("".join(row[0] for row, _ in text.rows) for text in texts)
+        path.write_text("\n\n".join(running), encoding="utf-8")
         return DataConfig(source=str(path))
     path, pairs, labels = folder / "text.jsonl", False, False
     with path.open("w", encoding="utf-8") as file:
@@ -126,7 +126,7 @@ def write(texts: Sequence[Text], folder: Path) -> DataConfig:
 def _apart(data: DataConfig) -> tuple[Text, Text]:
     examples, name = read_examples(data), _name(data)
     if examples.rows_are_documents:
-        labels = examples.labels or [None] * len(examples.texts)
+        labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
         rows = tuple(zip(examples.texts, labels, strict=True))
         at = len(rows) - len(rows) // HELD_OUT
         return Text(name, rows[:at], plain=False), Text(name, rows[at:], plain=False)
