@@ -18,7 +18,7 @@ from headprune.compression.selection import Selection
 from headprune.config import CompressConfig, DataConfig, HealConfig
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
-from headprune.errors import DataError, HeadpruneError, PlanError
+from headprune.errors import DataError, HeadpruneError, PlanError, TrainingError
 from headprune.export.card import write_card
 from headprune.export.publish import Pruned
 from headprune.io.outputs import claimed, whole_folder
@@ -245,9 +245,9 @@ class _Compression:
 
     def _healed(self, best: Pruned, job: Job, selection: Selection, steps: int) -> Pruned:
         """The best one healed, if that brings it nearer to the original."""
-        healing = self._healing()
+        healing, unhealed = self._healing(), selection.contenders[0]
         assert healing is not None  # as there are steps
-        began = time.monotonic()
+        name, began = f"{unhealed.name}, healed {steps} steps", time.monotonic()
         try:
             healed = heal(
                 best.output,
@@ -264,9 +264,10 @@ class _Compression:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
             ) from None
+        except TrainingError as error:
+            selection.failed[name] = str(error)
+            return best
         self.context.stage("measuring the healed model")
-        unhealed = selection.contenders[0]
-        name = f"{unhealed.name}, healed {steps} steps"
         seconds = time.monotonic() - began
         return healed if selection.add(name, healed.output, seconds, self.loading) else best
 

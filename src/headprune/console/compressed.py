@@ -40,12 +40,12 @@ def compressed(console: Console, result: Compressed) -> None:
 
 
 def contenders(console: Console, choice: Choice) -> None:
-    """A row per model: how near it comes, and what it saves."""
+    """A row per model: how near it comes, and what it saves; KV bytes are of a token."""
     generates = choice.original.kv_cache_bytes_per_token > 0
     copies = choice.original.copying_nll is not None
     columns = ["", choice.measure]
     columns += ["copying NLL"] * copies + ["parameters"]
-    columns += ["KV bytes/token"] * generates + ["query heads", "KV heads"]
+    columns += ["KV bytes"] * generates + ["heads", "KV heads"]
     grid = table(*columns)
 
     def add(one: Contender, mark: str) -> None:
