@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import headprune
 from headprune.compression import candidates, heldout, texts
-from headprune.compression.candidates import CANDIDATES, Cut, Merge, candidates_for
+from headprune.compression.candidates import CANDIDATES, MergeKvHeads, RemoveHeads, candidates_for
 from headprune.compression.compress import Compressed, Outline, _Compression
-from headprune.compression.goals import Goal
+from headprune.compression.goals import SizeGoal
 from headprune.config import BudgetConfig, DataConfig, HealConfig
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
 from headprune.model.attention import attention_of
@@ -81,7 +81,7 @@ def sentences(tmp_path: Path) -> list[Path]:
 def test_a_refit_that_makes_it_worse_is_not_taken(
     encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [c for c in CANDIDATES if isinstance(c.way, Cut) and c.way.criterion == "fisher"]
+    rows = [c for c in CANDIDATES if isinstance(c.way, RemoveHeads) and c.way.criterion == "fisher"]
     monkeypatch.setattr(candidates, "CANDIDATES", tuple(rows))
     sound = compressed(encoder, sentences, tmp_path / "sound", keep=0.75).choice
     assert sound.chosen.name == "heads, fisher, refit"
@@ -246,7 +246,7 @@ def test_what_is_not_possible_is_said_and_left_out(
     def refusing(self: Any, *arguments: Any) -> Any:
         raise PlanError("It cannot be merged.")
 
-    monkeypatch.setattr(Merge, "make", refusing)
+    monkeypatch.setattr(MergeKvHeads, "make", refusing)
     monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged, lowrank": "It cannot be merged."}
@@ -360,12 +360,14 @@ def test_measures_tell_the_original_from_others() -> None:
 
 def test_which_candidates_apply_follows_from_the_goal() -> None:
     budget = BudgetConfig(keep=0.5)
-    grouped = candidates_for(Goal("", budget, (Unit.KV_GROUP,), 0.5))
-    single = candidates_for(Goal("", budget, (Unit.HEAD,), None))
-    assert {c.way.unit for c in grouped if isinstance(c.way, Cut)} == {Unit.KV_GROUP}
-    assert [c.name for c in grouped if isinstance(c.way, Merge)] == ["KV heads merged, lowrank"]
-    assert {c.way.unit for c in single if isinstance(c.way, Cut)} == {Unit.HEAD}
-    assert not any(isinstance(c.way, Merge) for c in single)
+    grouped = candidates_for(SizeGoal("", budget, (Unit.KV_GROUP,), 0.5))
+    single = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None))
+    assert {c.way.unit for c in grouped if isinstance(c.way, RemoveHeads)} == {Unit.KV_GROUP}
+    assert [c.name for c in grouped if isinstance(c.way, MergeKvHeads)] == [
+        "KV heads merged, lowrank"
+    ]
+    assert {c.way.unit for c in single if isinstance(c.way, RemoveHeads)} == {Unit.HEAD}
+    assert not any(isinstance(c.way, MergeKvHeads) for c in single)
     assert len({c.name for c in CANDIDATES}) == len(CANDIDATES)
 
 
@@ -380,3 +382,20 @@ def test_a_manifest_is_amended_without_a_new_id(
     assert before.choice == result.choice
     with pytest.raises(AssertionError):
         amend_manifest(tmp_path / "out", files={})
+
+
+def test_a_recipe_has_it_as_a_step(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    recipe = {
+        "name": "job",
+        "model": str(llama_folder),
+        "data": {"train": {"source": str(data[0])}},
+        "output": str(tmp_path / "job"),
+        "steps": {"compress": {"keep": 0.5, "data": "train", **SMALL}},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(recipe))
+    headprune.run(tmp_path / "job.yaml")
+    manifest = read_manifest(tmp_path / "job" / "compress")
+    assert manifest.choice is not None and set(manifest.choice.original.by_text) == {"text0"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headprune.compression.goals import Goal
+from headprune.compression.goals import SizeGoal
 from headprune.config import (
     CalibrationConfig,
     CompressConfig,
@@ -41,7 +41,7 @@ class Job:
     """
 
     model: str
-    goal: Goal
+    goal: SizeGoal
     text: DataConfig
     config: CompressConfig
     work: Path
@@ -69,7 +69,7 @@ class Job:
 class Way(Protocol):
     """How a candidate is made."""
 
-    def applies(self, goal: Goal) -> bool:
+    def applies(self, goal: SizeGoal) -> bool:
         """Whether it can meet a goal."""
 
     def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
@@ -77,7 +77,7 @@ class Way(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
+class RemoveHeads:
     """Heads are removed.
 
     Attributes:
@@ -90,7 +90,7 @@ class Cut:
     criterion: str
     refit: bool
 
-    def applies(self, goal: Goal) -> bool:
+    def applies(self, goal: SizeGoal) -> bool:
         """Where it removes what the goal counts."""
         return self.unit in goal.units
 
@@ -116,7 +116,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeKvHeads:
     """KV heads are merged.
 
     Attributes:
@@ -125,7 +125,7 @@ class Merge:
 
     merge: str
 
-    def applies(self, goal: Goal) -> bool:
+    def applies(self, goal: SizeGoal) -> bool:
         """Where fewer KV heads meet the goal."""
         return goal.kv_share is not None
 
@@ -158,25 +158,27 @@ class Candidate:
 
 
 CANDIDATES = (
-    Candidate("KV groups, compensated, refit", Cut(Unit.KV_GROUP, "compensated", refit=True)),
-    Candidate("KV groups, compensated", Cut(Unit.KV_GROUP, "compensated", refit=False)),
-    Candidate("KV groups, fisher, refit", Cut(Unit.KV_GROUP, "fisher", refit=True)),
-    Candidate("KV groups, fisher", Cut(Unit.KV_GROUP, "fisher", refit=False)),
-    Candidate("heads, compensated, refit", Cut(Unit.HEAD, "compensated", refit=True)),
-    Candidate("heads, compensated", Cut(Unit.HEAD, "compensated", refit=False)),
-    Candidate("heads, fisher, refit", Cut(Unit.HEAD, "fisher", refit=True)),
-    Candidate("heads, fisher", Cut(Unit.HEAD, "fisher", refit=False)),
-    Candidate("KV heads merged, lowrank", Merge("lowrank")),
+    Candidate(
+        "KV groups, compensated, refit", RemoveHeads(Unit.KV_GROUP, "compensated", refit=True)
+    ),
+    Candidate("KV groups, compensated", RemoveHeads(Unit.KV_GROUP, "compensated", refit=False)),
+    Candidate("KV groups, fisher, refit", RemoveHeads(Unit.KV_GROUP, "fisher", refit=True)),
+    Candidate("KV groups, fisher", RemoveHeads(Unit.KV_GROUP, "fisher", refit=False)),
+    Candidate("heads, compensated, refit", RemoveHeads(Unit.HEAD, "compensated", refit=True)),
+    Candidate("heads, compensated", RemoveHeads(Unit.HEAD, "compensated", refit=False)),
+    Candidate("heads, fisher, refit", RemoveHeads(Unit.HEAD, "fisher", refit=True)),
+    Candidate("heads, fisher", RemoveHeads(Unit.HEAD, "fisher", refit=False)),
+    Candidate("KV heads merged, lowrank", MergeKvHeads("lowrank")),
 )
 
 
-def candidates_for(goal: Goal) -> tuple[Candidate, ...]:
+def candidates_for(goal: SizeGoal) -> tuple[Candidate, ...]:
     """The candidates that can meet a goal, in the order of the table."""
     return tuple(candidate for candidate in CANDIDATES if candidate.way.applies(goal))
 
 
-def criteria_of(goal: Goal, unit: Unit) -> tuple[str, ...]:
+def criteria_of(goal: SizeGoal, unit: Unit) -> tuple[str, ...]:
     """The criteria that the candidates for a goal ask for."""
     ways = [candidate.way for candidate in candidates_for(goal)]
-    asked = (way.criterion for way in ways if isinstance(way, Cut) and way.unit is unit)
+    asked = (way.criterion for way in ways if isinstance(way, RemoveHeads) and way.unit is unit)
     return tuple(dict.fromkeys(asked))

@@ -17,7 +17,7 @@ from headprune.tensors.units import Unit
 
 
 @dataclass(frozen=True)
-class Goal:
+class SizeGoal:
     """What may stay.
 
     Attributes:
@@ -39,7 +39,7 @@ def goal_of(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     stored: torch.dtype,
-) -> Goal:
+) -> SizeGoal:
     """The goal that some settings are for a model.
 
     Args:
@@ -63,14 +63,14 @@ def goal_of(
         share = math.floor(min(max(room, 0.0), 1.0) * kv_heads) / kv_heads
         budget = BudgetConfig(max_kv_bytes=config.max_kv_bytes)
         said = f"KV cache of at most {config.max_kv_bytes:,} bytes per token, of {present:,.0f}"
-        return Goal(said, budget, (whole,), share or None)
+        return SizeGoal(said, budget, (whole,), share or None)
     if config.max_params is not None:
         budget = BudgetConfig(max_params=config.max_params)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
-        return Goal(said, budget, (whole,), None)
+        return SizeGoal(said, budget, (whole,), None)
     if config.min_speedup is not None:
         budget = BudgetConfig(min_speedup=config.min_speedup)
-        return Goal(f"prefill {config.min_speedup:g} times as fast", budget, (whole,), None)
+        return SizeGoal(f"prefill {config.min_speedup:g} times as fast", budget, (whole,), None)
     if config.kv_budget is not None:
         share, saved = config.kv_budget, "KV heads"
     else:
@@ -78,4 +78,4 @@ def goal_of(
         share, saved = config.keep, "KV heads, as queries share them" if grouped else "heads"
     merged = share if grouped or config.kv_budget is not None else None
     said = f"{share:.4g} of the {saved}"
-    return Goal(said, BudgetConfig(keep=float(share)), (whole,), merged)
+    return SizeGoal(said, BudgetConfig(keep=float(share)), (whole,), merged)
