@@ -30,7 +30,7 @@ from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.schemas.manifest import amend_manifest
-from headprune.schemas.records import Choice, MadeBy
+from headprune.schemas.records import MadeBy, ModelChoice
 from headprune.training.resumable import Interrupted
 
 _OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
@@ -47,7 +47,7 @@ class Compressed:
     """
 
     pruned: Pruned
-    choice: Choice
+    choice: ModelChoice
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""

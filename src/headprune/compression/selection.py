@@ -16,7 +16,7 @@ from headprune.model.cost import GENERATES, kv_cache_elements_per_token
 from headprune.model.loading import task_of
 from headprune.model.opening import load
 from headprune.model.stored import stored_dtypes, stored_tensors
-from headprune.schemas.records import Choice, Contender
+from headprune.schemas.records import Contender, ModelChoice
 
 ORIGINAL = "original"
 Progress = Callable[[int, int], None]
@@ -65,9 +65,9 @@ class Selection:
         self.contenders.sort(key=self._cost)  # of equals, the first stays before the others
         return self.contenders[0] is found
 
-    def concluded(self, goal: str) -> Choice:
+    def concluded(self, goal: str) -> ModelChoice:
         """The record of it."""
-        return Choice(
+        return ModelChoice(
             goal=goal,
             measure=self.measure.name,
             higher_is_better=self.measure.higher_is_better,

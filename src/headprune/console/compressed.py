@@ -12,7 +12,7 @@ from headprune.console.tables import table
 
 if TYPE_CHECKING:
     from headprune.compression.compress import Compressed, Outline
-    from headprune.schemas.records import Choice, Contender
+    from headprune.schemas.records import Contender, ModelChoice
 
 
 def outline(console: Console, result: Outline) -> None:
@@ -39,7 +39,7 @@ def compressed(console: Console, result: Compressed) -> None:
     results.written(console, result.pruned)
 
 
-def contenders(console: Console, choice: Choice) -> None:
+def contenders(console: Console, choice: ModelChoice) -> None:
     """A row per model: how near it comes, and what it saves; KV bytes are of a token."""
     generates = choice.original.kv_cache_bytes_per_token > 0
     copies = choice.original.copying_nll is not None
@@ -61,7 +61,7 @@ def contenders(console: Console, choice: Choice) -> None:
     console.print(grid)
 
 
-def by_text(console: Console, choice: Choice) -> None:
+def by_text(console: Console, choice: ModelChoice) -> None:
     """The same of what was taken, text by text, where there are several."""
     if len(choice.chosen.by_text) < 2:
         return

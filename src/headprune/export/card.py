@@ -12,7 +12,7 @@ from pathlib import Path
 from headprune.io.markup import printable, xml_safe
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape
-from headprune.schemas.records import Choice, Evidence, Healing, Merging, Migration
+from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 
 KEPT, GONE = "■", "·"
 _MOST_DRAWN = 4_096  # heads of a layer
@@ -100,7 +100,7 @@ def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
     return rows
 
 
-def chosen_part(choice: Choice | None) -> str:
+def chosen_part(choice: ModelChoice | None) -> str:
     """What it was chosen among, as a part of the card; nothing where it was not."""
     if choice is None:
         return ""

@@ -18,7 +18,6 @@ from headprune.io.parsing import read_as
 from headprune.runtime import MANIFEST
 from headprune.schemas.plan import ModelIdentity, Shape
 from headprune.schemas.records import (
-    Choice,
     Count,
     Digest,
     Done,
@@ -27,6 +26,7 @@ from headprune.schemas.records import (
     Healing,
     MadeBy,
     Merging,
+    ModelChoice,
     Proof,
     Pruning,
     Recorded,
@@ -84,7 +84,7 @@ class LineageStep(BaseModel):
     layout: dict[str, Heads] = {}
     done: Done
     refit: Refit | None = None
-    choice: Choice | None = None
+    choice: ModelChoice | None = None
     proof: Proof
 
     @model_validator(mode="before")

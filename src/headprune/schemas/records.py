@@ -284,7 +284,7 @@ class Contender(_Part):
     seconds: Difference
 
 
-class Choice(_Part):
+class ModelChoice(_Part):
     """How a result was chosen among others.
 
     Attributes:
