@@ -270,7 +270,7 @@ class Contender(_Part):
         kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
         query_heads: Its query heads.
         kv_heads: Its KV heads.
-        seconds: How long it took to make.
+        seconds: How long it took to make, with what it was the first to need, such as scores.
     """
 
     name: str
