@@ -1,5 +1,6 @@
 """What the stages of the work are asked to do: frozen, validated, written beside every result."""
 
+from headprune.config.compressing import CompressConfig
 from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
 from headprune.config.data import CalibrationConfig, DataConfig
 from headprune.config.measuring import CheckConfig, EvaluateConfig
@@ -27,6 +28,7 @@ from headprune.config.values import (
     Memory,
     Names,
     Place,
+    Places,
     Positive,
     Seed,
     Steps,
@@ -47,6 +49,7 @@ __all__ = [
     "BudgetConfig",
     "CalibrationConfig",
     "CheckConfig",
+    "CompressConfig",
     "ConvertConfig",
     "Count",
     "DataConfig",
@@ -65,6 +68,7 @@ __all__ = [
     "Names",
     "Objective",
     "Place",
+    "Places",
     "Positive",
     "Seed",
     "Steps",

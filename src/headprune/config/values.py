@@ -104,10 +104,13 @@ Kept = Annotated[float | int, BeforeValidator(share_or_count)]
 
 
 def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, (str, Path)) else value
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+Places = Annotated[tuple[Place, ...], BeforeValidator(_listed)]
 
 
 def _numbers(value: object) -> object:

@@ -12,7 +12,7 @@ from pathlib import Path
 from headprune.io.markup import printable, xml_safe
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape
-from headprune.schemas.records import Evidence, Healing, Merging, Migration
+from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 
 KEPT, GONE = "■", "·"
 _MOST_DRAWN = 4_096  # heads of a layer
@@ -28,7 +28,7 @@ tags: [headprune, attention-pruning]
 
 {sizes}
 
-## Load it
+{chosen}## Load it
 
 ```python
 {code}
@@ -98,6 +98,22 @@ def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
     if manifest.weight_bytes is not None:
         rows.append((f"bytes of weights ({manifest.dtype})", *manifest.weight_bytes))
     return rows
+
+
+def chosen_part(choice: ModelChoice | None) -> str:
+    """What it was chosen among, as a part of the card; nothing where it was not."""
+    if choice is None:
+        return ""
+    rows = [
+        (one.name, f"{one.held_out:.4f}", f"{one.parameters:,}", f"{one.kv_heads:,}")
+        for one in (choice.original, *choice.contenders)
+    ]
+    best = markdown_text(choice.chosen.name)
+    return (
+        f"## Chosen\n\nGoal: {markdown_text(choice.goal)}. Taken: {best}, the best on "
+        f"{choice.held_out_tokens:,} tokens of held-out text.\n\n"
+        f"{markdown_table(('', choice.measure, 'parameters', 'KV heads'), rows)}\n\n"
+    )
 
 
 def size_cells(rows: Sequence[tuple[str, int, int]]) -> list[tuple[str, str, str, str]]:
@@ -199,6 +215,7 @@ def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None
         title=markdown_text(title),
         what=markdown_text(what(manifest)),
         sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest))),
+        chosen=chosen_part(manifest.choice),
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),
         proof=proof_sentence(manifest),

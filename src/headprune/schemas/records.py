@@ -257,6 +257,60 @@ class Refit(_Part):
     seed: Count | None = None
 
 
+class Contender(_Part):
+    """A model that was measured before one was chosen.
+
+    Attributes:
+        name: What it is.
+        held_out: How near it comes to the original on held-out text; the original itself has 1.
+        by_text: The same, for each of the texts.
+        copying_nll: Loss on the second of two equal runs of random tokens; None where the model
+            generates nothing.
+        parameters: Its parameters.
+        kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
+        query_heads: Its query heads.
+        kv_heads: Its KV heads.
+        seconds: How long it took to make, with what it was the first to need, such as scores.
+    """
+
+    name: str
+    held_out: Finite
+    by_text: dict[str, Finite]
+    copying_nll: Finite | None = None
+    parameters: Count
+    kv_cache_bytes_per_token: Count
+    query_heads: Count
+    kv_heads: Count
+    seconds: Difference
+
+
+class ModelChoice(_Part):
+    """How a result was chosen among others.
+
+    Attributes:
+        goal: What was to stay.
+        measure: What ``held_out`` of the contenders is.
+        higher_is_better: Its direction.
+        held_out_tokens: Tokens that they were measured on.
+        original: The model before.
+        contenders: Those that were made, the best first; this result is the first of them.
+        failed: Those that could not be made, with the reason.
+    """
+
+    goal: str
+    measure: str
+    higher_is_better: bool
+    held_out_tokens: Count
+    original: Contender
+    contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
+    failed: dict[str, str] = {}
+
+    @property
+    def chosen(self) -> Contender:
+        """What was taken."""
+        return self.contenders[0]
+
+
 class MadeBy(_Part):
     """The command that wrote a result.
 
