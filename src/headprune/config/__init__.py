@@ -1,8 +1,8 @@
 """What the stages of the work are asked to do: frozen, validated, written beside every result."""
 
 from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
-from headprune.config.data import CalibrationConfig, DataConfig
-from headprune.config.measuring import CheckConfig, EvaluateConfig
+from headprune.config.data import CalibrationConfig, DataConfig, Domain, Domains, data_configs
+from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -30,6 +30,7 @@ from headprune.config.values import (
     Positive,
     Seed,
     Steps,
+    TaskNames,
     kv_head_counts,
     memory_bytes,
     one_or_all,
@@ -50,6 +51,8 @@ __all__ = [
     "ConvertConfig",
     "Count",
     "DataConfig",
+    "Domain",
+    "Domains",
     "Dtype",
     "EvaluateConfig",
     "Few",
@@ -66,10 +69,13 @@ __all__ = [
     "Objective",
     "Place",
     "Positive",
+    "RecallConfig",
     "Seed",
     "Steps",
+    "TaskNames",
     "Train",
     "TrainGatesConfig",
+    "data_configs",
     "kv_head_counts",
     "memory_bytes",
     "one_or_all",
