@@ -217,7 +217,7 @@ declare(
             _summary,
             _estimate,
             outputs={"output": "check.json", "junit": "junit.xml"},
-            defaults={"data": "test", "against": "original"},
+            defaults={"data": ("test",), "against": "original"},
             refuse=_refuse,
         ),
     )

@@ -122,7 +122,7 @@ declare(
             _summary,
             _estimate,
             outputs={"output": "report.json"},
-            defaults={"data": "test", "against": "original"},
+            defaults={"data": ("test",), "against": "original"},
         ),
     ),
 )

@@ -51,8 +51,9 @@ def named(value: object) -> object:
     """One place or several, each with or without a name, as a list of domains."""
     if isinstance(value, Mapping):
         return [_named(place, str(name)) for name, place in value.items()]
-    several = isinstance(value, Sequence) and not isinstance(value, str)
-    return [_named(one) for one in (value if several else [value])]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_named(one) for one in value]
+    return [_named(value)]
 
 
 def _named(place: Any, name: str | None = None) -> Any:

@@ -34,6 +34,7 @@ class MetricSpec:
         formula: From columns and rows to the metric; None where it is no function of single ones.
         compared: How the value of a model is compared with that of its base; None for not at all.
         leads: Whether sweeps and reports draw it, where a model has it.
+        beside: Whether sweeps list it beside what leads.
         of_two: Whether it needs the original beside the model.
     """
 
@@ -44,6 +45,7 @@ class MetricSpec:
     formula: Callable[[Columns, Rows], Any] | None = None
     compared: Literal["ratio", "difference"] | None = None
     leads: bool = False
+    beside: bool = False
     of_two: bool = False
 
 
@@ -204,6 +206,7 @@ METRICS.add(
         ("copied_nll_nats", "copied_tokens"),
         lambda c, i: c["copied_nll_nats"][i].sum(-1) / c["copied_tokens"][i].sum(-1),
         compared="difference",
+        beside=True,
     ),
 )
 METRICS.add(
@@ -226,6 +229,7 @@ METRICS.add(
         ("last_word_hits",),
         lambda c, i: c["last_word_hits"][i].mean(-1),
         compared="difference",
+        beside=True,
     ),
 )
 METRICS.add(

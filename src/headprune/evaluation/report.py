@@ -144,6 +144,13 @@ class Difference(_ReportPart):
     interval: Interval
     higher_is_better: bool
 
+    def in_words(self) -> str:
+        """``1.082 x (95 %: 1.071 to 1.093)``, or ``-0.175 (...)`` of a difference."""
+        i, sign = self.interval, "" if self.kind == "ratio" else "+"
+        times = " x" if self.kind == "ratio" else ""
+        ends = f"{i.low:{sign}.3f} to {i.high:{sign}.3f}"
+        return f"{i.estimate:{sign}.3f}{times} ({100 * i.confidence:g} %: {ends})"
+
 
 class Report(Identified):
     """What ``headprune evaluate`` measured.
@@ -160,6 +167,20 @@ class Report(Identified):
     model: ModelReport
     against: ModelReport | None = None
     differences: tuple[Difference, ...] = ()
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Per metric, as text: name, value of the base, value, and how they compare."""
+        base = {one.name: one.value for one in self.against.metrics} if self.against else {}
+        compared = {one.name: one.in_words() for one in self.differences}
+        return [
+            (
+                label(one.name),
+                f"{base[one.name]:.4f}" if one.name in base else "-",
+                f"{one.value:.4f}",
+                compared.get(one.name, "-"),
+            )
+            for one in self.model.metrics
+        ]
 
     def write(self, path: Path) -> None:
         """Writes the report as JSON, whole or not at all."""
