@@ -81,7 +81,7 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))]
     for name in ("pairs.tsv", "test.tsv"):
         (folder / name).write_text("\n".join(rows))
-    for name in ("text.txt", "test.txt", "hub.txt"):
+    for name in ("text.txt", "test.txt", "hub.txt", "brown.txt"):
         (folder / name).write_text(tiny.text(2_000))
     (check,) = re.findall(r"```yaml\n# headprune.yaml\n(.*?)```", TEXTS["ci"], re.DOTALL)
     # a layer without heads keeps its length in the cache, which in a tiny model is a share of it

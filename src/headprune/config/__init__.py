@@ -2,8 +2,8 @@
 
 from headprune.config.compressing import CompressConfig
 from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
-from headprune.config.data import CalibrationConfig, DataConfig
-from headprune.config.measuring import CheckConfig, EvaluateConfig
+from headprune.config.data import CalibrationConfig, DataConfig, Domain, Domains, data_configs
+from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -32,6 +32,7 @@ from headprune.config.values import (
     Positive,
     Seed,
     Steps,
+    TaskNames,
     kv_head_counts,
     memory_bytes,
     one_or_all,
@@ -53,6 +54,8 @@ __all__ = [
     "ConvertConfig",
     "Count",
     "DataConfig",
+    "Domain",
+    "Domains",
     "Dtype",
     "EvaluateConfig",
     "Few",
@@ -70,10 +73,13 @@ __all__ = [
     "Place",
     "Places",
     "Positive",
+    "RecallConfig",
     "Seed",
     "Steps",
+    "TaskNames",
     "Train",
     "TrainGatesConfig",
+    "data_configs",
     "kv_head_counts",
     "memory_bytes",
     "one_or_all",

@@ -113,6 +113,15 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Places = Annotated[tuple[Place, ...], BeforeValidator(_listed)]
 
 
+def _between_commas(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+TaskNames = Annotated[tuple[str, ...], BeforeValidator(_between_commas)]
+
+
 def _numbers(value: object) -> object:
     """Numbers between commas."""
     if not isinstance(value, str):

@@ -36,7 +36,7 @@ tags: [headprune, attention-pruning]
 
 {needs}
 
-## Proof
+{quality}## Proof
 
 {proof}
 
@@ -54,6 +54,7 @@ tags: [headprune, attention-pruning]
 The id of this result is `{id}`.
 """
 
+_MEASURED = ("", "original", "this model", "against the original")
 _NATIVE = "The config is a plain one; no other code is needed."
 _RUNTIME = (
     "{why}, so modeling_headprune.py lies beside the weights. Where headprune is installed, "
@@ -207,8 +208,34 @@ def markdown_text(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", " ".join(text.split()))
 
 
-def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
-    """Writes the model card, README.md."""
+def quality_section(measured: Sequence[Sequence[str]]) -> str:
+    """What an evaluation found, as a section of the card; empty where there was none.
+
+    Args:
+        measured: Per metric: its name, the original's value, the model's, and how they compare, as
+            ``Report.rows`` gives them.
+    """
+    if not measured:
+        return ""
+    return f"## Quality\n\n{markdown_table(_MEASURED, measured)}\n\n"
+
+
+def write_card(
+    folder: Path,
+    title: str,
+    plan: Plan,
+    manifest: Manifest,
+    measured: Sequence[Sequence[str]] = (),
+) -> None:
+    """Writes the model card, README.md.
+
+    Args:
+        folder: The result.
+        title: Its name.
+        plan: What is left of it.
+        manifest: What was done.
+        measured: What an evaluation found; see ``quality_section``.
+    """
     lines = [(line_text(name), heads_line(part)) for name, part in plan.attentions.items()]
     width = max((len(name) for name, _ in lines), default=0)
     text = _CARD.format(
@@ -218,6 +245,7 @@ def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None
         chosen=chosen_part(manifest.choice),
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),
+        quality=quality_section(measured),
         proof=proof_sentence(manifest),
         proof_rows=markdown_table(("", "difference"), proof_rows(manifest)),
         kept=KEPT,
