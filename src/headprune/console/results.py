@@ -84,6 +84,12 @@ def pruned(console: Console, result: Pruned) -> None:
             f"W_O refitted in {made.modules} modules on {made.tokens:,} tokens: error of the "
             f"outputs {made.error_before:.1%} -> {made.error_after:.1%}"
         )
+        if made.held_out is not None:
+            worth = made.held_out
+            console.print(
+                f"on {worth.tokens:,} tokens that it was not fitted to: {worth.measure} "
+                f"{worth.without:.4g} without -> {worth.refitted:.4g} with it"
+            )
     proof(console, manifest)
     written(console, result)
 

@@ -175,17 +175,35 @@ class Evidence(_Part):
     seed: Count | None = None
 
 
+class RefitWorth(_Part):
+    """How far a cut model is from the original on sequences that nothing was fitted to.
+
+    Attributes:
+        measure: What is measured; lower is nearer.
+        tokens: Tokens of the sequences.
+        without: With W_O as it was.
+        refitted: With W_O refitted.
+    """
+
+    measure: str
+    tokens: Count
+    without: Finite
+    refitted: Finite
+
+
 class Pruning(_Part):
     """Heads were removed.
 
     Attributes:
         evidence: What chose them; None in older manifests.
         trained_weights: Whether weights were trained beside the gates.
+        refit_left_out: What a refit of W_O would have cost, where it was left out for that.
     """
 
     kind: Literal["pruning"] = "pruning"
     evidence: Evidence | None = None
     trained_weights: bool = False
+    refit_left_out: RefitWorth | None = None
 
 
 class Merging(_Part):
@@ -246,6 +264,8 @@ class Refit(_Part):
         error_after: The same, with the new one.
         ridges: Per module path, how much the old W_O weighed.
         seed: Seed of the sample; None in older manifests.
+        held_out: What it is worth on other text; None in older manifests, and where the text had
+            no more sequences.
     """
 
     data: str
@@ -255,6 +275,7 @@ class Refit(_Part):
     error_after: Finite
     ridges: dict[str, Finite | None]
     seed: Count | None = None
+    held_out: RefitWorth | None = None
 
 
 class Contender(_Part):
