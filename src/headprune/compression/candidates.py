@@ -84,11 +84,13 @@ class RemoveHeads:
         unit: What is removed as one piece.
         criterion: What chooses.
         refit: Whether W_O makes up for it.
+        rounds: In how many steps they are chosen; each looks at what the one before has left.
     """
 
     unit: Unit
     criterion: str
     refit: bool
+    rounds: int = 1
 
     def applies(self, goal: SizeGoal) -> bool:
         """Where it removes what the goal counts."""
@@ -98,7 +100,16 @@ class RemoveHeads:
         """Plans and cuts."""
         scores = job.scores(self.unit)
         stage("planning")
-        made = plan(job.model, scores, job.goal.budget, None, self.criterion, **job.loading)
+        made = plan(
+            job.model,
+            scores,
+            job.goal.budget,
+            criterion=self.criterion,
+            rounds=self.rounds,
+            refit=self.refit and self.rounds > 1,
+            watch=Watch(stage, job.context.step),
+            **job.loading,
+        )
         return prune(
             job.model,
             folder,
@@ -157,17 +168,21 @@ class Candidate:
     way: Way
 
 
+def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
+    return (
+        Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
+        Candidate(
+            f"{name}, compensated in 2 rounds, refit",
+            RemoveHeads(unit, "compensated", refit=True, rounds=2),
+        ),
+        Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
+        Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
+    )
+
+
 CANDIDATES = (
-    Candidate(
-        "KV groups, compensated, refit", RemoveHeads(Unit.KV_GROUP, "compensated", refit=True)
-    ),
-    Candidate("KV groups, compensated", RemoveHeads(Unit.KV_GROUP, "compensated", refit=False)),
-    Candidate("KV groups, fisher, refit", RemoveHeads(Unit.KV_GROUP, "fisher", refit=True)),
-    Candidate("KV groups, fisher", RemoveHeads(Unit.KV_GROUP, "fisher", refit=False)),
-    Candidate("heads, compensated, refit", RemoveHeads(Unit.HEAD, "compensated", refit=True)),
-    Candidate("heads, compensated", RemoveHeads(Unit.HEAD, "compensated", refit=False)),
-    Candidate("heads, fisher, refit", RemoveHeads(Unit.HEAD, "fisher", refit=True)),
-    Candidate("heads, fisher", RemoveHeads(Unit.HEAD, "fisher", refit=False)),
+    *_removing(Unit.KV_GROUP, "KV groups"),
+    *_removing(Unit.HEAD, "heads"),
     Candidate("KV heads merged, lowrank", MergeKvHeads("lowrank")),
 )
 
