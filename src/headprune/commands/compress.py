@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Replacing, made_by, output
-from headprune.config import CompressConfig, Domains
+from headprune.config import AnyDomains, CompressConfig
 from headprune.declaration import (
     Chapter,
     Command,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting):
     """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
 
-    data: Domains = option(
+    data: AnyDomains = option(
         DATA + " Repeatable, also named, as in wiki=a.txt: they are mixed evenly. Default: text "
         "that ships with headprune.",
         (),

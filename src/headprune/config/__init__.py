@@ -2,7 +2,14 @@
 
 from headprune.config.compressing import CompressConfig
 from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
-from headprune.config.data import CalibrationConfig, DataConfig, Domain, Domains, data_configs
+from headprune.config.data import (
+    AnyDomains,
+    CalibrationConfig,
+    DataConfig,
+    Domain,
+    Domains,
+    data_configs,
+)
 from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
     HealConfig,
@@ -45,6 +52,7 @@ __all__ = [
     "MOST_STEPS",
     "WRITTEN",
     "Amount",
+    "AnyDomains",
     "Batches",
     "BudgetConfig",
     "CalibrationConfig",
