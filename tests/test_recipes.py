@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -657,6 +660,35 @@ def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     ):
         code, _, err = run(capsys, "init", path, "--yes", *wrong)
         assert (code, message in err) == (2, True), err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("key", "wanted"), [(b"\x03", 130), (b"\x04", 2)])
+def test_init_writes_nothing_without_an_answer(key: bytes, wanted: int, tmp_path: Path) -> None:
+    asking, answering = pty.openpty()
+
+    def at_a_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which jobs in the background ignore
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    running = subprocess.Popen(
+        headprune("init", tmp_path / "asked.yaml"),
+        stdin=answering,
+        stdout=answering,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=at_a_terminal,
+    )
+    os.close(answering)
+    shown = b""
+    while b"Model" not in shown:
+        shown += os.read(asking, 1024)
+    os.write(asking, key)  # as Ctrl-C and Ctrl-D are typed
+    said = running.communicate()[1]
+    os.close(asking)
+    assert running.returncode == wanted, said
+    assert b"Traceback" not in said and (b"Nobody answers" in said) == (wanted == 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_shipped_check_runs(
