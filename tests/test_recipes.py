@@ -224,6 +224,15 @@ def test_dry_run_counts_and_writes_nothing(
         return gates.estimate.seconds
 
     assert seconds("steps.train-gates.steps=400000") > 10 * seconds()
+
+    def evaluating(**settings: int) -> float:
+        sets = [f"steps.evaluate.{name}={value}" for name, value in settings.items()]
+        evaluate = forecast(read_recipe(job, ["steps.evaluate.max_windows=1", *sets])).steps[-1]
+        assert evaluate.estimate.seconds is not None
+        return evaluate.estimate.seconds
+
+    neither = evaluating(last_words=0, copying=0)
+    assert neither < evaluating(last_words=0, copying=9) < evaluating(last_words=9, copying=9)
     code, text, err = run(capsys, "run", job, "--dry-run")
     assert (code, "Nothing was run" in text) == (0, True), err
 
