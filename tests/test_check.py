@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+import headprune
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, bootstrap
@@ -650,6 +651,51 @@ def test_a_bad_config_is_one_sentence(
     code, out, err = run(capsys, "check", "--config", path)
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"confidence": 2}, "--confidence: Input should be less than 1 (got 2"),
+        ({}, "nowhere"),
+        ({"limits": "perplexity 3"}, "has no direction"),
+        ({"limits": "perplexty <= 3"}, "no metric 'perplexty'"),
+    ],
+)
+def test_settings_that_are_wrong_replace_what_an_earlier_run_said(
+    by_file: bool,
+    settings: dict[str, Any],
+    message: str,
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    junit, file = tmp_path / "junit.xml", tmp_path / "headprune.yaml"
+    asked = {"model": str(folders / "nowhere"), "limits": "perplexity <= 3"}
+    asked |= {"data": str(folders / "text.txt")}
+    section = asked | settings | ({"junit": str(junit)} if by_file else {})
+    file.write_text(yaml.safe_dump({"check": section}))
+    earlier = junit_xml("m", some_verdicts(), False, 1.5)
+    junit.write_text(earlier)
+    words = () if by_file else ("--junit", junit)
+    code, _, err = run(capsys, "check", "--config", file, *words)
+    assert code == 2, err
+    (suite,) = Xml.parse(junit).getroot()
+    assert (suite.get("errors"), suite[0][0].tag) == ("1", "error")
+    assert message in str(suite[0][0].get("message"))
+
+
+def test_so_they_do_in_python_but_never_a_file_of_others(tmp_path: Path) -> None:
+    foreign, junit = tmp_path / "mine.xml", tmp_path / "junit.xml"
+    foreign.write_text("<mine />")
+    with pytest.raises(HeadpruneError, match="confidence"):
+        headprune.check("m", "d", limits="perplexity <= 3", confidence=2, junit=foreign)
+    assert foreign.read_text() == "<mine />"
+    junit.write_text(junit_xml("m", some_verdicts(), False, 1.5))
+    with pytest.raises(HeadpruneError, match="confidence"):
+        headprune.check("m", "d", limits="perplexity <= 3", confidence=2, junit=junit)
+    assert "<error" in junit.read_text()
 
 
 def test_what_could_not_run_is_told_to_actions(

@@ -132,6 +132,15 @@ def test_a_value_is_the_same_as_text_and_as_itself(setting: str, given: Any, rea
         build(options, {"model": "m", "output": "o", setting: "4,x"})
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_true_is_no_number(name: str) -> None:
+    command = COMMANDS[name]
+    for setting, info in command.options.model_fields.items():
+        if info.annotation is not bool:
+            with pytest.raises(HeadpruneError, match=f"^{setting}: "):
+                build(command.options, {**needed(command), setting: True}, Door.KEY)
+
+
 @pytest.mark.parametrize(
     ("name", "earlier"),
     [

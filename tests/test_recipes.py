@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +224,15 @@ def test_dry_run_counts_and_writes_nothing(
         return gates.estimate.seconds
 
     assert seconds("steps.train-gates.steps=400000") > 10 * seconds()
+
+    def evaluating(**settings: int) -> float:
+        sets = [f"steps.evaluate.{name}={value}" for name, value in settings.items()]
+        evaluate = forecast(read_recipe(job, ["steps.evaluate.max_windows=1", *sets])).steps[-1]
+        assert evaluate.estimate.seconds is not None
+        return evaluate.estimate.seconds
+
+    neither = evaluating(last_words=0, copying=0)
+    assert neither < evaluating(last_words=0, copying=9) < evaluating(last_words=9, copying=9)
     code, text, err = run(capsys, "run", job, "--dry-run")
     assert (code, "Nothing was run" in text) == (0, True), err
 
@@ -244,6 +256,11 @@ def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
         (["outputt=x"], "It has no setting 'outputt'. Did you mean 'output'?"),
         (["data.train.sauce=x"], "'data.train' has no setting 'sauce'. Did you mean 'source'?"),
         (["steps.heal.steps=lots"], "steps.heal.steps: Input should be a valid integer"),
+        (["steps.heal.steps=true"], "steps.heal.steps: give a number, not true or false."),
+        (["steps.convert-gqa.kv_heads=0"], "steps.convert-gqa.kv_heads: Input should be greater"),
+        (["steps.convert-gqa.kv_heads=[4,0]"], "steps.convert-gqa.kv_heads: Input should be"),
+        (["steps.evaluate.decode_batches=[1,0]"], "steps.evaluate.decode_batches.1: Input should"),
+        (["steps.prune.keep=true"], "steps.prune.keep: give a share such as 0.75, or a count"),
         (["steps.heal.steps"], "give key=value"),
         (["steps.more=3"], "steps are added in the file"),
         (["steps.train-gates.l0_penalty=1"], "give exactly one of target_heads and l0_penalty"),
@@ -657,6 +674,35 @@ def test_init_asks_and_takes_defaults(tmp_path: Path, capsys: Any) -> None:
     ):
         code, _, err = run(capsys, "init", path, "--yes", *wrong)
         assert (code, message in err) == (2, True), err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("key", "wanted"), [(b"\x03", 130), (b"\x04", 2)])
+def test_init_writes_nothing_without_an_answer(key: bytes, wanted: int, tmp_path: Path) -> None:
+    asking, answering = pty.openpty()
+
+    def at_a_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which jobs in the background ignore
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    running = subprocess.Popen(
+        headprune("init", tmp_path / "asked.yaml"),
+        stdin=answering,
+        stdout=answering,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=at_a_terminal,
+    )
+    os.close(answering)
+    shown = b""
+    while b"Model" not in shown:
+        shown += os.read(asking, 1024)
+    os.write(asking, key)  # as Ctrl-C and Ctrl-D are typed
+    said = running.communicate()[1]
+    os.close(asking)
+    assert running.returncode == wanted, said
+    assert b"Traceback" not in said and (b"Nobody answers" in said) == (wanted == 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_shipped_check_runs(

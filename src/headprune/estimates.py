@@ -10,6 +10,7 @@ REACHED = 0.4  # of the FLOP/s of a large matrix product, by training steps of s
 BYTES_PER_TOKEN = 4  # of English text
 OVERHEAD_SECONDS = 10.0  # starting, probing
 BYTES_PER_SECOND = 2e8  # of weights that are read, written and hashed
+PASSAGE_TOKENS = 80  # of a passage that ends with the first sentence after 50 words
 SPEED_SECONDS = 20.0  # timing prefill and decoding of one model
 RECORD_BYTES = 100_000  # a plan, scores, a report
 _AUTO = "auto"
@@ -41,6 +42,7 @@ class Sizes:
         layers: Its layers.
         hidden: Width of its hidden states.
         vocabulary: Tokens that it knows.
+        causal: Whether it is a causal language model, of which evaluations read more.
         itemsize: Bytes of an element of the checkpoint.
         flops: FLOP/s that a large matrix product reaches here.
     """
@@ -50,6 +52,7 @@ class Sizes:
     layers: int
     hidden: int
     vocabulary: int
+    causal: bool
     itemsize: int
     flops: float
 

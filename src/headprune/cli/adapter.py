@@ -21,7 +21,6 @@ from headprune.declaration import (
     Door,
     Options,
     appearance,
-    build,
     flags,
     retold,
     warn_of_old_names,
@@ -151,8 +150,7 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
     asked_json = given.pop(_JSON)
     file = given.pop(_CONFIG)
     try:
-        by_file = {} if file is None else read_settings(file, command)
-        options = _options(command, context, given, by_file)
+        options = _options(command, _words(context, given), file)
         for name, info in command.options.model_fields.items():
             note = appearance(info).note(getattr(options, name))
             if note is not None:
@@ -174,19 +172,24 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
         raise typer.Exit(1)
 
 
-def _options(
-    command: Command[Any, Any],
-    context: typer.Context,
-    given: dict[str, Any],
-    by_file: Mapping[str, Any],
-) -> Options:
-    """What was given: at the command line, else in the file; the rest has its default."""
+def _words(context: typer.Context, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given at the command line."""
     words: dict[str, Any] = {}
     for name, value in given.items():
         source = context.get_parameter_source(name)
         if source is None or source.name == "DEFAULT":
             continue
         words[name.removeprefix(_OLD)] = value
-    warn_of_old_names(command.options, words, Door.OPTION)
-    options: Options = build(command.options, {**by_file, **words}, Door.OPTION)
+    return words
+
+
+def _options(command: Command[Any, Any], words: Mapping[str, Any], file: Path | None) -> Options:
+    """What was given at the command line, else in the file; the rest has its default."""
+    try:
+        by_file = {} if file is None else read_settings(file, command)
+        warn_of_old_names(command.options, words, Door.OPTION)
+    except HeadpruneError as error:
+        command.refused(words, error)
+        raise
+    options: Options = command.asked({**by_file, **words}, Door.OPTION)
     return options

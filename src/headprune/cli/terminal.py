@@ -191,8 +191,18 @@ def context(answers: bool) -> Iterator[Context]:
 
 
 def _ask(question: str, default: str | None) -> str:
-    answer: str = typer.prompt(question, default=default)
+    answer: str = _answered(lambda: typer.prompt(question, default=default))
     return answer
+
+
+def _answered(question: Callable[[], A]) -> A:
+    """An answer; without one, the command ends as it would anywhere else."""
+    try:
+        return question()
+    except typer.Abort as stopped:
+        if isinstance(stopped.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise HeadpruneError("Nobody answers: say --yes, or give the options.") from None
 
 
 def _confirm(lines: Iterable[str], question: str) -> bool:
@@ -200,7 +210,7 @@ def _confirm(lines: Iterable[str], question: str) -> bool:
         out.print(line, soft_wrap=True, markup=False)
     if not sys.stdin.isatty():
         raise HeadpruneError("Nothing was removed: say --yes to remove these, or --dry-run.")
-    return typer.confirm(question)
+    return _answered(lambda: typer.confirm(question))
 
 
 def warn(sentences: Iterable[str]) -> None:

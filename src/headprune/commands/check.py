@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headprune.commands.evaluate import estimate
 from headprune.commands.shared import Trust
@@ -119,6 +119,22 @@ def _files(options: CheckOptions) -> Iterator[None]:
             raise
 
 
+def _refused(settings: Mapping[str, Any], why: HeadpruneError) -> None:
+    """Has the file of JUnit say so, unless it is another's."""
+    from headprune.io.outputs import claimed_file
+    from headprune.io.ownership import JUNIT
+    from headprune.io.writing import write_whole
+    from headprune.regression.junit import junit_error
+
+    junit, model, *others = (settings.get(n) for n in ("junit", "model", "baseline", "against"))
+    if not isinstance(junit, (str, Path)):
+        return
+    inputs = [place for place in (model, *others) if isinstance(place, (str, Path))]
+    file = Path(junit)
+    with suppress(HeadpruneError), claimed_file(file, JUNIT, overwrite=True, inputs=inputs):
+        write_whole(file, junit_error(str(model or ""), str(why)))
+
+
 def _write(report: CheckReport, options: CheckOptions) -> None:
     from headprune.io.writing import write_whole
     from headprune.regression.junit import junit_xml
@@ -212,6 +228,7 @@ declare(
         as_json=_as_json,
         passed=_passed,
         tell=_tell,
+        refused=_refused,
         step=InRecipe(
             Made.REPORT,
             _summary,

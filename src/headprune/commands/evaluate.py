@@ -88,17 +88,23 @@ def estimate(
     """What an evaluation takes."""
     from headprune.estimates import (
         OVERHEAD_SECONDS,
+        PASSAGE_TOKENS,
         RECORD_BYTES,
         SPEED_SECONDS,
         Estimate,
         tokens_in,
     )
 
-    found = [tokens_in(domain.source) for domain in data]
-    if options.max_windows is not None:
-        most = float(options.max_windows * options.seq_len)
-        found = [min(tokens or math.inf, most) for tokens in found]
-    tokens = None if None in found else math.fsum(each for each in found if each is not None)
+    texts = [tokens_in(domain.source) for domain in data]
+    most = math.inf if options.max_windows is None else options.max_windows * options.seq_len
+    found = [most if tokens is None else min(tokens, most) for tokens in texts]
+    if sizes.causal:
+        again = options.copying * options.seq_len
+        ends = options.last_words * PASSAGE_TOKENS
+        repeated = [min(tokens, again) for tokens in found]
+        passages = [ends if tokens is None else min(tokens, ends) for tokens in texts]
+        found += [again, *repeated, *passages]
+    tokens = None if math.inf in found else math.fsum(found)
     one = None if tokens is None else sizes.forward(tokens) + SPEED_SECONDS * options.speed
     batch = options.batch_size * options.seq_len
     held = sizes.activations(batch, sizes.itemsize_of(options.dtype), trained=False)

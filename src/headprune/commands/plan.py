@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Cutting, OneModel, Replacing, output
-from headprune.config import BudgetConfig
+from headprune.config import BudgetConfig, Count
 from headprune.declaration import (
     Chapter,
     Command,
@@ -35,7 +33,7 @@ class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting):
     scores: Path = option("Folder from score.", panel=Panel.MAIN, slot=Slot.SCORES)
     output: Path | None = output("The plan file to write.", None)
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
-    rounds: Annotated[int, Field(ge=1)] = option(
+    rounds: Count = option(
         "How often to score: again after each part of the heads has gone.", 1, Panel.CUT
     )
     refit: bool = option(

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from headprune.commands.shared import DATA, NAMED, Columns, Cutting, OneModel, Replacing, output
 from headprune.config import (
+    NUMBER,
     CalibrationConfig,
     Count,
     DataConfig,
@@ -38,7 +39,7 @@ def _shares(value: object) -> object:
         raise ValueError("give shares between 0 and 1, such as 0.9,0.75,0.5") from None
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_shares), Field(min_length=1)]
 
 
@@ -59,9 +60,7 @@ class SweepOptions(OneModel, CalibrationConfig, RecallConfig, Columns, Replacing
     refit: bool = option(
         "Whether W_O is refitted to make up for the heads that go.", True, Panel.CUT
     )
-    rounds: Annotated[int, Field(ge=1)] = option(
-        "How often heads are scored per cut.", 1, Panel.CUT
-    )
+    rounds: Count = option("How often heads are scored per cut.", 1, Panel.CUT)
     unit: Unit | None = option(
         "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
     )

@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from headprune.config.data import CalibrationConfig
-from headprune.config.values import WRITTEN, Count, Dtype, Steps
+from headprune.config.values import NUMBER, WRITTEN, Amount, Count, Dtype, Steps
 from headprune.declaration import Panel, option
 
 GOALS = ("keep", "kv_budget", "max_params", "max_kv_bytes", "min_speedup")
-Share = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1), NUMBER]
 
 
 class CompressConfig(CalibrationConfig):
@@ -25,10 +25,10 @@ class CompressConfig(CalibrationConfig):
     )
     kv_budget: Share | None = option("Share of the KV heads to keep.", None, Panel.MAIN)
     max_params: Count | None = option("Parameters of the whole model.", None, Panel.MAIN)
-    max_kv_bytes: Annotated[int, Field(ge=0)] | None = option(
+    max_kv_bytes: Amount | None = option(
         "KV cache per token in bytes, in the model's dtype.", None, Panel.MAIN
     )
-    min_speedup: Annotated[float, Field(ge=1)] | None = option(
+    min_speedup: Annotated[float, Field(ge=1), NUMBER] | None = option(
         "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
     )
     heal_steps: Steps | None = option(

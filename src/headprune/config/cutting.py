@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 
 from headprune.config.values import (
     COMPUTED,
+    NUMBER,
     WRITTEN,
+    Amount,
     Count,
     Dtype,
     Kept,
@@ -51,7 +53,7 @@ class ConvertConfig(Options):
         None,
         Panel.MAIN,
     )
-    kv_budget: Annotated[float, Field(gt=0, le=1)] | None = option(
+    kv_budget: Annotated[float, Field(gt=0, le=1), NUMBER] | None = option(
         "Instead: the share of all KV heads to keep, spread over the layers.", None, Panel.MAIN
     )
     merge: str | None = option(
@@ -101,14 +103,12 @@ class BudgetConfig(Options):
         Panel.CUT,
         flags="--per-layer/--global",
     )
-    min_per_layer: Annotated[int, Field(ge=0)] = option(
-        "Query heads that every layer keeps at least.", 0, Panel.CUT
-    )
+    min_per_layer: Amount = option("Query heads that every layer keeps at least.", 0, Panel.CUT)
     max_params: Count | None = option("Parameters of the whole model.", None, Panel.MAIN)
-    max_kv_bytes: Annotated[int, Field(ge=0)] | None = option(
+    max_kv_bytes: Amount | None = option(
         "KV cache per token in bytes, in the model's dtype.", None, Panel.MAIN
     )
-    min_speedup: Annotated[float, Field(ge=1)] | None = option(
+    min_speedup: Annotated[float, Field(ge=1), NUMBER] | None = option(
         "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
     )
 

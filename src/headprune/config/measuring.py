@@ -9,6 +9,7 @@ from pydantic import Field
 from headprune.config.data import DataConfig, Domains, data_configs
 from headprune.config.values import (
     MEASURED,
+    NUMBER,
     Batches,
     Count,
     Dtype,
@@ -40,12 +41,12 @@ _ON_DEMAND = {
 class RecallConfig(Options):
     """How much is read to see what a model recalls from far back."""
 
-    copying: Annotated[int, Field(ge=0, le=10**6)] = option(
+    copying: Annotated[int, Field(ge=0, le=10**6), NUMBER] = option(
         "Runs of random tokens, and passages of the text, that are read twice to measure copying; "
         "0 for none.",
         16,
     )
-    last_words: Annotated[int, Field(ge=0, le=10**6)] = option(
+    last_words: Annotated[int, Field(ge=0, le=10**6), NUMBER] = option(
         "Passages of the text whose last word is to be predicted; 0 for none.", 200
     )
 
@@ -60,7 +61,9 @@ class EvaluateConfig(RecallConfig):
     max_windows: Count | None = option(
         "Measure on the first so many windows or examples only.", None, Panel.MAIN
     )
-    confidence: Annotated[float, Field(gt=0, lt=1)] = option("Level of the intervals.", 0.95)
+    confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(
+        "Level of the intervals.", 0.95
+    )
     resamples: Few = option("Bootstrap resamples behind them.", 2000)
     tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
     speed: bool = option("Time prefill and decoding.", True, Panel.MAIN)
@@ -106,7 +109,7 @@ class CheckConfig(Options):
         Panel.MAIN,
         flags="--limit",
     )
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = option(
+    confidence: Annotated[float, Field(gt=0.5, lt=1), NUMBER] = option(
         "Level of the intervals that decide.", 0.99
     )
     resamples: Annotated[Few, Field(ge=1000)] = option("Bootstrap resamples behind them.", 10_000)

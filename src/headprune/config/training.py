@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from headprune.config.values import (
     COMPUTED,
+    NUMBER,
     WRITTEN,
     Dtype,
     Few,
@@ -112,7 +113,7 @@ class TrainGatesConfig(Options):
     scale_lr: Positive = option("Learning rate of the factors of heads and channels.", 0.02)
     weight_lr: Positive = option("Learning rate of the weights, if any move.", 5e-5)
     temperature: Positive = option("beta of the hard-concrete gates (l0).", 2 / 3)
-    init_log_alpha: Annotated[float, Field(ge=-100, le=100)] = option(
+    init_log_alpha: Annotated[float, Field(ge=-100, le=100), NUMBER] = option(
         "Where sampled gates start (l0); 3 is open with probability 0.99.", 3.0
     )
     rounds: Few | None = option(
@@ -120,10 +121,10 @@ class TrainGatesConfig(Options):
         "per quarter of all heads.",
         None,
     )
-    sparsity_warmup: Annotated[float, Field(ge=0, le=1)] = option(
+    sparsity_warmup: Annotated[float, Field(ge=0, le=1), NUMBER] = option(
         "Share of a round's choosing in which its target is reached.", 0.75
     )
-    finetune_fraction: Annotated[float, Field(ge=0, lt=1)] | None = option(
+    finetune_fraction: Annotated[float, Field(ge=0, lt=1), NUMBER] | None = option(
         "Share of every round, at its end, with its heads chosen. Default: 0.6, and 0.3 with "
         "--method gradual.",
         None,

@@ -12,29 +12,40 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from headprune.io.parsing import shown
 
+
+def _no_truth_value(value: object) -> object:
+    """Refuses what Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("give a number, not true or false")
+    return value
+
+
+NUMBER = BeforeValidator(_no_truth_value)
+
+
 # bounds that no use comes near, so that a slip of the hand is refused and not run for years
-Positive = Annotated[float, Field(gt=0, le=1e9)]
+Positive = Annotated[float, Field(gt=0, le=1e9), NUMBER]
 
 
-Count = Annotated[int, Field(ge=1, le=2**53)]
+Count = Annotated[int, Field(ge=1, le=2**53), NUMBER]
 
 
 MOST_STEPS = 10**9
 
 
-Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS), NUMBER]
 
 
-Length = Annotated[int, Field(ge=2, le=10**9)]  # tokens of a sequence
+Length = Annotated[int, Field(ge=2, le=10**9), NUMBER]  # tokens of a sequence
 
 
-Few = Annotated[int, Field(ge=1, le=10**6)]
+Few = Annotated[int, Field(ge=1, le=10**6), NUMBER]
 
 
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Seed = Annotated[int, Field(ge=0, lt=2**32), NUMBER]
 
 
-Amount = Annotated[int, Field(ge=0)]
+Amount = Annotated[int, Field(ge=0), NUMBER]
 
 
 def memory_bytes(text: object) -> object:
@@ -83,8 +94,10 @@ def share_or_count(value: object) -> object:
     """A share (a float) or a count (an int), which may come as text.
 
     Raises:
-        ValueError: If the text is neither.
+        ValueError: If it is neither.
     """
+    if isinstance(value, bool):
+        raise ValueError("give a share such as 0.75, or a count such as 202, not true or false")
     if not isinstance(value, str):
         return value
     try:

@@ -126,6 +126,8 @@ class Command(Generic[Asked, Result]):
         together: Whether several processes can share the work.
         tell: Tells a CI runner of the result, or of the error that ended it, by commands that it
             is to ``say``.
+        refused: Has what an earlier run wrote say that this one could not run, as its settings, of
+            which some are wrong, were refused.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Command(Generic[Asked, Result]):
     tell: Callable[[Result | HeadpruneError, Callable[[str], None]], None] = lambda result, say: (
         None
     )
+    refused: Callable[[Mapping[str, Any], HeadpruneError], None] = lambda settings, why: None
 
     def __post_init__(self) -> None:
         # what help(), IDEs and the reference show
@@ -165,11 +168,23 @@ class Command(Generic[Asked, Result]):
                 f"as in {next(reversed(self.options.model_fields))}=..."
             ) from None
         warn_of_old_names(self.options, settings, Door.ARGUMENT)
-        options = build(self.options, {**bound.arguments, **settings}, Door.ARGUMENT)
+        options = self.asked({**bound.arguments, **settings}, Door.ARGUMENT)
         try:
             return self.run(options, context or Context())
         except HeadpruneError as error:
             raise retold(error, self.options, Door.ARGUMENT) from error
+
+    def asked(self, settings: Mapping[str, Any], door: Door) -> Asked:
+        """The options that settings make.
+
+        Raises:
+            HeadpruneError: If one of them is wrong.
+        """
+        try:
+            return build(self.options, settings, door)
+        except HeadpruneError as error:
+            self.refused(settings, error)
+            raise
 
     @property
     def section(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, get_origin
@@ -194,6 +194,23 @@ class Door(Enum):
             flag: name for name, info in options.model_fields.items() for flag in flags(name, info)
         }
         return re.sub(r"--[a-z][a-z0-9-]*", lambda found: known.get(found[0], found[0]), message)
+
+
+def location(parts: Sequence[int | str], given: Mapping[str, Any]) -> tuple[int | str, ...]:
+    """Where in what was given an error is.
+
+    Args:
+        parts: Where pydantic says it is, which also names the members of unions on the way.
+        given: What was validated.
+    """
+    found = [*parts[:1]]
+    inside: Any = given.get(str(*parts[:1]))
+    for part in parts[1:]:
+        held = range(len(inside)) if isinstance(inside, (list, tuple)) else inside
+        if isinstance(held, (Mapping, range)) and part in held:
+            found.append(part)
+            inside = inside[part]
+    return tuple(found)
 
 
 def build(options: type[Asked], values: Mapping[str, Any], door: Door = Door.OPTION) -> Asked:

@@ -16,6 +16,7 @@ from headprune.config import DataConfig
 from headprune.declaration import (
     Door,
     Options,
+    location,
     warn_of_old_names,
 )
 from headprune.errors import HeadpruneError, RecipeError
@@ -178,12 +179,15 @@ def _validated(model: type[Options], values: dict[str, Any], where: str) -> Any:
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(map(str, [*filter(None, [where]), *first["loc"]]))
+        place = location(first["loc"], values)
+        if first["type"] == "missing":  # so that it is not in what was given
+            place = (*place[: len(first["loc"]) - 1], first["loc"][-1])
+        path = ".".join(map(str, [*filter(None, [where]), *place]))
         if first["type"] == "extra_forbidden":
             section, _, key = path.rpartition(".")
-            near = _at(model, first["loc"]).near(key)
-            place = f"'{section}' has" if section else "It has"
-            raise RecipeError(f"{place} no setting '{key}'.{near}") from None
+            near = _at(model, place).near(key)
+            asked = f"'{section}' has" if section else "It has"
+            raise RecipeError(f"{asked} no setting '{key}'.{near}") from None
         if first["type"] == "missing":
             raise RecipeError(f"'{path}' is missing.") from None
         message = Door.KEY.translate(first["msg"].removeprefix("Value error, "), model)

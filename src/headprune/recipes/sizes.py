@@ -9,7 +9,7 @@ import torch
 from headprune.estimates import Sizes
 from headprune.model.attention import attention_of
 from headprune.model.cost import attention_parameters
-from headprune.model.loading import load_config, native_of
+from headprune.model.loading import load_config, native_of, task_of
 from headprune.model.sizes import without_weights
 from headprune.recipes.recipe import Recipe
 
@@ -26,6 +26,7 @@ def sizes_of(recipe: Recipe) -> Sizes:
         layers=len(attentions),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
+        causal=task_of(net) == "causal-lm",
         itemsize=(getattr(config, "dtype", None) or torch.float32).itemsize,
         flops=_flops(),
     )
