@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -15,14 +18,17 @@ import headprune
 from headprune.compression import candidates, heldout
 from headprune.compression.candidates import CANDIDATES, MergeKvHeads, RemoveHeads, candidates_for
 from headprune.compression.compress import Compressed, Outline, _Compression
-from headprune.compression.goals import SizeGoal
-from headprune.config import BudgetConfig, HealConfig
+from headprune.compression.goals import SizeGoal, _mergeable, goal_of
+from headprune.config import BudgetConfig, CompressConfig, HealConfig
+from headprune.console.compressed import contenders
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
 from headprune.export.refitting import JudgedRefit
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
+from headprune.planning.budgets import Price, Prices
 from headprune.schemas.manifest import amend_manifest, read_manifest
+from headprune.schemas.records import RefitWorth
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.test_cli import run
@@ -238,6 +244,62 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
     image = tiny.save(tiny.model("vit"), tmp_path / "image")
     with pytest.raises(FamilyError, match="compress reads text"):
         compressed(image, data, tmp_path / "c", keep=0.5)
+
+
+def test_merges_are_offered_every_kv_head_that_fits(tmp_path: Path) -> None:
+    net, heads = tiny.model("llama-gqa"), 12
+    for kept in range(4, heads + 1):
+        prices = Prices(64.0, (Price(0.0, 80.0, -8.0),) * 4)
+        room = 64 - 32 + 80 * kept
+        assert _mergeable(prices, room) == kept and _mergeable(prices, room - 1) == kept - 1
+    assert _mergeable(Prices(0.0, (Price(0.0, 8.0),) * 22), 8 * 15) == 15  # 22 * (15 / 22) < 15
+    mixed = (Price(0.0, 80.0), Price(0.0, 0.0))  # of an encoder, whose heads cache nothing
+    assert _mergeable(Prices(0.0, mixed), 400) == 0
+    config = CompressConfig(max_kv_bytes=560)
+    goal = goal_of(config, net, attention_of(net), torch.float32)
+    assert goal.kv_share == pytest.approx(7 / heads)
+
+
+def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:4])
+    losses, calls = heldout.quality.causal_losses, []
+
+    def breaking(*arguments: Any, **settings: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:  # the original has two texts
+            raise DataError("The loss of sequence 0 is nan.")
+        return losses(*arguments, **settings)
+
+    monkeypatch.setattr(heldout.quality, "causal_losses", breaking)
+    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+    assert list(choice.failed.values()) == ["The loss of sequence 0 is nan."]
+    assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
+
+
+def test_a_name_says_that_a_refit_was_left_out(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaving(*arguments: Any) -> JudgedRefit:
+        return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
+
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
+    monkeypatch.setattr("headprune.export.prune.judged_refit", leaving)
+    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+    assert choice.chosen.name == "KV groups, fisher, refit (left out)"
+
+
+def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(
+    llama_folder: Path, data: list[Path], tmp_path: Path
+) -> None:
+    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+    paper = io.StringIO()
+    contenders(Console(file=paper, width=80), choice)
+    lines = paper.getvalue().splitlines()
+    words = " ".join(lines).split()
+    assert {"perplexity", "parameters", f"{choice.original.parameters:,}"} <= {*words}
+    assert len(lines) < 3 * len(choice.contenders) + 6 and max(map(len, lines)) <= 80
 
 
 def test_what_is_not_possible_is_said_and_left_out(

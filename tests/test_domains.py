@@ -18,8 +18,10 @@ from headprune.evaluation.metrics import label, parted, within
 from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
 from headprune.export.card import quality_section
+from headprune.pytest_plugin import _assert_no_regression
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.recipe import options_of
+from headprune.recipes.run import _read
 from headprune.regression.check import check, update_baseline
 from headprune.regression.limits import parse_limit
 from headprune.reports.report import report as write_report
@@ -185,6 +187,16 @@ def test_limits_on_a_domain(
     since = CheckConfig(**settings, baseline=str(path), limits=("perplexity[brown] <= +1 %",))
     assert "nll_nats[brown]" in update_baseline(since).samples
     assert check(since).passed
+    first = tmp_path / "elsewhere" / "brown.txt"  # of the name that the second was given
+    first.parent.mkdir()
+    first.write_text(text_file.read_text())
+    named = since.model_copy(
+        update={
+            "data": build(CheckConfig, {**settings, "data": {"x": first, "brown": other_text}}).data
+        }
+    )
+    update_baseline(named)
+    assert _assert_no_regression(llama_folder, path).passed
     other_text.write_text(tiny.text(1_000, seed=6))
     with pytest.raises(DataError, match="on other data: the texts of brown"):
         check(since)
@@ -245,6 +257,34 @@ def test_a_step_takes_several_sources(tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text().replace("[test, brown]", "[test, bron]"))
     with pytest.raises(HeadpruneError, match=r"takes the data 'bron'.*Did you mean 'brown'"):
         read_recipe(recipe)
+
+
+def test_sources_of_a_recipe_may_have_any_name(tmp_path: Path) -> None:
+    recipe = tmp_path / "job.yaml"
+    start = "model: m\noutput: out\ndata: {held out: a.txt, held-out: b.txt}\nsteps: {evaluate: "
+    recipe.write_text(start + "{data: held out}}\n")
+    options: Any = options_of(read_recipe(recipe), "evaluate", tmp_path / "out")
+    assert [(one.name, one.source) for one in options.data] == [("held-out", "a.txt")]
+    recipe.write_text(start + "{data: [held out, held-out]}}\n")
+    with pytest.raises(HeadpruneError, match="two are called held-out"):
+        options_of(read_recipe(recipe), "evaluate", tmp_path / "out")
+    recipe.write_text(start + "{data: []}}\n")
+    with pytest.raises(HeadpruneError, match="data"):
+        options_of(read_recipe(recipe), "evaluate", tmp_path / "out")
+
+
+def test_a_name_of_further_data_does_not_hide_a_change_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text(
+        f"model: m\noutput: out\nsteps: {{evaluate: {{data: [test, sha256]}}}}\n"
+        f"data: {{test: {tmp_path}/a.txt, sha256: {tmp_path}/b.txt}}\n"
+    )
+    before = _read(read_recipe(recipe), ["test", "sha256"])
+    (tmp_path / "a.txt").write_text("other")
+    assert _read(read_recipe(recipe), ["test", "sha256"]) != before
+    assert _read(read_recipe(recipe), ["test"]).keys() == before.keys() - {"further"}
 
 
 def test_a_sweep_lists_further_domains(

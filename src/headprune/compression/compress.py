@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.compression import texts
-from headprune.compression.candidates import Job, candidates_for
+from headprune.compression.candidates import Candidate, Job, candidates_for
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
@@ -30,7 +30,7 @@ from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.schemas.manifest import amend_manifest
-from headprune.schemas.records import MadeBy, ModelChoice
+from headprune.schemas.records import MadeBy, ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
 
 _OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
@@ -212,16 +212,17 @@ class _Compression:
             def stage(what: str, where: str = where) -> None:
                 self.context.stage(f"{where}: {what}")
 
-            began = time.monotonic()
+            began, folder = time.monotonic(), job.work / str(number)
             try:
-                made = candidate.way.make(job, job.work / str(number), stage)
-            except (PlanError, DataError) as error:
+                made = candidate.way.make(job, folder, stage)
+                seconds = time.monotonic() - began
+                stage("measuring")
+                better = selection.add(_name(candidate, made), folder, seconds, self.loading)
+            except (PlanError, DataError) as error:  # also of outputs that are not finite
                 errors.append(error)
                 selection.failed[candidate.name] = str(error)
+                shutil.rmtree(folder, ignore_errors=True)
                 continue
-            seconds = time.monotonic() - began
-            stage("measuring")
-            better = selection.add(candidate.name, made.output, seconds, self.loading)
             loser = best if better else made
             if loser is not None:
                 shutil.rmtree(loser.output)
@@ -273,6 +274,13 @@ class _Compression:
         self.context.stage("measuring the healed model")
         seconds = time.monotonic() - began
         return healed if selection.add(name, healed.output, seconds, self.loading) else best
+
+
+def _name(candidate: Candidate, made: Pruned) -> str:
+    """What a candidate is called, now that it is known whether its refit helped."""
+    done = made.manifest.done
+    left_out = isinstance(done, Pruning) and done.refit_left_out is not None
+    return f"{candidate.name} (left out)" if left_out else candidate.name
 
 
 def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, CompressConfig
 from headprune.errors import PlanError
-from headprune.planning.budgets import cache_prices
+from headprune.planning.budgets import Prices, cache_prices
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
 
@@ -59,11 +59,10 @@ def goal_of(
     if config.max_kv_bytes is not None:
         prices = cache_prices(net, attentions, stored)
         present = prices.total([(a.query_heads, a.kv_heads) for a in attentions])
-        room = (config.max_kv_bytes - prices.rest) / max(present - prices.rest, 1.0)
-        share = math.floor(min(max(room, 0.0), 1.0) * kv_heads) / kv_heads
         budget = BudgetConfig(max_kv_bytes=config.max_kv_bytes)
         said = f"KV cache of at most {config.max_kv_bytes:,} bytes per token, of {present:,.0f}"
-        return SizeGoal(said, budget, (whole,), share or None)
+        fit = _mergeable(prices, config.max_kv_bytes)
+        return SizeGoal(said, budget, (whole,), min(fit, kv_heads) / kv_heads if fit else None)
     if config.max_params is not None:
         budget = BudgetConfig(max_params=config.max_params)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
@@ -79,3 +78,15 @@ def goal_of(
     merged = share if grouped or config.kv_budget is not None else None
     said = f"{share:.4g} of the {saved}"
     return SizeGoal(said, BudgetConfig(keep=float(share)), (whole,), merged)
+
+
+def _mergeable(prices: Prices, max_kv_bytes: int) -> int:
+    """The KV heads that a merge may leave, which keeps one at least in every module.
+
+    0 where it cannot tell: a merge counts heads, and those of some modules cost more than others'.
+    """
+    per_head = {price.kv_head for price in prices.modules}
+    if len(per_head) > 1 or not min(per_head):
+        return 0
+    fixed = prices.rest + math.fsum(price.module for price in prices.modules)
+    return max(0, math.floor((max_kv_bytes - fixed) / min(per_head)))

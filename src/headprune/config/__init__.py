@@ -9,6 +9,7 @@ from headprune.config.data import (
     Domain,
     Domains,
     data_configs,
+    domain_name,
 )
 from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
@@ -88,6 +89,7 @@ __all__ = [
     "Train",
     "TrainGatesConfig",
     "data_configs",
+    "domain_name",
     "kv_head_counts",
     "memory_bytes",
     "one_or_all",

@@ -69,10 +69,15 @@ def _named(place: Any, name: str | None = None) -> Any:
 
 
 def _stem(place: str) -> str:
-    """The name of a file without its endings, or of a data set; of signs that a name can have."""
+    """The name of a file without its endings, or of a data set."""
     path = Path(place)
     stem = Path(path.stem).stem if path.suffix == ".gz" else path.stem
-    return re.sub(r"[^\w.-]+", "-", stem) or "data"
+    return domain_name(stem)
+
+
+def domain_name(said: str) -> str:
+    """The same of signs that the name of a domain can have."""
+    return re.sub(r"[^\w.-]+", "-", said) or "data"
 
 
 def _apart(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:

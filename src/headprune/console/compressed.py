@@ -47,6 +47,8 @@ def contenders(console: Console, choice: ModelChoice) -> None:
     columns += ["copying NLL"] * copies + ["parameters"]
     columns += ["KV bytes"] * generates + ["heads", "KV heads"]
     grid = table(*columns)
+    for column in grid.columns[1:]:  # where it is too wide for the terminal, names are broken
+        column.header, column.no_wrap = str(column.header).replace(" ", "\n"), True
 
     def add(one: Contender, mark: str) -> None:
         cells = [f"{mark}{escape(one.name)}", f"{one.held_out:.4f}"]

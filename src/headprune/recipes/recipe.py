@@ -27,7 +27,7 @@ from pydantic import (
     SerializeAsAny,
 )
 
-from headprune.config import DataConfig, Place, possible_place
+from headprune.config import DataConfig, Place, domain_name, possible_place
 from headprune.declaration import (
     Door,
     Options,
@@ -107,13 +107,15 @@ def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) ->
     values = {name: settings[name] for name in settings if name in step.model_fields_set}
     for slot, input_kind in step.slots().items():
         source = getattr(step, slot)
-        if source is not None and input_kind is Slot.DATA:
+        if source and input_kind is Slot.DATA:
             read = {one: recipe.data[one] for one in step.sources(slot)}
             first = next(iter(read.values()))
             values |= {**first.model_dump(exclude={"source"}), slot: first.source}
             if takes_several(options.model_fields[slot]):
-                values[slot] = {one: data.model_dump() for one, data in read.items()}
-        elif source is not None:
+                values[slot] = [
+                    {"name": domain_name(one), **data.model_dump()} for one, data in read.items()
+                ]
+        elif source:
             values[slot] = place_of(recipe, source)
     if kind.about_all is not None:
         values[kind.about_all] = (recipe.output,)

@@ -213,7 +213,7 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
         inputs["steps"] = {source: _made(record, source) for source in earlier}
     for slot, kind in step.slots().items():
         source = getattr(step, slot)
-        if source is None:
+        if not source:  # none, or a list without any
             continue
         if kind is Slot.DATA:
             inputs[slot] = _read(recipe, step.sources(slot))
@@ -239,14 +239,14 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
 
 
 def _read(recipe: Recipe, sources: Sequence[str]) -> dict[str, Any]:
-    """What a step reads: the first source as it is, others by name."""
+    """What a step reads: the first source as it is, and others, if there are some, by name."""
     found = {}
     for name in sources:
         data = recipe.data[name]
         columns = data.model_dump(mode="json", exclude={"source"})
         found[name] = {**columns, "sha256": digest_of_data(data)}
     first = found.pop(sources[0])
-    return {**first, **found}
+    return {**first, **({"further": found} if found else {})}
 
 
 def _made(record: RunRecord, name: str) -> str:
