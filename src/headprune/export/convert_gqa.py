@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, Grouping, LayoutOption
-from headprune.data.calibration import calibration, merge_calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import Watch
+from headprune.export.opened import Opened, open_for_merging, weighs
 from headprune.export.publish import (
     Changes,
     OnModule,
@@ -26,24 +25,20 @@ from headprune.export.publish import (
 )
 from headprune.io.outputs import claims_output
 from headprune.model import probes
-from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
+from headprune.model.attention import attention_of, family_of
 from headprune.model.heads import read_heads, write_heads
-from headprune.model.opening import load, result_dtypes
+from headprune.model.opening import result_dtypes
 from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, stated_counts
-from headprune.planning.kv_heads import KvPlan, Texts, Way, plan_kv_heads
+from headprune.planning.kv_heads import KvPlan, Way
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.schemas.records import MadeBy, Merging
 from headprune.surgery.conversion import convert_in_sequence, geometry
 from headprune.surgery.cut import resolve, result_shape
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
-from headprune.surgery.merges.grouping import adjacent
-from headprune.surgery.merges.merger import Merger
 from headprune.surgery.merges.outputs import without
 from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit, members
-
-_CALIBRATES = {"calibration_tokens", "seq_len", "dtype", "seed"}
 
 
 @dataclass(frozen=True)
@@ -99,27 +94,6 @@ class KvPreview:
         }
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A model that is about to be converted.
-
-    Attributes:
-        net: The model.
-        source: Who it is.
-        attentions: The modules to convert.
-        merger: What merges them.
-        sample: The text that it merges by, if it does.
-        planned: The way every module goes, where that was to be weighed.
-    """
-
-    net: PreTrainedModel
-    source: ModelIdentity
-    attentions: list[Attention]
-    merger: Merger
-    sample: CalibrationSample | None
-    planned: KvPlan | None
-
-
 @claims_output("model", "calibrate")
 def convert_gqa(
     model: str | Path,
@@ -157,7 +131,7 @@ def convert_gqa(
         ProofError: If the result does not compute what the merged original computes.
     """
     loading = (trust_remote_code, assume_supported, drop_unexpected)
-    opened = _opened(model, config, calibrate, layout, loading, Watch(on_stage, on_module))
+    opened = open_for_merging(model, config, calibrate, layout, loading, Watch(on_stage, on_module))
     net, merger, attentions = opened.net, opened.merger, opened.attentions
     planned, sample = opened.planned, opened.sample
     stored = result_dtypes(net, model, config.out_dtype)
@@ -172,13 +146,13 @@ def convert_gqa(
     _check_native(layout, net, attentions, wanted)
     groups: dict[str, Groups] = {}
     own_keys: list[str] = []
+    done = itertools.count(1)
 
     def converted(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
         if not setting.linear and merger.name in ("lowrank", "procrustes"):
             own_keys.append(attention.path)
         way = ways.get(attention.path)
         if way is not None and not way.merges:
-            groups[attention.path] = adjacent(len(heads.k), len(heads.k))
             assert setting.activations is not None
             changed = without(heads, way.kept, setting.activations)
         else:
@@ -186,7 +160,7 @@ def convert_gqa(
             groups[attention.path] = chosen
             changed = merger.merged(heads, setting, chosen)
         _refuse_not_finite(changed, attention.path, merger.name)
-        on_module(len(groups), len(attentions))
+        on_module(next(done), len(attentions))
         return changed
 
     on_stage("testing the verification")
@@ -236,13 +210,13 @@ def preview(
     Raises:
         PlanError: If there is nothing to weigh.
     """
-    if not _weighs(config, calibrate, layout):
+    if not weighs(config, calibrate, layout):
         raise PlanError(
             "--dry-run shows how a budget is spent: give --kv-budget and --calibrate, and neither "
             "--merge nor --layout, which leave nothing to choose."
         )
     loading = (trust_remote_code, assume_supported, drop_unexpected)
-    opened = _opened(model, config, calibrate, layout, loading, watch or Watch())
+    opened = open_for_merging(model, config, calibrate, layout, loading, watch or Watch())
     assert opened.planned is not None
     ways = opened.planned.chosen
     groups = {path: way.groups for path, way in ways.items() if way.merges}
@@ -252,49 +226,8 @@ def preview(
     return KvPreview(plan, (before, sum(way.kv_heads for way in ways.values())), opened.planned)
 
 
-def _weighs(config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOption) -> bool:
-    """Whether every module may go its own way: nothing was asked for but a budget."""
-    free = config.kv_budget is not None and config.merge is None
-    return free and calibrate is not None and layout is LayoutOption.PER_LAYER
-
-
-def _opened(
-    model: str | Path,
-    config: ConvertConfig,
-    calibrate: DataConfig | None,
-    layout: LayoutOption,
-    loading: tuple[bool, bool, bool],
-    watch: Watch,
-) -> _Opened:
-    """Loads the model, takes the text, and weighs the ways where that was asked for."""
-    merger = Merger.of(config, calibrate is not None)
-    if merger.calibrates and calibrate is None:
-        raise PlanError(
-            f"--merge {merger.name} needs text to learn what the heads do: give --calibrate DATA. "
-            "Without text there is procrustes, or mean with training afterwards (--heal)."
-        )
-    refuse_unknown_kinds(config.attention)
-    if calibrate is not None:
-        refuse_missing_file(calibrate.source)
-    watch.stage("loading the model")
-    net, source = load(model, config.dtype, *loading)
-    attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
-    _refuse(net, attentions)
-    if config.kv_heads is not None:
-        stated_counts(config.kv_heads, attentions)
-    sample = planned = None
-    if calibrate is not None and merger.calibrates:
-        sample = merge_calibration(net, model, calibrate, config, loading[0])
-        if _weighs(config, calibrate, layout):
-            scored = CalibrationConfig(**config.model_dump(include=_CALIBRATES))
-            examples = calibration(net, model, calibrate, scored, "--kv-budget", loading[0])
-            texts = Texts(sample.whole(), examples)
-            planned = plan_kv_heads(net, attentions, texts, merger, config, watch)
-    return _Opened(net, source, attentions, merger, sample, planned)
-
-
 def _wanted(
-    opened: _Opened,
+    opened: Opened,
     config: ConvertConfig,
     layout: LayoutOption,
     settings: dict[str, MergeContext],
@@ -312,7 +245,7 @@ def _wanted(
     return dict(zip((a.path for a in attentions), counts, strict=True))
 
 
-def _costs(opened: _Opened, settings: dict[str, MergeContext]) -> list[dict[int, float]]:
+def _costs(opened: Opened, settings: dict[str, MergeContext]) -> list[dict[int, float]]:
     """Per module, what every possible number of KV heads costs."""
     costs: dict[str, dict[int, float]] = {}
     merger = opened.merger
@@ -340,26 +273,6 @@ def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:
             f"--merge {merge} makes no finite weights of '{path}': those it has, or what they make "
             "of the text, are too large to multiply. Use --merge mean, or repair the checkpoint."
         )
-
-
-def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
-    family = family_of(net.config)
-    if family.fewer_kv_heads not in ("native", "runtime"):
-        raise PlanError(
-            f"{family.model_type} cannot have fewer KV heads: {family.fewer_kv_heads}. Its heads "
-            "can still be cut (headprune prune)."
-        )
-    if all(attention.kv_heads <= 1 for attention in attentions):
-        raise PlanError("The model has one KV head per layer already; there is nothing to merge.")
-    for attention in attentions:
-        parameters = [name for name, _ in attention.module.named_parameters()]
-        of_keys = [name for name, role in family.per_head.items() if role == "k"]
-        per_head = [n for n in of_keys if any(f"{p}.".startswith(f"{n}.") for p in parameters)]
-        if per_head:
-            raise PlanError(
-                f"'{attention.path}' has a norm with weights of its own for every KV head "
-                f"({', '.join(per_head)}), which no shared key can satisfy."
-            )
 
 
 def _check_native(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -103,11 +104,12 @@ class Texts:
 
     Attributes:
         plain: All sequences at once, for merges and removals.
-        scored: Those that the model's loss is taken of.
+        scored: Those that the model's loss is taken of; None where the text has none, so that every
+            coordinate of an output counts alike, as a share of what the module gives.
     """
 
     plain: Batch
-    scored: CalibrationSample
+    scored: CalibrationSample | None
 
 
 def plan_kv_heads(
@@ -132,30 +134,38 @@ def plan_kv_heads(
         PlanError: If no choice comes to the budget, or a module's attention cannot be recorded.
         DataError: If a cost is not finite.
     """
-    watch.stage("measuring what the loss feels")
-    felt = _curvature(model, attentions, texts.scored, config.seed, watch)
+    budget = round((config.kv_budget or 1.0) * sum(a.kv_heads for a in attentions))
+    if budget < 1:
+        total = sum(a.kv_heads for a in attentions)
+        raise PlanError(
+            f"--kv-budget {config.kv_budget} keeps none of {total} KV heads; the least is one, "
+            f"{1 / total:.3f}."
+        )
+    felt: dict[str, Tensor] = {}
+    if texts.scored is not None:
+        watch.stage("measuring what the loss feels")
+        felt = _curvature(model, attentions, texts.scored, config.seed, watch)
     watch.stage("measuring what every layer may keep, merge or lose")
     found: dict[str, list[Way]] = {}
 
     def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        measure = _Measure(attention, heads, setting, felt[attention.path])
+        measure = _Measure(attention, heads, setting, felt.get(attention.path))
         found[attention.path] = [*measure.removals(), *measure.merges(merger)]
         watch.step(len(found), len(attentions))
         return heads
 
     convert_in_sequence(model, attentions, texts.plain, measured)
     ways = {a.path: found[a.path] for a in attentions}
-    share = config.kv_budget or 1.0
-    return choose(ways, share, round(share * sum(a.kv_heads for a in attentions)))
+    return choose(ways, budget, f"--kv-budget {config.kv_budget}")
 
 
-def choose(ways: Mapping[str, Sequence[Way]], share: float, budget: int) -> KvPlan:
+def choose(ways: Mapping[str, Sequence[Way]], budget: int, asked: str) -> KvPlan:
     """The ways with the least sum of costs that come to exactly so many KV heads.
 
     Args:
         ways: Per module path, those to choose from.
-        share: The budget as it was asked for, for messages.
         budget: KV heads of all modules together.
+        asked: How that was asked for, for messages.
 
     Raises:
         PlanError: If no choice comes to the budget; it says which come nearest.
@@ -164,7 +174,7 @@ def choose(ways: Mapping[str, Sequence[Way]], share: float, budget: int) -> KvPl
     try:
         counts = exactly([{n: w.cost for n, w in each.items()} for each in cheapest], budget)
     except ValueError as error:
-        raise PlanError(f"--kv-budget {share} asks for {error}.") from None
+        raise PlanError(f"{asked} asks for {error}.") from None
     chosen = (each[count] for each, count in zip(cheapest, counts, strict=True))
     return KvPlan(ways, dict(zip(ways, chosen, strict=True)))
 
@@ -182,11 +192,19 @@ class _Measure:
     """What the ways of one module cost."""
 
     def __init__(
-        self, attention: Attention, heads: HeadWeights, setting: MergeContext, felt: Tensor
+        self,
+        attention: Attention,
+        heads: HeadWeights,
+        setting: MergeContext,
+        felt: Tensor | None,
     ) -> None:
         assert setting.activations is not None
-        self.attention, self.heads, self.setting, self.felt = attention, heads, setting, felt
+        self.attention, self.heads, self.setting = attention, heads, setting
         self.activations: MergeActivations = setting.activations
+        if felt is None:
+            power = self.activations.outputs.double().square().flatten(0, 1).mean(0)
+            felt = torch.ones_like(power) / power.sum().clamp(min=1e-30)
+        self.felt = felt
 
     def removals(self) -> list[Way]:
         """Every number of KV heads kept whole: those that the others replace worst."""

@@ -27,21 +27,8 @@ def with_fitted_outputs(
         read: What enters it.
         wanted: What it should give, shape (sequences, length, out).
     """
-    held = held_out(len(read))
-    fitted, judged = (
-        Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
-    )
-    whole, bias = fitted + judged, heads.o_bias
-    if bias is not None:  # it takes care of the means
-        fitted, judged = fitted.centred(), judged.centred()
-    start = heads.o.transpose(0, 1).flatten(1).double()
-    ridge, _ = best_ridge(fitted, judged, start, RIDGES)
-    target = whole if bias is None else whole.centred()
-    (weight,) = ridge_path(target, start, [ridge])
-    if bias is not None:
-        bias = ((whole.output_sum - weight @ whole.input_sum) / whole.tokens).to(bias)
-    o = weight.unflatten(1, (len(heads.o), heads.o.shape[2])).transpose(0, 1).to(heads.o)
-    return replace(heads, o=o, o_bias=bias)
+    weight, bias = _fitted(heads.o.transpose(0, 1).flatten(1), heads.o_bias, read, wanted)
+    return replace(heads, o=_by_head(weight, heads), o_bias=bias)
 
 
 def without(heads: HeadWeights, kept: Sequence[int], activations: MergeActivations) -> HeadWeights:
@@ -53,13 +40,40 @@ def without(heads: HeadWeights, kept: Sequence[int], activations: MergeActivatio
         activations: What calibration showed.
     """
     assert activations.read is not None
-    queries, width = heads.queries_of(kept), heads.o.shape[2]
-    columns = [query * width + d for query in queries for d in range(width)]
-    read = activations.read(heads)[..., columns]
-    fitted = with_fitted_outputs(replace(heads, o=heads.o[queries]), read, activations.outputs)
-    o = torch.zeros_like(heads.o)
-    o[queries] = fitted.o
-    return replace(fitted, o=o)
+    width = heads.o.shape[2]
+    left = [query * width + d for query in heads.queries_of(kept) for d in range(width)]
+    weight = heads.o.transpose(0, 1).flatten(1)
+    read = activations.read(heads)[..., left]
+    fitted, bias = _fitted(weight[:, left], heads.o_bias, read, activations.outputs)
+    weight = torch.zeros_like(weight)
+    weight[:, left] = fitted
+    return replace(heads, o=_by_head(weight, heads), o_bias=bias)
+
+
+def _by_head(weight: Tensor, heads: HeadWeights) -> Tensor:
+    return weight.unflatten(1, (len(heads.o), heads.o.shape[2])).transpose(0, 1)
+
+
+def _fitted(
+    weight: Float[Tensor, "out width"],
+    bias: Tensor | None,
+    read: Float[Tensor, "sequences length width"],
+    wanted: Tensor,
+) -> tuple[Float[Tensor, "out width"], Tensor | None]:
+    """Weights and bias, as ``with_fitted_outputs`` fits them."""
+    held = held_out(len(read))
+    fitted, judged = (
+        Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
+    )
+    whole = fitted + judged
+    if bias is not None:  # it takes care of the means
+        fitted, judged = fitted.centred(), judged.centred()
+    start = weight.double()
+    ridge, _ = best_ridge(fitted, judged, start, RIDGES)
+    (found,) = ridge_path(whole if bias is None else whole.centred(), start, [ridge])
+    if bias is not None:
+        bias = ((whole.output_sum - found @ whole.input_sum) / whole.tokens).to(bias)
+    return found.to(weight), bias
 
 
 def output_errors(heads: HeadWeights, activations: MergeActivations) -> Float[Tensor, " out"]:
