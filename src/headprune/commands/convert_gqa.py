@@ -196,7 +196,8 @@ def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
 
     seconds = sizes.writing(options.out_dtype)
     if options.calibrate is not None:
-        seconds += 3 * sizes.forward(options.calibration_tokens)
+        weighed = options.kv_budget is not None and options.merge is None
+        seconds += (9 if weighed else 3) * sizes.forward(options.calibration_tokens)
     held = options.calibration_tokens * sizes.hidden * 4 * 8
     memory = 2 * sizes.computed(options.dtype) + held
     return Estimate(seconds, memory, sizes.stored(options.out_dtype))

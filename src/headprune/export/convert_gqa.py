@@ -149,8 +149,6 @@ def convert_gqa(
     done = itertools.count(1)
 
     def converted(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        if not setting.linear and merger.name in ("lowrank", "procrustes"):
-            own_keys.append(attention.path)
         way = ways.get(attention.path)
         if way is not None and not way.merges:
             assert setting.activations is not None
@@ -158,6 +156,8 @@ def convert_gqa(
         else:
             chosen = merger.groups(heads, setting, wanted[attention.path])
             groups[attention.path] = chosen
+            if not setting.linear and merger.name in ("lowrank", "procrustes"):
+                own_keys.append(attention.path)
             changed = merger.merged(heads, setting, chosen)
         _refuse_not_finite(changed, attention.path, merger.name)
         on_module(next(done), len(attentions))
