@@ -51,7 +51,8 @@ def without(heads: HeadWeights, kept: Sequence[int], activations: MergeActivatio
 
 
 def _by_head(weight: Tensor, heads: HeadWeights) -> Tensor:
-    return weight.unflatten(1, (len(heads.o), heads.o.shape[2])).transpose(0, 1)
+    by_head: Tensor = weight.unflatten(1, (len(heads.o), heads.o.shape[2])).transpose(0, 1)
+    return by_head
 
 
 def _fitted(
