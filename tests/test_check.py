@@ -221,6 +221,11 @@ def losses(seed: int, n: int = 60) -> Samples:
             "seen_word_hits": generator.integers(0, 10, n).astype(float),
             "copied_nll_nats": generator.uniform(10, 50, n),
             "copied_tokens": np.full(n, 8.0),
+            "repeated_nll_nats": generator.uniform(10, 50, n),
+            "repeated_tokens": np.full(n, 8.0),
+            "last_word_hits": generator.integers(0, 2, n).astype(float),
+            "seen_last_words": np.ones(n),
+            "seen_last_word_hits": generator.integers(0, 2, n).astype(float),
         }
     )
 
@@ -509,8 +514,8 @@ def test_a_baseline_is_replaced_only_by_its_like(folders: Path, tmp_path: Path) 
     with pytest.raises(DataError, match="other data.*--allow-other"):
         update_baseline(other)
     assert path.read_text() == before
-    assert update_baseline(other, allow_other=True).data["source"] == other.data
-    assert read_baseline(path).data["source"] == other.data
+    assert update_baseline(other, allow_other=True).data["source"] == other.data[0].source
+    assert read_baseline(path).data["source"] == str(tmp_path / "other.txt")
     assert [file.name for file in tmp_path.iterdir() if "partial" in file.name] == []
 
 

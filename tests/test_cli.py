@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -486,3 +488,20 @@ def test_memory_and_batches_are_reported(
     assert set(model["speed"]["decode_by_batch"]) == {"1", "2"}
     code, _, err = run(capsys, "evaluate", llama_folder, "--data", text_file, "--memory", "lots")
     assert (code, "such as 24GiB" in err) == (2, True)
+
+
+@pytest.mark.process
+def test_the_progress_bar_is_drawn_at_a_terminal(tmp_path: Path) -> None:
+    screen, stream = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "headprune", "clean", str(tmp_path), "--dry-run"],
+        stdout=subprocess.DEVNULL,
+        stderr=stream,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(stream)
+    drawn = os.read(screen, 1 << 16)
+    os.close(screen)
+    assert done.returncode == 0, drawn
+    assert b"\x1b[" in drawn and b"starting" in drawn
+    assert rb"\x1b" not in drawn  # a command to the terminal, and not shown as text

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headprune.config import CalibrationConfig, DataConfig
+from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError, PlanError
 from headprune.export.prune import prune
+from headprune.export.refitting import judged_refit
 from headprune.model.attention import attention_of
+from headprune.model.batch import Batch
 from headprune.model.heads import read_heads, read_output, write_heads
+from headprune.surgery.cut import resolve
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
@@ -191,3 +197,38 @@ def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
     gates = [torch.ones(a.query_heads) for a in modules]
     with pytest.raises(PlanError, match="runs in more than one layer"):
         refit(albert, modules, gates, {"input_ids": ids})
+
+
+def sample_of(taken: torch.Tensor, left: torch.Tensor) -> CalibrationSample:
+    """Sequences to fit to, and others of the same text."""
+
+    def collate(rows: list[dict[str, Any]]) -> Batch:
+        ids = torch.tensor([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    rows, others = (Dataset.from_dict({"input_ids": ids.tolist()}) for ids in (taken, left))
+    return CalibrationSample(rows, collate, taken.numel(), left=others)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "bert"])
+def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
+    found = {}
+    for same in (True, False):
+        model = tiny.model(case)
+        cuts = resolve(uneven_plan(model), model, ragged=True)
+        before = [read_output(cut.attention)[0] for cut in cuts]
+        generator = torch.Generator().manual_seed(0)
+        taken = torch.randint(5, 60, (32, 24), generator=generator)
+        left = taken.clone()
+        if not same:  # a fit to few tokens says nothing of the others
+            taken = taken % 2 + 7
+            left = left % 40 + 20
+        judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, lambda d, t: None)
+        assert judged.worth is not None
+        changed = any(
+            not torch.equal(old, read_output(cut.attention)[0])
+            for cut, old in zip(cuts, before, strict=True)
+        )
+        found[same] = changed, judged.taken is not None, bool(judged.warnings)
+        assert (judged.worth.refitted <= judged.worth.without) == changed
+    assert found == {True: (True, True, False), False: (False, False, True)}

@@ -38,7 +38,11 @@ def _assert_no_regression(
     from headprune.regression.verdicts import Verdict
 
     made = read_baseline(Path(baseline))
-    data = {**made.data, "data": made.data["source"]}
+    further = [
+        {"name": name, **{key: value for key, value in said.items() if key != "sha256"}}
+        for name, said in (made.domains or {}).items()
+    ]
+    data = {**made.data, "data": [made.data["source"], *further]}
     known = {**made.settings, **data, "limits": made.limits}
     defaults = {name: known[name] for name in CheckConfig.model_fields if name in known}
     for other in ("confidence", "resamples"):  # the evaluation's own, which decide nothing here

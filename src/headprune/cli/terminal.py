@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, TypeVar, cast
+from typing import IO, Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -50,6 +50,16 @@ class _Line:
 
 class _Console(Console):
     """Shows what was read from files as text, never as commands to a terminal or a CI runner."""
+
+    @property
+    def file(self) -> IO[str]:
+        """Where it writes: below ``_Stream``, also while a progress bar has put a stream above."""
+        stream: Any = super().file
+        return cast(IO[str], getattr(stream, "rich_proxied_file", stream))
+
+    @file.setter
+    def file(self, new: IO[str]) -> None:
+        self._file = new
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -104,7 +104,8 @@ def _files(options: CheckOptions) -> Iterator[None]:
     from headprune.io.writing import write_whole
     from headprune.regression.junit import junit_error
 
-    inputs = (options.model, options.data, options.baseline, options.against)
+    read = [domain.source for domain in options.data]
+    inputs = (options.model, *read, options.baseline, options.against)
     with ExitStack() as claims:
         for path, kind in ((options.junit, JUNIT), (options.output, CHECK)):
             if path is not None:
@@ -216,7 +217,7 @@ declare(
             _summary,
             _estimate,
             outputs={"output": "check.json", "junit": "junit.xml"},
-            defaults={"data": "test", "against": "original"},
+            defaults={"data": ("test",), "against": "original"},
             refuse=_refuse,
         ),
     )

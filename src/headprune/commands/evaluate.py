@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Loading, OneModel, output, split
-from headprune.config import EvaluateConfig, Place
+from headprune.commands.shared import DATA, NAMED, Columns, Loading, OneModel, output, split
+from headprune.config import Domain, Domains, EvaluateConfig, Place
 from headprune.declaration import (
     Chapter,
     Command,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading):
     """Measure quality, size and speed, also against another model."""
 
-    data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
+    data: Domains = option(f"{DATA} {NAMED}", panel=Panel.MAIN, slot=Slot.DATA)
     against: Place | None = option(
         "Base model: report paired differences to it.", None, Panel.MAIN, slot=Slot.MODEL
     )
@@ -46,14 +47,14 @@ def run(options: EvaluateOptions, context: Context) -> Report:
     from headprune.io.ownership import EVALUATION
 
     context.stage("evaluating")
-    inputs = (options.model, options.data, options.against)
+    inputs = (options.model, *(domain.source for domain in options.data), options.against)
     claim: AbstractContextManager[None] = nullcontext()
     if options.output is not None:
         claim = claimed_file(options.output, EVALUATION, overwrite=True, inputs=inputs)
     with claim:
         report = evaluate(
             options.model,
-            options.examples(options.data),
+            options.domains(options.data),
             options.part(EvaluateConfig),
             against=options.against,
             **options.loading(),
@@ -72,14 +73,18 @@ def show(result: Report, options: EvaluateOptions, console: Console) -> None:
 
 
 def _summary(result: Report) -> str:
-    found = [f"{m.name.replace('_', ' ')} {m.value:.4f}" for m in result.model.metrics[:1]]
+    from headprune.evaluation.metrics import label
+
+    found = [f"{label(m.name)} {m.value:.4f}" for m in result.model.metrics[:1]]
     for difference in result.differences[:1]:
         i = difference.interval
         found.append(f"{difference.kind} {i.estimate:.4f} ({i.low:.4f} to {i.high:.4f})")
     return ", ".join(found)
 
 
-def estimate(options: EvaluateConfig, data: str, models: int, sizes: Sizes) -> Estimate:
+def estimate(
+    options: EvaluateConfig, data: Sequence[Domain], models: int, sizes: Sizes
+) -> Estimate:
     """What an evaluation takes."""
     from headprune.estimates import (
         OVERHEAD_SECONDS,
@@ -89,9 +94,11 @@ def estimate(options: EvaluateConfig, data: str, models: int, sizes: Sizes) -> E
         tokens_in,
     )
 
-    tokens = tokens_in(data)
+    found = [tokens_in(domain.source) for domain in data]
     if options.max_windows is not None:
-        tokens = min(tokens or math.inf, float(options.max_windows * options.seq_len))
+        most = float(options.max_windows * options.seq_len)
+        found = [min(tokens or math.inf, most) for tokens in found]
+    tokens = None if None in found else math.fsum(each for each in found if each is not None)
     one = None if tokens is None else sizes.forward(tokens) + SPEED_SECONDS * options.speed
     batch = options.batch_size * options.seq_len
     held = sizes.activations(batch, sizes.itemsize_of(options.dtype), trained=False)
@@ -115,7 +122,7 @@ declare(
             _summary,
             _estimate,
             outputs={"output": "report.json"},
-            defaults={"data": "test", "against": "original"},
+            defaults={"data": ("test",), "against": "original"},
         ),
     ),
 )

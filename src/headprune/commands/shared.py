@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headprune.config import DataConfig, Names, Place
+from headprune.config import DataConfig, Domain, Names, Place, data_configs
 from headprune.declaration import Options, Panel, Slot, option
 from headprune.tensors.units import Unit
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 DATA = (
     "A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id such as "
     "wikitext:wikitext-2-raw-v1."
+)
+
+NAMED = (
+    "Repeatable and named, as in wiki=a.txt: metrics of all but the first carry the name, as in "
+    "perplexity[NAME]."
 )
 
 
@@ -126,6 +132,10 @@ class Columns(Options):
     def examples(self, place: str) -> DataConfig:
         """Where the examples of a place come from."""
         return self.part(DataConfig, source=place)
+
+    def domains(self, data: Sequence[Domain]) -> dict[str, DataConfig]:
+        """Where the examples of domains come from."""
+        return data_configs(data, self.examples(""))
 
 
 class Units(Options):

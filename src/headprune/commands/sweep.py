@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
-from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Replacing, output
-from headprune.config import CalibrationConfig, Count, DataConfig, EvaluateConfig, Names, Place
+from headprune.commands.shared import DATA, NAMED, Columns, Cutting, OneModel, Replacing, output
+from headprune.config import (
+    CalibrationConfig,
+    Count,
+    DataConfig,
+    Domains,
+    EvaluateConfig,
+    Names,
+    Place,
+    RecallConfig,
+    data_configs,
+)
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 from headprune.tensors.units import Unit
 
@@ -32,7 +42,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_shares), Field(min_length=1)]
 
 
-class SweepOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
+class SweepOptions(OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting):
     """Cut a model to several sizes and measure each: the curve of quality against size."""
 
     data: Place = option(DATA, panel=Panel.MAIN)
@@ -40,8 +50,10 @@ class SweepOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
         "Shares of heads to keep, comma-separated.", (0.9, 0.75, 0.5), Panel.MAIN, as_text=True
     )
     criterion: Names = option("What chooses the heads (repeatable).", ("compensated",), Panel.MAIN)
-    test: Place | None = option(
-        "Data to measure on. Default: that of --data, which flatters a refit.", None, Panel.MAIN
+    test: Domains | None = option(
+        f"Data to measure on. {NAMED} Default: that of --data, which flatters a refit.",
+        None,
+        Panel.MAIN,
     )
     output: Path = output("Folder for table, JSON and plot.")
     refit: bool = option(
@@ -62,16 +74,17 @@ class SweepOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
     )
     test_label_column: str | None = option("Label or score column of --test.", None, Panel.INPUT)
 
-    def tests(self) -> DataConfig | None:
+    def tests(self) -> dict[str, DataConfig] | None:
         """What is measured on, where that is other data."""
         if self.test is None:
             return None
-        return DataConfig(
-            source=self.test,
+        shared = DataConfig(
+            source="",
             split=self.test_split,
             text_column=self.test_text_column or self.text_column,
             label_column=self.test_label_column or self.label_column,
         )
+        return data_configs(self.test, shared)
 
 
 def run(options: SweepOptions, context: Context) -> Sweep:
@@ -90,7 +103,7 @@ def run(options: SweepOptions, context: Context) -> Sweep:
         rounds=options.rounds,
         unit=options.unit,
         config=options.part(CalibrationConfig),
-        evaluation=options.part(EvaluateConfig, speed=False, copying=0),
+        evaluation=options.part(EvaluateConfig, speed=False),
         overwrite=options.overwrite,
         **options.loading(),
         watch=Watch(stage=context.stage, step=context.step),

@@ -1,8 +1,9 @@
 """What the stages of the work are asked to do: frozen, validated, written beside every result."""
 
+from headprune.config.compressing import CompressConfig
 from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
-from headprune.config.data import CalibrationConfig, DataConfig
-from headprune.config.measuring import CheckConfig, EvaluateConfig
+from headprune.config.data import CalibrationConfig, DataConfig, Domain, Domains, data_configs
+from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -27,9 +28,11 @@ from headprune.config.values import (
     Memory,
     Names,
     Place,
+    Places,
     Positive,
     Seed,
     Steps,
+    TaskNames,
     kv_head_counts,
     memory_bytes,
     one_or_all,
@@ -47,9 +50,12 @@ __all__ = [
     "BudgetConfig",
     "CalibrationConfig",
     "CheckConfig",
+    "CompressConfig",
     "ConvertConfig",
     "Count",
     "DataConfig",
+    "Domain",
+    "Domains",
     "Dtype",
     "EvaluateConfig",
     "Few",
@@ -65,11 +71,15 @@ __all__ = [
     "Names",
     "Objective",
     "Place",
+    "Places",
     "Positive",
+    "RecallConfig",
     "Seed",
     "Steps",
+    "TaskNames",
     "Train",
     "TrainGatesConfig",
+    "data_configs",
     "kv_head_counts",
     "memory_bytes",
     "one_or_all",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headprune.config.values import COMPUTED, Count, Dtype, Few, Length, Place, Seed
 from headprune.declaration import Options, Panel, option
@@ -24,6 +27,65 @@ class DataConfig(Options):
         None,
     )
     label_column: str | None = option("Column with the label or the similarity score.", None)
+
+
+class Domain(Options):
+    """Data with a name, which the metrics of all but the first carry in brackets."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    source: Place
+    split: str | None = None
+    text_column: str | None = None
+    label_column: str | None = None
+
+
+def data_configs(domains: Sequence[Domain], shared: DataConfig) -> dict[str, DataConfig]:
+    """Where the examples of domains come from; what one does not say, ``shared`` says for all."""
+    said = {
+        domain.name: domain.model_dump(exclude={"name"}, exclude_none=True) for domain in domains
+    }
+    return {name: shared.model_copy(update=own) for name, own in said.items()}
+
+
+def named(value: object) -> object:
+    """One place or several, each with or without a name, as a list of domains."""
+    if isinstance(value, Mapping):
+        return [_named(place, str(name)) for name, place in value.items()]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_named(one) for one in value]
+    return [_named(value)]
+
+
+def _named(place: Any, name: str | None = None) -> Any:
+    """A domain: without a name it has that of its file; a place with "=" in it is none with one."""
+    if isinstance(place, Mapping):
+        return place if name is None else {"name": name, **place}
+    if not isinstance(place, str | Path):
+        return place
+    said = re.fullmatch(r"([\w.-]+)=(.+)", str(place), re.DOTALL)
+    if name is None and said is not None and not Path(place).exists():
+        name, place = said.groups()
+    return {"name": name or _stem(str(place)), "source": place}
+
+
+def _stem(place: str) -> str:
+    """The name of a file without its endings, or of a data set; of signs that a name can have."""
+    path = Path(place)
+    stem = Path(path.stem).stem if path.suffix == ".gz" else path.stem
+    return re.sub(r"[^\w.-]+", "-", stem) or "data"
+
+
+def _apart(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:
+    names = [domain.name for domain in domains]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two are called {twice}; give names, as in {twice}=FILE other=FILE")
+    return domains
+
+
+Domains = Annotated[
+    tuple[Domain, ...], BeforeValidator(named), AfterValidator(_apart), Field(min_length=1)
+]
 
 
 class CalibrationConfig(Options):

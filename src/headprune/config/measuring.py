@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headprune.config.data import DataConfig
+from headprune.config.data import DataConfig, Domains, data_configs
 from headprune.config.values import (
     MEASURED,
     Batches,
@@ -18,11 +18,39 @@ from headprune.config.values import (
     Names,
     Place,
     Seed,
+    TaskNames,
 )
 from headprune.declaration import Options, Panel, Slot, option
 
+TASKS = (
+    "Tasks of lm-eval (the extra lm-eval), comma-separated: names, YAML files of tasks, or folders "
+    "of them."
+)
+MEASURED_ON = (
+    "Text that it was not trained on: a file, a folder or a hub id. Repeatable and named, "
+    "as in wiki=a.txt: metrics of all but the first carry the name, as in perplexity[NAME]."
+)
+# measures that take passes of their own, by the setting that says how much is read for them
+_ON_DEMAND = {
+    "copying": ("copying_nll", "repeated_passage_nll"),
+    "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
+}
 
-class EvaluateConfig(Options):
+
+class RecallConfig(Options):
+    """How much is read to see what a model recalls from far back."""
+
+    copying: Annotated[int, Field(ge=0, le=10**6)] = option(
+        "Runs of random tokens, and passages of the text, that are read twice to measure copying; "
+        "0 for none.",
+        16,
+    )
+    last_words: Annotated[int, Field(ge=0, le=10**6)] = option(
+        "Passages of the text whose last word is to be predicted; 0 for none.", 200
+    )
+
+
+class EvaluateConfig(RecallConfig):
     """How a model is evaluated."""
 
     seq_len: Length = option(
@@ -34,9 +62,7 @@ class EvaluateConfig(Options):
     )
     confidence: Annotated[float, Field(gt=0, lt=1)] = option("Level of the intervals.", 0.95)
     resamples: Few = option("Bootstrap resamples behind them.", 2000)
-    copying: Annotated[int, Field(ge=0, le=10**6)] = option(
-        "Sequences of random tokens, each twice, on which copying is measured; 0 for none.", 16
-    )
+    tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
     speed: bool = option("Time prefill and decoding.", True, Panel.MAIN)
     decode_batches: Batches = option(
         "Batch sizes at which decoding is timed, comma-separated.", (1, 8), as_text=True
@@ -52,11 +78,8 @@ class CheckConfig(Options):
     """How a model is held to its limits."""
 
     model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL)
-    data: Place = option(
-        "Text that it was not trained on: a file, a folder or a hub id.",
-        panel=Panel.MAIN,
-        slot=Slot.DATA,
-    )
+    data: Domains = option(MEASURED_ON, panel=Panel.MAIN, slot=Slot.DATA)
+    tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
     split: str = option("Split of a hub data set.", "test", Panel.INPUT, in_recipes=False)
     text_column: str | None = option(
         "Column with the text; two, comma-separated, for pairs.",
@@ -75,7 +98,8 @@ class CheckConfig(Options):
     )
     limits: Names = option(
         "What must hold (repeatable): 'perplexity <= 25', 'perplexity <= +2 %' (since the "
-        "baseline), 'perplexity recovery >= 98 %' (of the original), 'query_heads == 201', "
+        "baseline), 'perplexity[wiki] <= 105 %' (of the original, on that data), "
+        "'perplexity recovery >= 98 %' (likewise), 'query_heads == 201', "
         "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
         "'load_route == native'.",
         (),
@@ -102,14 +126,15 @@ class CheckConfig(Options):
         in_recipes=False,
     )
 
-    def data_config(self) -> DataConfig:
-        """Where the examples come from."""
-        return self.part(DataConfig, source=self.data)
+    def domains(self) -> dict[str, DataConfig]:
+        """Where the examples come from; the first are the main ones."""
+        return data_configs(self.data, self.part(DataConfig, source=""))
 
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
-        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed")
-        asked = any(limit.strip().startswith("copying_nll") for limit in self.limits)
-        copying = EvaluateConfig.model_fields["copying"].default if asked else 0
+        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed", "tasks")
         given = {name: getattr(self, name) for name in shared}
-        return EvaluateConfig(**given, copying=copying, speed=False)
+        for setting, metrics in _ON_DEMAND.items():
+            asked = any(limit.strip().startswith(metrics) for limit in self.limits)
+            given[setting] = EvaluateConfig.model_fields[setting].default if asked else 0
+        return EvaluateConfig(**given, speed=False)

@@ -104,10 +104,22 @@ Kept = Annotated[float | int, BeforeValidator(share_or_count)]
 
 
 def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, (str, Path)) else value
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+Places = Annotated[tuple[Place, ...], BeforeValidator(_listed)]
+
+
+def _between_commas(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+TaskNames = Annotated[tuple[str, ...], BeforeValidator(_between_commas)]
 
 
 def _numbers(value: object) -> object:

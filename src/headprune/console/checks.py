@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from headprune.console.tables import table
+from headprune.evaluation.metrics import label
 from headprune.regression.verdicts import Verdict
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def recorded(console: Console, baseline: Baseline, path: str) -> None:
     """What a new baseline holds."""
     grid = table("", "")
     for name, value in baseline.metrics.items():
-        grid.add_row(name.replace("_", " "), f"{value:.4f}")
+        grid.add_row(escape(label(name)), f"{value:.4f}")
     for name, count in baseline.structure.items():
         grid.add_row(name.replace("_", " "), f"{count:,}")
     grid.add_row("load route", baseline.load_route)

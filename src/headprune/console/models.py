@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headprune.family.capabilities import Capability
     from headprune.model.inspection import Inspection
 from headprune.console.tables import folded, module_table, table
+from headprune.evaluation.metrics import label, spec_of
 
 
 def inspection(console: Console, report: Inspection) -> None:
@@ -112,23 +113,22 @@ def evaluation(console: Console, report: Report) -> None:
     for row in zip(*(_numbers(m) for m in models), strict=True):
         grid.add_row(row[0][0], *(value for _, value in row))
     console.print(grid)
-    fidelity = {m.name: m for m in report.model.metrics}
-    for name in ("mean_cosine", "similarity_correlation"):
-        if name in fidelity:
-            console.print(f"{name.replace('_', ' ')} with the base: {fidelity[name].value:.4f}")
+    for m in report.model.metrics:
+        if spec_of(m.name).of_two:
+            console.print(f"{escape(label(m.name))} with the base: {m.value:.4f}")
     for d in report.differences:
         i = d.interval
         console.print(
-            f"{d.name.replace('_', ' ')}, {d.kind}: [bold]{i.estimate:.4f}[/], "
+            f"{escape(label(d.name))}, {d.kind}: [bold]{i.estimate:.4f}[/], "
             f"{i.confidence:.0%} interval {i.low:.4f} to {i.high:.4f} (n = {i.n}, paired)"
         )
 
 
 def _numbers(model: ModelReport) -> list[tuple[str, str]]:
     rows = [
-        (m.name.replace("_", " "), f"{m.value:.4f}")
+        (escape(label(m.name)), f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr else ""))
         for m in model.metrics
-        if m.name not in ("mean_cosine", "similarity_correlation")
+        if not spec_of(m.name).of_two
     ]
     cost, speed = model.cost, model.speed
     rows += [

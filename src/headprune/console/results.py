@@ -85,8 +85,14 @@ def pruned(console: Console, result: Pruned) -> None:
             f"W_O refitted in {made.modules} modules on {made.tokens:,} tokens: error of the "
             f"outputs {made.error_before:.1%} -> {made.error_after:.1%}"
         )
-    _proof(console, manifest)
-    _written(console, result)
+        if made.held_out is not None:
+            worth = made.held_out
+            console.print(
+                f"on {worth.tokens:,} tokens that it was not fitted to: {worth.measure} "
+                f"{worth.without:.4g} without -> {worth.refitted:.4g} with it"
+            )
+    proof(console, manifest)
+    written(console, result)
 
 
 def imported(console: Console, result: Imported) -> None:
@@ -131,8 +137,8 @@ def converted(console: Console, result: Converted) -> None:
             "is merged as asked, K is averaged or taken from one head of the group."
         )
     _sizes(console, manifest)
-    _proof(console, manifest)
-    _written(console, result.pruned)
+    proof(console, manifest)
+    written(console, result.pruned)
 
 
 def kv_preview(console: Console, preview: KvPreview) -> None:
@@ -163,11 +169,12 @@ def healed(console: Console, result: Healed) -> None:
     grid.add_row(f"after {result.steps} steps", f"{result.after:.4f}")
     console.print(grid)
     manifest = result.pruned.manifest
-    _proof(console, manifest)
-    _written(console, result.pruned)
+    proof(console, manifest)
+    written(console, result.pruned)
 
 
-def _proof(console: Console, manifest: Manifest) -> None:
+def proof(console: Console, manifest: Manifest) -> None:
+    """What the verification measured."""
     from headprune.export.card import proof_rows
 
     console.print(
@@ -196,7 +203,8 @@ def verification(console: Console, result: Verification) -> None:
         console.print(f"[yellow]note:[/] {escape(result.not_run)}")
 
 
-def _written(console: Console, result: Pruned) -> None:
+def written(console: Console, result: Pruned) -> None:
+    """How the result loads, and where it lies."""
     stored = _stored(result.manifest.shape, result.manifest.uneven)
     console.print(f"{stored} Written to {escape(str(result.output))}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from headprune.console.tables import module_table, next_line, plan_picture, table
 from headprune.errors import HeadpruneError
+from headprune.evaluation.metrics import label, spec_of
 from headprune.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -121,21 +123,28 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
 
 def sweep(console: Console, result: Sweep, output: Path) -> None:
     """Quality against size, the Pareto front marked."""
-    metric = result.metric.replace("_", " ")
-    grid = table("criterion", "refit", "heads", "parameters", metric, "", numbers_from=2)
-    grid.add_row("(the model)", "", *_row(result.base, None), "")
+    others = [name for name in result.base.metrics if name != result.metric and _is_listed(name)]
+    metrics = [escape(label(name)) for name in (result.metric, *others)]
+    grid = table("criterion", "refit", "heads", "parameters", *metrics, "", numbers_from=2)
+    grid.add_row("(the model)", "", *_row(result.base, None, others), "")
     for point in result.points:
         ratio = None if result.base.quality == 0 else point.quality / result.base.quality
         marked = "front" if point.name in result.front else ""
         refit = "yes" if point.refit else ""
-        grid.add_row(escape(point.criterion), refit, *_row(point, ratio), marked)
+        grid.add_row(escape(point.criterion), refit, *_row(point, ratio, others), marked)
     console.print(grid)
     console.print(f"Table, JSON and plot are in {escape(str(output))}.")
 
 
-def _row(point: Point, ratio: float | None) -> tuple[str, str, str]:
+def _is_listed(name: str) -> bool:
+    spec = spec_of(name)
+    return spec.leads or spec.beside
+
+
+def _row(point: Point, ratio: float | None, others: Sequence[str]) -> tuple[str, ...]:
     times = "" if ratio is None else f" ({ratio:.3f} x)"
-    return f"{point.query_heads:,}", f"{point.parameters:,}", f"{point.quality:.4f}{times}"
+    rest = (f"{point.metrics[n]:.4f}" if n in point.metrics else "-" for n in others)
+    return f"{point.query_heads:,}", f"{point.parameters:,}", f"{point.quality:.4f}{times}", *rest
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
 
 from headprune.data.rows import lengths
 from headprune.model.batch import Batch
+from headprune.tensors.least_squares import HELD_OUT
 
 Collate = Callable[[list[dict[str, Any]]], Batch]
 
@@ -24,6 +25,7 @@ class CalibrationSample:
         tokens: Tokens of all of them.
         batch_size: Sequences per batch.
         special_ids: Ids of special tokens.
+        left: Sequences of the same text that were not taken.
     """
 
     rows: Dataset
@@ -31,6 +33,7 @@ class CalibrationSample:
     tokens: int
     batch_size: int = 1
     special_ids: tuple[int, ...] = ()
+    left: Dataset | None = None
 
     @classmethod
     def spread(
@@ -46,8 +49,17 @@ class CalibrationSample:
         """
         found = lengths(rows)
         count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
-        numbers = [i * len(rows) // count for i in range(count)]
-        return cls(rows.select(numbers), collate, int(found[numbers].sum()), **others)
+        numbers = _evenly(len(rows), count)
+        left = rows.select(sorted(set(range(len(rows))) - set(numbers)))
+        return cls(rows.select(numbers), collate, int(found[numbers].sum()), left=left, **others)
+
+    def held_out(self) -> CalibrationSample | None:
+        """One sequence for every ``HELD_OUT`` of these, from what was not taken, if it has some."""
+        count = min(len(self.left or ()), max(1, len(self.rows) // HELD_OUT))
+        if self.left is None or not count:
+            return None
+        rows = self.left.select(_evenly(len(self.left), count))
+        return replace(self, rows=rows, tokens=int(lengths(rows).sum()), left=None)
 
     def batches(self) -> list[Batch]:
         """All sequences, in batches."""
@@ -64,3 +76,8 @@ class CalibrationSample:
 
     def _batch(self, start: int, stop: int) -> Batch:
         return self.collate([self.rows[i] for i in range(start, min(stop, len(self.rows)))])
+
+
+def _evenly(total: int, count: int) -> list[int]:
+    """So many of as many numbers from 0, evenly."""
+    return [i * total // count for i in range(count)]

@@ -25,6 +25,7 @@ from headprune.declaration.options import (
     build,
     flags,
     option,
+    takes_several,
     warn_of_old_names,
 )
 
@@ -47,5 +48,6 @@ __all__ = [
     "flags",
     "option",
     "retold",
+    "takes_several",
     "warn_of_old_names",
 ]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -153,6 +153,11 @@ Asked = TypeVar("Asked", bound=Options)
 def appearance(info: FieldInfo) -> Appearance:
     """How an option appears; see ``option``."""
     return next((m for m in info.metadata if isinstance(m, Appearance)), Appearance())
+
+
+def takes_several(info: FieldInfo) -> bool:
+    """Whether an option has a list of values."""
+    return get_origin(info.annotation) is tuple
 
 
 def flags(name: str, info: FieldInfo) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ class MetricSpec:
         formula: From columns and rows to the metric; None where it is no function of single ones.
         compared: How the value of a model is compared with that of its base; None for not at all.
         leads: Whether sweeps and reports draw it, where a model has it.
+        beside: Whether sweeps list it beside what leads.
         of_two: Whether it needs the original beside the model.
     """
 
@@ -44,6 +45,7 @@ class MetricSpec:
     formula: Callable[[Columns, Rows], Any] | None = None
     compared: Literal["ratio", "difference"] | None = None
     leads: bool = False
+    beside: bool = False
     of_two: bool = False
 
 
@@ -106,6 +108,36 @@ def _spearman(columns: Columns, i: Rows) -> Any:
         return rank_correlation(columns["similarities"][row], columns["scores"][row])
 
     return np.apply_along_axis(of_one, -1, i)
+
+
+def within(name: str, domain: str) -> str:
+    """The name of a metric, or of a column, on a domain; on the main one, "", it is plain."""
+    return f"{name}[{domain}]" if domain else name
+
+
+def parted(name: str) -> tuple[str, str]:
+    """A metric, or a column, and its domain: ``perplexity[brown]`` is ("perplexity", "brown")."""
+    metric, _, domain = name.partition("[")
+    return metric, domain.removesuffix("]")
+
+
+def is_score(name: str) -> bool:
+    """Whether it names a score of a task, as ``lambada_openai:acc`` does."""
+    return ":" in name.partition("[")[0]
+
+
+def spec_of(name: str) -> MetricSpec:
+    """What is known of a metric on any domain, or of a score."""
+    return SCORE if is_score(name) else METRICS[parted(name)[0]]
+
+
+def label(name: str) -> str:
+    """A metric as tables show it: ``perplexity [brown]``, ``lambada_openai: acc norm``."""
+    task, colon, score = name.partition(":")
+    if is_score(name):
+        return f"{task}{colon} {score.replace('_', ' ')}"
+    metric, domain = parted(name)
+    return f"{metric.replace('_', ' ')} [{domain}]" if domain else metric.replace("_", " ")
 
 
 # in the order in which reports list them
@@ -174,6 +206,41 @@ METRICS.add(
         ("copied_nll_nats", "copied_tokens"),
         lambda c, i: c["copied_nll_nats"][i].sum(-1) / c["copied_tokens"][i].sum(-1),
         compared="difference",
+        beside=True,
+    ),
+)
+METRICS.add(
+    "repeated_passage_nll",
+    MetricSpec(
+        "nats/token",
+        False,
+        "mean loss on the second of two equal passages of the text",
+        ("repeated_nll_nats", "repeated_tokens"),
+        lambda c, i: c["repeated_nll_nats"][i].sum(-1) / c["repeated_tokens"][i].sum(-1),
+        compared="difference",
+    ),
+)
+METRICS.add(
+    "last_word_accuracy",
+    MetricSpec(
+        "1",
+        True,
+        "share of the passages whose last word is predicted",
+        ("last_word_hits",),
+        lambda c, i: c["last_word_hits"][i].mean(-1),
+        compared="difference",
+        beside=True,
+    ),
+)
+METRICS.add(
+    "seen_last_word_accuracy",
+    MetricSpec(
+        "1",
+        True,
+        "the same, of last words that stand earlier in the passage",
+        ("seen_last_words", "seen_last_word_hits"),
+        lambda c, i: c["seen_last_word_hits"][i].sum(-1) / c["seen_last_words"][i].sum(-1),
+        compared="difference",
     ),
 )
 METRICS.add(
@@ -221,3 +288,6 @@ METRICS.add(
         of_two=True,
     ),
 )
+
+# of lm-eval, whose tasks say in which direction they are better; higher is what most of them do
+SCORE = MetricSpec("1", True, "mean score of the examples of a task", compared="difference")

@@ -7,7 +7,10 @@ at what comes from further back:
   likeliest ones, each given all before it; words that stand earlier in the sequence are counted
   once more by themselves. They come with the perplexity, from the same pass.
 - Copying: the loss on the second of two equal runs of random tokens, which nothing but the first
-  run tells (Olsson et al. 2022, arXiv 2209.11895, section on repeated random tokens).
+  run tells (Olsson et al. 2022, arXiv 2209.11895, section on repeated random tokens); and that on
+  the second of two equal passages of text, which the words around tell as well.
+
+``last_words`` has a third.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,6 +30,7 @@ from headprune.evaluation.metrics import Floats
 
 WORDS = ("words", "word_hits", "seen_words", "seen_word_hits")
 COPYING = ("copied_nll_nats", "copied_tokens")
+REPEATED = ("repeated_nll_nats", "repeated_tokens")
 
 _SPACE = ("Ġ", "▁", " ")  # how tokens that begin a word begin
 _WITHIN = ("-", "'", "’", "_")  # what stands within a word
@@ -115,7 +120,6 @@ class RecalledWords:
         return dict(list(found.items())[: 4 if seen.any() else 2 if words.any() else 0])
 
 
-@torch.no_grad()
 def copying_losses(
     model: PreTrainedModel, tokenizer: Any, count: int, length: int, batch_size: int, seed: int
 ) -> dict[str, Floats]:
@@ -136,6 +140,33 @@ def copying_losses(
     usual = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
     ids = np.array(sorted(number for number in usual if number < size))
     run = np.random.default_rng(seed).choice(ids, (count, length // 2))
+    return dict(zip(COPYING, _second_time(model, run, batch_size), strict=True))
+
+
+def repeated_losses(
+    model: PreTrainedModel, sequences: Dataset, count: int, batch_size: int
+) -> dict[str, Floats]:
+    """Losses on the second of two equal passages: the first half of a sequence, twice.
+
+    Args:
+        model: A causal language model.
+        sequences: Rows of equally long ``input_ids``.
+        count: How many of them, the first ones, are read.
+        batch_size: Sequences per forward pass.
+
+    Returns:
+        As ``copying_losses``.
+    """
+    rows = np.array(sequences[:count]["input_ids"])
+    run = rows[:, : rows.shape[1] // 2]
+    return dict(zip(REPEATED, _second_time(model, run, batch_size), strict=True))
+
+
+@torch.no_grad()
+def _second_time(
+    model: PreTrainedModel, run: NDArray[np.int64], batch_size: int
+) -> tuple[Floats, Floats]:
+    """Reads every run twice: the summed loss of the second time, and its tokens."""
     both = torch.from_numpy(np.concatenate([run, run], axis=1))
     losses = []
     for part in both.split(batch_size):
@@ -143,5 +174,4 @@ def copying_losses(
         told = logits[:, run.shape[1] - 1 : -1].float().cpu()
         second = part[:, run.shape[1] :]
         losses.append(F.cross_entropy(told.mT, second, reduction="none").double().sum(1))
-    summed = torch.cat(losses).numpy()
-    return dict(zip(COPYING, (summed, np.full(count, float(run.shape[1]))), strict=True))
+    return torch.cat(losses).numpy(), np.full(len(run), float(run.shape[1]))

@@ -23,6 +23,11 @@ def refuse_unfit(
         HeadpruneError: Saying what does not.
     """
     task = task_of(nets[0])
+    if config.tasks and task != "causal-lm":
+        raise HeadpruneError(
+            f"--tasks {','.join(config.tasks)}: tasks are for models that generate, and this one "
+            f"is a {type(nets[0]).__name__}. Leave out --tasks."
+        )
     if task == "classification" and examples.labels is None:
         raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
     pairs = examples.labels is not None and examples.width == 2

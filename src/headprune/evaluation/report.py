@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 from headprune.config import Amount
 from headprune.errors import DataError
 from headprune.evaluation.comparison import Interval
-from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.metrics import label, spec_of
 from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
 from headprune.model.cost import ModelCost
@@ -27,11 +27,13 @@ class Metric(_ReportPart):
     """One measured number, never rounded.
 
     Attributes:
-        name: "perplexity", "bits_per_byte", "accuracy", ...
+        name: "perplexity", "bits_per_byte", "accuracy", ...; "perplexity[brown]" on the further
+            domain brown, "lambada_openai:acc" of a task of lm-eval.
         value: The number.
         unit: Its unit.
         higher_is_better: Its direction.
         n: Windows or examples behind it.
+        stderr: The standard error that lm-eval gives it; None for all others.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Metric(_ReportPart):
     unit: str
     higher_is_better: bool
     n: Amount
+    stderr: float | None = None
 
 
 class Provenance(_ReportPart):
@@ -50,6 +53,7 @@ class Provenance(_ReportPart):
         platform: Operating system and processor.
         data: Source of the examples, and their split and columns.
         data_sha256: Digest of the texts and labels, in order.
+        domains: Further data by name: source, split, columns and digest; None for none.
         settings: The resolved settings, seeds included.
     """
 
@@ -58,6 +62,7 @@ class Provenance(_ReportPart):
     platform: str
     data: dict[str, Any]
     data_sha256: str
+    domains: dict[str, dict[str, Any]] | None = None
     settings: dict[str, Any]
 
 
@@ -139,6 +144,13 @@ class Difference(_ReportPart):
     interval: Interval
     higher_is_better: bool
 
+    def in_words(self) -> str:
+        """``1.082 x (95 %: 1.071 to 1.093)``, or ``-0.175 (...)`` of a difference."""
+        i, sign = self.interval, "" if self.kind == "ratio" else "+"
+        times = " x" if self.kind == "ratio" else ""
+        ends = f"{i.low:{sign}.3f} to {i.high:{sign}.3f}"
+        return f"{i.estimate:{sign}.3f}{times} ({100 * i.confidence:g} %: {ends})"
+
 
 class Report(Identified):
     """What ``headprune evaluate`` measured.
@@ -156,6 +168,20 @@ class Report(Identified):
     against: ModelReport | None = None
     differences: tuple[Difference, ...] = ()
 
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Per metric, as text: name, value of the base, value, and how they compare."""
+        base = {one.name: one.value for one in self.against.metrics} if self.against else {}
+        compared = {one.name: one.in_words() for one in self.differences}
+        return [
+            (
+                label(one.name),
+                f"{base[one.name]:.4f}" if one.name in base else "-",
+                f"{one.value:.4f}",
+                compared.get(one.name, "-"),
+            )
+            for one in self.model.metrics
+        ]
+
     def write(self, path: Path) -> None:
         """Writes the report as JSON, whole or not at all."""
         write_whole(path, self.model_dump_json(indent=2) + "\n")
@@ -169,10 +195,10 @@ def metric(name: str, value: float, n: int) -> Metric:
     """
     if not math.isfinite(value):
         raise DataError(
-            f"The {name.replace('_', ' ')} is {value} on {n} examples: there are too few of them, "
+            f"The {label(name)} is {value} on {n} examples: there are too few of them, "
             "its outputs are all the same, or it is damaged. Give more examples, or verify it."
         )
-    spec = METRICS[name]
+    spec = spec_of(name)
     return Metric(
         name=name, value=value, unit=spec.unit, higher_is_better=spec.higher_is_better, n=n
     )

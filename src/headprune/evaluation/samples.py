@@ -7,17 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from headprune.evaluation.comparison import Statistic
-from headprune.evaluation.metrics import METRICS, Columns
+from headprune.evaluation.metrics import METRICS, Columns, is_score, parted, spec_of, within
 
 
 @dataclass(frozen=True)
 class Samples:
     """Numbers per sequence or example.
 
+    A column of a further domain has its name in brackets (``nll_nats[brown]``), and so has a
+    metric. A column of a task of lm-eval is a score itself (``lambada_openai:acc``).
+
     Attributes:
         columns: Of shape (sequences,): "nll_nats", "tokens" and "utf8_bytes" of a language model,
-            "words", "word_hits", "seen_words", "seen_word_hits", "copied_nll_nats" and
-            "copied_tokens" of one that generates,
+            "words", "word_hits", "seen_words", "seen_word_hits", "copied_nll_nats",
+            "copied_tokens", "repeated_nll_nats", "repeated_tokens", "last_word_hits",
+            "seen_last_words" and "seen_last_word_hits" of one that generates,
             "hits" of a classifier, "similarities" and "scores" of sentence pairs, "cosines" of
             embeddings with those of the base.
     """
@@ -26,23 +30,35 @@ class Samples:
 
     def metrics(self) -> tuple[str, ...]:
         """The metrics that the columns give."""
-        return tuple(
-            name
+        known = set(self.columns)
+        domains = dict.fromkeys(parted(name)[1] for name in self.columns)
+        found = [
+            within(name, domain)
+            for domain in domains
             for name, spec in METRICS.items()
-            if spec.formula is not None and set(spec.columns) <= set(self.columns)
-        )
+            if spec.formula is not None and {within(c, domain) for c in spec.columns} <= known
+        ]
+        return (*found, *filter(is_score, self.columns))
 
     def count(self, metric: str) -> int:
         """Sequences or examples behind a metric."""
-        return len(self.columns[METRICS[metric].columns[0]])
+        return len(next(iter(self._of(metric).values())))
 
     def statistic(self, metric: str) -> Statistic:
         """A metric as a function of the sequences that count."""
-        formula = METRICS[metric].formula
-        assert formula is not None  # see ``metrics``
-        return lambda i: formula(self.columns, i)
+        columns, formula = self._of(metric), spec_of(metric).formula
+        if formula is None:  # of a score; see ``metrics``
+            return lambda i: columns[metric][i].mean(-1)
+        return lambda i: formula(columns, i)
 
     def value(self, metric: str) -> float:
         """A metric of all sequences; no number where there is nothing to divide by."""
         with np.errstate(all="ignore"):
             return float(self.statistic(metric)(np.arange(self.count(metric))))
+
+    def _of(self, metric: str) -> Columns:
+        """The columns that a metric is made of, by the names that its formula has for them."""
+        if is_score(metric):
+            return {metric: self.columns[metric]}
+        _, domain = parted(metric)
+        return {c: self.columns[within(c, domain)] for c in spec_of(metric).columns}

@@ -9,7 +9,7 @@ curve.svg/png   the plot
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def sweep(
     output: Path,
     keep: Sequence[float],
     criteria: Sequence[str],
-    test: DataConfig | None = None,
+    test: DataConfig | Mapping[str, DataConfig] | None = None,
     refit: bool = True,
     rounds: int = 1,
     unit: Unit | None = None,
@@ -74,7 +74,8 @@ def sweep(
         output: Folder for the results.
         keep: Shares of heads to keep.
         criteria: Criteria that choose them.
-        test: Data to measure on; None for the calibration data.
+        test: Data to measure on; None for the calibration data. Of several, by name, the first
+            decides; metrics of the others carry their names.
         refit: Whether W_O makes up for the heads that go.
         rounds: How often heads are scored on the way to each share.
         unit: What is removed as one piece.
@@ -96,9 +97,11 @@ def sweep(
     if not keep:
         raise HeadpruneError("Give --keep the shares of heads to keep, such as 0.9,0.75,0.5.")
     _refuse(criteria, rounds)
-    for each in (data, test):
+    tests = [test] if isinstance(test, DataConfig) else list(test.values())
+    further = {} if isinstance(test, DataConfig) else dict(list(test.items())[1:])
+    for each in (data, *tests):
         refuse_missing_file(each.source)
-    inputs = (model, data.source, test.source)
+    inputs = (model, data.source, *(one.source for one in tests))
     with _room(output, overwrite, inputs) as place:
         net, source = load(
             model, config.dtype, trust_remote_code, assume_supported, drop_unexpected
@@ -113,7 +116,8 @@ def sweep(
             "model": str(model),
             "fingerprint": source.fingerprint,
             "data": data.model_dump(mode="json"),
-            "test": test.model_dump(mode="json"),
+            "test": tests[0].model_dump(mode="json"),
+            "further": {name: one.model_dump(mode="json") for name, one in further.items()} or None,
             "unit": unit and unit.value,
             "refit": refit,
             "rounds": rounds,

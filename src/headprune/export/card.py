@@ -12,7 +12,7 @@ from pathlib import Path
 from headprune.io.markup import printable, xml_safe
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape
-from headprune.schemas.records import Evidence, Healing, Merging, Migration
+from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 
 KEPT, GONE = "■", "·"
 _MOST_DRAWN = 4_096  # heads of a layer
@@ -28,7 +28,7 @@ tags: [headprune, attention-pruning]
 
 {sizes}
 
-## Load it
+{chosen}## Load it
 
 ```python
 {code}
@@ -36,7 +36,7 @@ tags: [headprune, attention-pruning]
 
 {needs}
 
-## Proof
+{quality}## Proof
 
 {proof}
 
@@ -54,6 +54,7 @@ tags: [headprune, attention-pruning]
 The id of this result is `{id}`.
 """
 
+_MEASURED = ("", "original", "this model", "against the original")
 _NATIVE = "The config is a plain one; no other code is needed."
 _RUNTIME = (
     "{why}, so modeling_headprune.py lies beside the weights. Where headprune is installed, "
@@ -98,6 +99,22 @@ def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
     if manifest.weight_bytes is not None:
         rows.append((f"bytes of weights ({manifest.dtype})", *manifest.weight_bytes))
     return rows
+
+
+def chosen_part(choice: ModelChoice | None) -> str:
+    """What it was chosen among, as a part of the card; nothing where it was not."""
+    if choice is None:
+        return ""
+    rows = [
+        (one.name, f"{one.held_out:.4f}", f"{one.parameters:,}", f"{one.kv_heads:,}")
+        for one in (choice.original, *choice.contenders)
+    ]
+    best = markdown_text(choice.chosen.name)
+    return (
+        f"## Chosen\n\nGoal: {markdown_text(choice.goal)}. Taken: {best}, the best on "
+        f"{choice.held_out_tokens:,} tokens of held-out text.\n\n"
+        f"{markdown_table(('', choice.measure, 'parameters', 'KV heads'), rows)}\n\n"
+    )
 
 
 def size_cells(rows: Sequence[tuple[str, int, int]]) -> list[tuple[str, str, str, str]]:
@@ -191,16 +208,44 @@ def markdown_text(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", " ".join(text.split()))
 
 
-def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
-    """Writes the model card, README.md."""
+def quality_section(measured: Sequence[Sequence[str]]) -> str:
+    """What an evaluation found, as a section of the card; empty where there was none.
+
+    Args:
+        measured: Per metric: its name, the original's value, the model's, and how they compare, as
+            ``Report.rows`` gives them.
+    """
+    if not measured:
+        return ""
+    return f"## Quality\n\n{markdown_table(_MEASURED, measured)}\n\n"
+
+
+def write_card(
+    folder: Path,
+    title: str,
+    plan: Plan,
+    manifest: Manifest,
+    measured: Sequence[Sequence[str]] = (),
+) -> None:
+    """Writes the model card, README.md.
+
+    Args:
+        folder: The result.
+        title: Its name.
+        plan: What is left of it.
+        manifest: What was done.
+        measured: What an evaluation found; see ``quality_section``.
+    """
     lines = [(line_text(name), heads_line(part)) for name, part in plan.attentions.items()]
     width = max((len(name) for name, _ in lines), default=0)
     text = _CARD.format(
         title=markdown_text(title),
         what=markdown_text(what(manifest)),
         sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest))),
+        chosen=chosen_part(manifest.choice),
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),
+        quality=quality_section(measured),
         proof=proof_sentence(manifest),
         proof_rows=markdown_table(("", "difference"), proof_rows(manifest)),
         kept=KEPT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from headprune.export.publish import (
     refuse_unprovable,
     write_proven,
 )
+from headprune.export.refitting import Judged, judged_refit
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates
@@ -36,9 +36,8 @@ from headprune.model.units import unit_sizes
 from headprune.planning.from_evidence import PlanSource, from_gates, plan_from, refuse_source
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Evidence, MadeBy, Migration, Pruning, Refit
-from headprune.surgery.cut import Cut, cut_heads, resolve, result_shape
-from headprune.surgery.refit import refit as refit_outputs
+from headprune.schemas.records import Evidence, MadeBy, Migration, Pruning
+from headprune.surgery.cut import cut_heads, resolve, result_shape
 from headprune.tensors.units import Unit, members
 
 
@@ -151,21 +150,28 @@ def prune(
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     check_shape(layout, result_shape(cuts, net.config))
     _load_weights(net, weights)
-    refitted = None
+    judged = Judged(None, None)
     if refit is not None:
         on_stage("testing the verification")
         refuse_unprovable(net, chosen)
         on_stage("refitting W_O")
-        refitted = _refitted(net, model, cuts, refit, calibration, trust_remote_code, on_module)
-    work = Changes(Pruning(evidence=evidence, trained_weights=bool(weights)), refitted, made_by)
+        config = calibration or CalibrationConfig()
+        examples = calibration_of(net, model, refit, config, "--refit", trust_remote_code)
+        judged = judged_refit(net, cuts, examples, refit.source, config.seed, on_module)
+    done = Pruning(
+        evidence=evidence,
+        trained_weights=bool(weights),
+        refit_left_out=None if judged.taken else judged.worth,
+    )
+    work = Changes(done, judged.taken, made_by)
     pruned = write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
-    return replace(pruned, warnings=(*pruned.warnings, *_warnings(evidence, chosen, refit)))
+    said = judged.warnings if refit is not None else _warnings(evidence, chosen)
+    return replace(pruned, warnings=(*pruned.warnings, *said))
 
 
-def _warnings(evidence: Evidence, chosen: Plan, refit: DataConfig | None) -> tuple[str, ...]:
+def _warnings(evidence: Evidence, chosen: Plan) -> tuple[str, ...]:
     """Says where a cut does without the refit that its scores reckon with."""
-    all_stay = chosen.kept_heads == chosen.query_heads
-    if evidence.criterion is None or refit is not None or all_stay:
+    if evidence.criterion is None or chosen.kept_heads == chosen.query_heads:
         return ()
     return reckons_with_refit(evidence.criterion)
 
@@ -272,33 +278,6 @@ def _shape_costs(
         share = kept / float((evidence * sizes).sum())
         costs.append(ShapeCost(layout.value, plan.kept_heads, share, stored.value, None))
     return tuple(costs)
-
-
-def _refitted(
-    net: PreTrainedModel,
-    model: str | Path,
-    cuts: list[Cut],
-    data: DataConfig,
-    config: CalibrationConfig | None,
-    trust_remote_code: bool,
-    on_module: OnModule,
-) -> Refit:
-    """Refits W_O of a model that is about to be cut, in place; says what that did."""
-    config = config or CalibrationConfig()
-    examples = calibration_of(net, model, data, config, "--refit", trust_remote_code)
-    attentions = [cut.attention for cut in cuts]
-    gates = [cut.gate() for cut in cuts]
-    records = refit_outputs(net, attentions, gates, examples.whole(), on_module)
-    ridges = {r.path: r.ridge for r in records if math.isfinite(r.ridge)}  # the others stay
-    return Refit(
-        data=data.source,
-        tokens=examples.tokens,
-        modules=len(records),
-        error_before=sum(r.before for r in records) / max(len(records), 1),
-        error_after=sum(r.after for r in records) / max(len(records), 1),
-        ridges=ridges,
-        seed=config.seed,
-    )
 
 
 @torch.no_grad()

@@ -40,6 +40,36 @@ def run_without_cache(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None
             config.use_cache = value
 
 
+def logits_at(model: PreTrainedModel, ids: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    """The logits of some tokens of every sequence; those of the others are never made.
+
+    Args:
+        model: A language model.
+        ids: Tokens, shape (sequences, tokens).
+        mask: 1 where they are no padding, of the same shape.
+        places: The tokens whose logits are wanted, shape (sequences, wanted).
+
+    Returns:
+        Shape (sequences, wanted, vocabulary).
+    """
+    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+    head, at = model.get_output_embeddings(), places.to(model.device)[..., None]
+
+    def chosen(_: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        where = at.to(states[0].device)
+        return (states[0].gather(1, where.expand(-1, -1, states[0].shape[-1])), *states[1:])
+
+    if head is None:
+        logits: Tensor = model(**inputs, use_cache=False).logits
+        return logits.gather(1, at.to(logits.device).expand(-1, -1, logits.shape[-1]))
+    hook = head.register_forward_pre_hook(chosen)
+    try:
+        logits = model(**inputs, use_cache=False).logits
+    finally:
+        hook.remove()
+    return logits
+
+
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """Has a model attend in plain tensors, for the time of a ``with`` block.

@@ -33,6 +33,7 @@ from headprune.declaration import (
     Options,
     Slot,
     build,
+    takes_several,
 )
 from headprune.errors import RecipeError
 from headprune.recipes.steps import LOADING, ORIGINAL, Step
@@ -107,8 +108,11 @@ def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) ->
     for slot, input_kind in step.slots().items():
         source = getattr(step, slot)
         if source is not None and input_kind is Slot.DATA:
-            data = recipe.data[source]
-            values |= {**data.model_dump(exclude={"source"}), slot: data.source}
+            read = {one: recipe.data[one] for one in step.sources(slot)}
+            first = next(iter(read.values()))
+            values |= {**first.model_dump(exclude={"source"}), slot: first.source}
+            if takes_several(options.model_fields[slot]):
+                values[slot] = {one: data.model_dump() for one, data in read.items()}
         elif source is not None:
             values[slot] = place_of(recipe, source)
     if kind.about_all is not None:

@@ -22,7 +22,8 @@ def resolved(recipe: Recipe) -> dict[str, Step]:
     for name, step in recipe.steps.items():
         for slot, kind in step.slots().items():
             if kind is Slot.DATA:
-                _check_data(recipe, name, slot, getattr(step, slot))
+                for source in step.sources(slot):
+                    _check_data(recipe, name, slot, source)
             else:
                 _check_reference(recipe, name, slot, kind, done)
         chosen: dict[str, Any] = {}
@@ -61,8 +62,8 @@ def _latest(done: dict[str, Step], *made: Made) -> str | None:
     return next((name for name in reversed(done) if done[name].kind().makes in made), None)
 
 
-def _check_data(recipe: Recipe, name: str, slot: str, asked: str | None) -> None:
-    if asked is not None and asked not in recipe.data:
+def _check_data(recipe: Recipe, name: str, slot: str, asked: str) -> None:
+    if asked not in recipe.data:
         has = ", ".join(recipe.data) or "nothing"
         raise RecipeError(
             f"Step '{name}' takes the data '{asked}' (its '{slot}'), and the section 'data' has "

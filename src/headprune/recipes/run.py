@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -216,9 +216,7 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
         if source is None:
             continue
         if kind is Slot.DATA:
-            data = recipe.data[source]
-            columns = data.model_dump(mode="json", exclude={"source"})
-            inputs[slot] = {**columns, "sha256": digest_of_data(data)}
+            inputs[slot] = _read(recipe, step.sources(slot))
         elif kind is Slot.MODEL and source == ORIGINAL:
             inputs[slot] = original
         elif source in recipe.steps:
@@ -238,6 +236,17 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
             what = "was added" if file not in before.files else what
             return Outlook(False, f"its output: {file} {what}", inputs)
     return Outlook(True, "", inputs)
+
+
+def _read(recipe: Recipe, sources: Sequence[str]) -> dict[str, Any]:
+    """What a step reads: the first source as it is, others by name."""
+    found = {}
+    for name in sources:
+        data = recipe.data[name]
+        columns = data.model_dump(mode="json", exclude={"source"})
+        found[name] = {**columns, "sha256": digest_of_data(data)}
+    first = found.pop(sources[0])
+    return {**first, **found}
 
 
 def _made(record: RunRecord, name: str) -> str:

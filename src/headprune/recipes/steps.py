@@ -10,7 +10,7 @@ from pydantic import (
     create_model,
 )
 
-from headprune.config import Place
+from headprune.config import Names, Place
 from headprune.declaration import (
     Command,
     InRecipe,
@@ -19,6 +19,7 @@ from headprune.declaration import (
     Slot,
     appearance,
     option,
+    takes_several,
 )
 
 ORIGINAL = "original"
@@ -54,6 +55,11 @@ class Step(Options):
         assert cls.command.step is not None
         return cls.command.step
 
+    def sources(self, slot: str) -> tuple[str, ...]:
+        """The recipe's sources that a slot of data names."""
+        named = getattr(self, slot)
+        return (named,) if isinstance(named, str) else tuple(named or ())
+
     def settings(self) -> dict[str, Any]:
         """The settings that are no inputs."""
         return {
@@ -77,7 +83,8 @@ def _kind(command: Command[Any, Any]) -> type[Step]:
         if look.slot is not None:  # an input may be left out: it is what was made last
             default = command.step.defaults.get(name)
             described = option(info.description or "", default, slot=look.slot)
-            fields[name] = (Place | None, described)
+            kind = Names if takes_several(info) else Place
+            fields[name] = (kind | None, described)
         elif look.in_recipes:
             default = ... if info.is_required() else info.default
             described = Field(default, description=info.description)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.config import Amount
 from headprune.errors import CheckpointError, DataError
-from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.metrics import METRICS, parted, within
 from headprune.evaluation.samples import Samples
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
@@ -56,6 +56,7 @@ class Baseline(BaseModel):
         dtype: Element type it ran in.
         data: Source of the examples, and their split and columns.
         data_sha256: Digest of texts and labels.
+        domains: Further data by name, each with its digest; None for none.
         inputs_sha256: Digest of the token ids made from them.
         settings: The settings of the evaluation, seeds included.
         limits: The limits that were in force.
@@ -78,6 +79,7 @@ class Baseline(BaseModel):
     dtype: str
     data: dict[str, str | int | None]
     data_sha256: str
+    domains: dict[str, dict[str, str | int | None]] | None = None
     inputs_sha256: str
     settings: dict[str, Any]
     limits: tuple[str, ...]
@@ -89,12 +91,14 @@ class Baseline(BaseModel):
     @field_validator("samples")
     @classmethod
     def _even(cls, samples: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        for needed in (spec.columns for spec in METRICS.values()):
-            if len({len(samples[name]) for name in needed if name in samples}) > 1:
-                raise ValueError(f"{' and '.join(needed)} must be equally long")
+        for domain in {parted(name)[1] for name in samples}:
+            for spec in METRICS.values():
+                needed = [within(name, domain) for name in spec.columns]
+                if len({len(samples[name]) for name in needed if name in samples}) > 1:
+                    raise ValueError(f"{' and '.join(needed)} must be equally long")
         if not all(math.isfinite(value) for values in samples.values() for value in values):
             raise ValueError("its numbers must be finite")
-        for name in _COUNTS & set(samples):
+        for name in (name for name in samples if parted(name)[0] in _COUNTS):
             if min(samples[name], default=0) < 0 or not sum(samples[name]):
                 raise ValueError(f"{name} must be counts, and not all 0")
         return samples
@@ -135,6 +139,7 @@ class Baseline(BaseModel):
         path: Path,
         subject: Subject,
         data_sha256: str,
+        domains: dict[str, dict[str, Any]],
         inputs_sha256: str,
         settings: dict[str, Any],
     ) -> None:
@@ -143,12 +148,25 @@ class Baseline(BaseModel):
         Raises:
             DataError: Naming what differs.
         """
-        why = self._other(subject, data_sha256, inputs_sha256, settings)
+        why = self._other_domain(domains) or self._other(
+            subject, data_sha256, inputs_sha256, settings
+        )
         if why is not None:
             raise DataError(
                 f"The baseline '{path}' was made {why}. Give what it was made with, or write a new "
                 "one with --update-baseline --allow-other."
             )
+
+    def _other_domain(self, domains: dict[str, dict[str, Any]]) -> str | None:
+        """Of the further data that both have, whether it is the same."""
+        for name, recorded in (self.domains or {}).items():
+            then, now = recorded.get("sha256"), domains.get(name, recorded).get("sha256")
+            if then != now:
+                return (
+                    f"on other data: the texts of {name} had the digest {str(then)[:12]}, and "
+                    f"these have {str(now)[:12]}"
+                )
+        return None
 
     def _other(
         self, subject: Subject, data_sha256: str, inputs_sha256: str, settings: dict[str, Any]

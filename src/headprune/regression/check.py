@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
-from headprune.evaluation.evaluate import EvaluationRun, Loaded, load, run
-from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.evaluate import EvaluationRun, run
+from headprune.evaluation.loaded import Loaded, load
+from headprune.evaluation.metrics import METRICS, is_score, parted
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import Identified, Metric
 from headprune.evaluation.samples import Samples
@@ -105,9 +106,9 @@ def check(
     _check_metrics(limits, loaded)
     if baseline is not None:
         _compare_origin(baseline, loaded, config)
-        for one in (one for one in limits if one.needs_baseline and one.metric in METRICS):
+        for one in (one for one in limits if one.needs_baseline and one.is_quality):
             baseline.refuse_metric(Path(str(config.baseline)), one.metric)
-    evaluation = run(loaded, config.data_config(), config.evaluate_config(), progress)
+    evaluation = run(loaded, config.evaluate_config(), progress)
     ratios = speed.ratios(*loaded.nets) if any(one.metric in SPEED for one in limits) else {}
     evaluated = time.perf_counter()
     judged = tuple(_judge(one, loaded, evaluation, baseline, ratios, config) for one in limits)
@@ -160,7 +161,8 @@ def update_baseline(
             f"tracked files differ from it ('{state.changed[0]}' the first). Commit them, or give "
             "--allow-dirty."
         )
-    with claimed_file(path, BASELINE, True, (config.model, config.data, config.against)):
+    read = [domain.source for domain in config.data]
+    with claimed_file(path, BASELINE, True, (config.model, *read, config.against)):
         earlier = read_baseline(path) if path.exists() and not allow_other else None
         baseline = _record(config, limits, state, earlier, trust_remote_code, progress)
         baseline.write(path)
@@ -176,11 +178,11 @@ def _record(
     progress: Progress,
 ) -> Baseline:
     # of use for embeddings only, which are measured against the original
-    original = not limits or any(one.metric in _OF_TWO for one in limits)
+    original = not limits or any(parted(one.metric)[0] in _OF_TWO for one in limits)
     loaded = _load(config, config.against if original else None, trust_remote_code)
     if earlier is not None:
         _compare_origin(earlier, loaded, config)
-    evaluation = run(loaded, config.data_config(), config.evaluate_config(), progress)
+    evaluation = run(loaded, config.evaluate_config(), progress)
     report = evaluation.report
     return Baseline(
         **report.provenance.model_dump(exclude={"data_sha256", "settings"}),
@@ -204,7 +206,7 @@ def _load(config: CheckConfig, against: str | None, trust_remote_code: bool) -> 
     settings = config.evaluate_config()
     return load(
         config.model,
-        config.data_config(),
+        config.domains(),
         settings,
         against,
         trust_remote_code,
@@ -224,7 +226,7 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
             raise HeadpruneError(
                 f"The limit '{one.text}' is relative to the original: give --against MODEL."
             )
-        if one.needs_original or one.metric in _OF_TWO:
+        if one.needs_original or parted(one.metric)[0] in _OF_TWO:
             against = config.against
         if one.needs_baseline and baseline is None:
             assert config.baseline is not None
@@ -236,7 +238,7 @@ def _check_metrics(limits: list[Limit], loaded: Loaded) -> None:
     """Refuses limits on what this run will not measure, before it runs."""
     generates = model_cost(loaded.nets[0]).kv_cache_bytes_per_token > 0
     for one in limits:
-        if one.metric in METRICS and one.metric not in loaded.metrics():
+        if one.is_quality and not is_score(one.metric) and one.metric not in loaded.metrics():
             found = ", ".join(loaded.metrics()) or "nothing without --against"
             raise HeadpruneError(
                 f"The limit '{one.text}': this run does not measure {one.metric} window by window; "
@@ -254,6 +256,7 @@ def _compare_origin(baseline: Baseline, loaded: Loaded, config: CheckConfig) -> 
         Path(str(config.baseline)),
         _subject(loaded.nets[0]),
         loaded.data_sha256(),
+        loaded.further() or {},
         loaded.inputs_sha256(),
         loaded.settings(config.evaluate_config()),
     )
@@ -304,10 +307,7 @@ def _judge(
         return judge(limit, interval)
     ours = evaluation.samples[0]
     if limit.metric not in ours.metrics():
-        raise DataError(
-            f"The limit '{limit.text}': the data has no sequence of which {limit.metric} could be "
-            "measured. Give more text, or a larger --seq-len."
-        )
+        raise DataError(_not_measured(limit, ours))
     theirs = None
     if limit.needs_baseline:
         assert baseline is not None
@@ -325,9 +325,22 @@ def _judge(
         _refuse_share_of_nothing(limit, theirs)
     statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
     interval = _interval(statistic, count, config)
-    if limit.metric == "accuracy" and limit.kind is Comparison.ABSOLUTE:
+    if parted(limit.metric)[0] == "accuracy" and limit.kind is Comparison.ABSOLUTE:
         interval = with_rare_errors(interval, config.confidence)
     return judge(limit, interval)
+
+
+def _not_measured(limit: Limit, ours: Samples) -> str:
+    if not is_score(limit.metric):
+        return (
+            f"The limit '{limit.text}': the data has no sequence of which {limit.metric} could be "
+            "measured. Give more text, or a larger --seq-len."
+        )
+    known = ", ".join(filter(is_score, ours.metrics())) or "none; see --tasks"
+    return (
+        f"The limit '{limit.text}': no task gives {limit.metric} example by example. Scores that "
+        f"can be limited: {known}."
+    )
 
 
 def _refuse_share_of_nothing(limit: Limit, theirs: Samples) -> None:

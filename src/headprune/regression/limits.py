@@ -9,6 +9,8 @@
     decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run
     query_heads == 201             exact counts
     load_route == native           or runtime
+    perplexity[brown] <= 105 %     on the further data of that name
+    lambada_openai:acc >= 0.3      a score of a task of lm-eval
 
 A sign makes it relative to the baseline, a percent sign without one to the original.
 """
@@ -23,7 +25,7 @@ from enum import Enum
 from typing import Literal, get_args
 
 from headprune.errors import HeadpruneError
-from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.metrics import METRICS, is_score, parted, spec_of
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import Shape
 
@@ -38,7 +40,10 @@ KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE)
 Operator = Literal["<=", ">=", "=="]
 _OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
-_LINE = re.compile(r"(?P<metric>\w+)(?P<recovery>\s+recovery)?\s*(?P<op>[<>=!]+)\s*(?P<bound>.+)")
+_METRIC = r"[\w.-]+:[\w.,-]+|\w+(?:\[[\w.-]+\])?"  # of a task, or on a domain
+_LINE = re.compile(
+    rf"(?P<metric>{_METRIC})(?P<recovery>\s+recovery)?\s*(?P<op>[<>=!]+)\s*(?P<bound>.+)"
+)
 _BOUND = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>[\d._]+(?:[eE][+-]?\d+)?)\s*(?P<percent>%?)")
 
 
@@ -71,6 +76,11 @@ class Limit:
     bound: float | str
 
     @property
+    def is_quality(self) -> bool:
+        """Whether it is about what was measured on data or tasks."""
+        return is_score(self.metric) or parted(self.metric)[0] in METRICS
+
+    @property
     def percent(self) -> bool:
         """Whether its numbers are read as percentages."""
         return self.kind in (Comparison.CHANGE, Comparison.SHARE, Comparison.RECOVERY)
@@ -99,10 +109,12 @@ def parse_limit(text: str) -> Limit:
             "such as 'perplexity <= 25' or 'perplexity <= +2 %'."
         )
     metric, recovery = line["metric"], line["recovery"] is not None
-    if metric not in KNOWN:
+    plain, domain = parted(metric)
+    if not is_score(metric) and plain not in (METRICS if domain else KNOWN):
+        known = list(METRICS if domain else KNOWN)
         raise HeadpruneError(
-            f"The limit '{text}': there is no metric '{metric}'.{did_you_mean(metric, list(KNOWN))}"
-            f" Known are {', '.join(KNOWN)}."
+            f"The limit '{text}': there is no metric '{plain}'{' of data' if domain else ''}."
+            f"{did_you_mean(plain, known)} Known are {', '.join(known)}."
         )
     op = next((known for known in _OPERATORS if known == line["op"]), None)
     if op is None:
@@ -129,8 +141,10 @@ def parse_limit(text: str) -> Limit:
 
 def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Comparison:
     """Which comparison is meant, if it makes sense for the metric."""
-    quality, speed = metric in METRICS, metric in SPEED
-    higher_is_better = METRICS[metric].higher_is_better if quality else speed
+    if is_score(metric):
+        return _of_score(text, metric, op, sign, percent, recovery)
+    quality, speed = parted(metric)[0] in METRICS, metric in SPEED
+    higher_is_better = spec_of(metric).higher_is_better if quality else speed
     if recovery and not quality:
         raise HeadpruneError(
             f"The limit '{text}': a recovery is the share of the original's quality that is left, "
@@ -158,6 +172,20 @@ def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: b
             f"{wanted}."
         )
     return kind
+
+
+def _of_score(
+    text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool
+) -> Comparison:
+    """Which comparison is meant; lm-eval says which side of a score is better, once it has run."""
+    if recovery or op == "==":
+        raise HeadpruneError(
+            f"The limit '{text}': bound the score of a task by <= or >=, as '{metric} >= 98 %' (of "
+            "the original's)."
+        )
+    if sign:
+        return Comparison.CHANGE if percent else Comparison.DIFFERENCE
+    return Comparison.SHARE if percent else Comparison.ABSOLUTE
 
 
 def _route(text: str, op: str, bound: str, recovery: bool) -> Limit:

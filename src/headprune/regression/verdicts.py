@@ -15,7 +15,7 @@ from fractions import Fraction
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune.evaluation.comparison import Interval, Statistic
-from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.metrics import spec_of
 from headprune.evaluation.samples import Samples
 from headprune.regression.limits import Comparison, Limit, Operator
 
@@ -142,7 +142,7 @@ def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
         return lambda i: value(i) / other(i) - 1
     if kind is Comparison.DIFFERENCE:
         return lambda i: value(i) - other(i)
-    if kind is Comparison.RECOVERY and not METRICS[limit.metric].higher_is_better:
+    if kind is Comparison.RECOVERY and not spec_of(limit.metric).higher_is_better:
         return lambda i: other(i) / value(i)
     return lambda i: value(i) / other(i)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headprune.evaluation import metrics
 from headprune.io import figures
 from headprune.io.figures import Series
 from headprune.reports.view import History, Quality, ShownEvaluation, ShownRun, ShownSweep
@@ -72,7 +73,7 @@ def _quality_chart(
         between = f"{low:.4g} to {high:.4g}" if low != high else "-"
         rows.append((label, f"{share:.1f}%", f"{quality.value:.4f}", between))
     rows.append(("original", "100.0%", f"{main.base:.4f}", "-"))
-    name = main.name.replace("_", " ")
+    name = metrics.label(main.name)
     figure = figures.curve(
         [*series, origin],
         "",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headprune.errors import HeadpruneError
+from headprune.evaluation.metrics import spec_of
 from headprune.evaluation.report import Difference, ModelReport, Report
 from headprune.io.figures import save
 from headprune.io.outputs import claimed_file, claimed_files
@@ -31,7 +32,6 @@ from headprune.reports.view import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FIDELITY = ("mean_cosine", "similarity_correlation")
 MARKDOWN = (".md", ".markdown")
 
 
@@ -151,10 +151,12 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
     read = validated(Report, content, file)
     base: dict[str, float] = {}
     if read.against is not None:
-        base = dict.fromkeys(FIDELITY, 1.0)  # the original is as near to itself as can be
+        of_two = [one.name for one in read.model.metrics if spec_of(one.name).of_two]
+        base = dict.fromkeys(of_two, 1.0)  # the original is as near to itself as can be
         base |= {metric.name: metric.value for metric in read.against.metrics}
     intervals = {difference.name: difference for difference in read.differences}
-    data, memory = read.provenance.data, read.provenance.settings.get("memory")
+    provenance = read.provenance
+    data, memory = provenance.data, provenance.settings.get("memory")
     return ShownEvaluation(
         id=read.id,
         created=read.provenance.created,
@@ -163,7 +165,7 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
         model=read.model.name,
         base=read.against.name if read.against else None,
         file=file,
-        data=str(data.get("source", "")),
+        data=", ".join([str(data.get("source", "")), *(provenance.domains or {})]),
         data_sha256=read.provenance.data_sha256,
         qualities=tuple(
             Quality(
@@ -215,6 +217,12 @@ def _provenance(read: Report) -> tuple[tuple[str, str], ...]:
         "platform": provenance.platform,
         **{f"data {name}": value for name, value in data.items() if value is not None},
         "data sha256": provenance.data_sha256,
+        **{
+            f"data {domain} {name}": value
+            for domain, said in (provenance.domains or {}).items()
+            for name, value in said.items()
+            if value is not None
+        },
         **{f"{name} version": version for name, version in provenance.versions.items()},
         **{f"--{n.replace('_', '-')}": v for n, v in provenance.settings.items() if v is not None},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headprune.evaluation.metrics import label
 from headprune.export import card
 from headprune.reports.charts import mebibytes, short_name, speeds
 from headprune.reports.view import Facts, Quality, ShownEvaluation, ShownRun, ShownSweep
@@ -117,7 +118,7 @@ def _quality_tiles(run: ShownRun) -> list[Tile]:
     main = run.evaluation.main if run.evaluation else None
     if main is None:
         return []
-    return [Tile(main.name.replace("_", " "), f"{main.value:.4g}", compared(main))]
+    return [Tile(label(main.name), f"{main.value:.4g}", compared(main))]
 
 
 def compared(quality: Quality) -> str:
@@ -168,7 +169,7 @@ def comparison(runs: Sequence[ShownRun]) -> tuple[list[str], list[list[str]]]:
         if evaluation is not None:
             column["measured on"] = short_name(evaluation.data)
             for quality in evaluation.qualities:
-                name = quality.name.replace("_", " ")
+                name = label(quality.name)
                 column[name] = f"{quality.value:.4f}"
                 if quality.interval is not None:
                     column[f"{name}, against the original"] = compared(quality)
@@ -202,7 +203,7 @@ def measured(evaluation: ShownEvaluation) -> tuple[list[str], list[list[str]]]:
     """All numbers of one evaluation, beside its base."""
     rows = [
         [
-            q.name.replace("_", " "),
+            label(q.name),
             f"{q.value:.4f}",
             "-" if q.base is None else f"{q.base:.4f}",
             "-" if q.interval is None else compared(q),

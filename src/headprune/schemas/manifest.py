@@ -26,6 +26,7 @@ from headprune.schemas.records import (
     Healing,
     MadeBy,
     Merging,
+    ModelChoice,
     Proof,
     Pruning,
     Recorded,
@@ -60,6 +61,7 @@ class LineageStep(BaseModel):
         layout: Per attention module, the heads that are left; empty in older ones.
         done: What was done.
         refit: How W_O made up for the heads that went, if it did.
+        choice: What it was chosen among, if it was; None in older manifests.
         proof: What the proof measured.
     """
 
@@ -82,6 +84,7 @@ class LineageStep(BaseModel):
     layout: dict[str, Heads] = {}
     done: Done
     refit: Refit | None = None
+    choice: ModelChoice | None = None
     proof: Proof
 
     @model_validator(mode="before")
@@ -178,8 +181,21 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
     files = {name: sha256_of(folder / name) for name in contents(folder)}
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     manifest = _known(Manifest(created=created, versions=versions(), files=files, **facts))
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    _write(folder, manifest)
     return manifest
+
+
+def amend_manifest(folder: Path, **facts: Any) -> Manifest:
+    """Adds to a manifest what became known after it was written, and its id does not depend on."""
+    manifest = read_manifest(folder)
+    amended = manifest.model_copy(update=facts)
+    assert amended.digest() == manifest.digest()
+    _write(folder, amended)
+    return amended
+
+
+def _write(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -175,17 +175,35 @@ class Evidence(_Part):
     seed: Count | None = None
 
 
+class RefitWorth(_Part):
+    """How far a cut model is from the original on sequences that nothing was fitted to.
+
+    Attributes:
+        measure: What is measured; lower is nearer.
+        tokens: Tokens of the sequences.
+        without: With W_O as it was.
+        refitted: With W_O refitted.
+    """
+
+    measure: str
+    tokens: Count
+    without: Finite
+    refitted: Finite
+
+
 class Pruning(_Part):
     """Heads were removed.
 
     Attributes:
         evidence: What chose them; None in older manifests.
         trained_weights: Whether weights were trained beside the gates.
+        refit_left_out: What a refit of W_O would have cost, where it was left out for that.
     """
 
     kind: Literal["pruning"] = "pruning"
     evidence: Evidence | None = None
     trained_weights: bool = False
+    refit_left_out: RefitWorth | None = None
 
 
 class KvWay(_Part):
@@ -263,6 +281,8 @@ class Refit(_Part):
         error_after: The same, with the new one.
         ridges: Per module path, how much the old W_O weighed.
         seed: Seed of the sample; None in older manifests.
+        held_out: What it is worth on other text; None in older manifests, and where the text had
+            no more sequences.
     """
 
     data: str
@@ -272,6 +292,61 @@ class Refit(_Part):
     error_after: Finite
     ridges: dict[str, Finite | None]
     seed: Count | None = None
+    held_out: RefitWorth | None = None
+
+
+class Contender(_Part):
+    """A model that was measured before one was chosen.
+
+    Attributes:
+        name: What it is.
+        held_out: How near it comes to the original on held-out text; the original itself has 1.
+        by_text: The same, for each of the texts.
+        copying_nll: Loss on the second of two equal runs of random tokens; None where the model
+            generates nothing.
+        parameters: Its parameters.
+        kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
+        query_heads: Its query heads.
+        kv_heads: Its KV heads.
+        seconds: How long it took to make, with what it was the first to need, such as scores.
+    """
+
+    name: str
+    held_out: Finite
+    by_text: dict[str, Finite]
+    copying_nll: Finite | None = None
+    parameters: Count
+    kv_cache_bytes_per_token: Count
+    query_heads: Count
+    kv_heads: Count
+    seconds: Difference
+
+
+class ModelChoice(_Part):
+    """How a result was chosen among others.
+
+    Attributes:
+        goal: What was to stay.
+        measure: What ``held_out`` of the contenders is.
+        higher_is_better: Its direction.
+        held_out_tokens: Tokens that they were measured on.
+        original: The model before.
+        contenders: Those that were made, the best first; this result is the first of them.
+        failed: Those that could not be made, with the reason.
+    """
+
+    goal: str
+    measure: str
+    higher_is_better: bool
+    held_out_tokens: Count
+    original: Contender
+    contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
+    failed: dict[str, str] = {}
+
+    @property
+    def chosen(self) -> Contender:
+        """What was taken."""
+        return self.contenders[0]
 
 
 class MadeBy(_Part):

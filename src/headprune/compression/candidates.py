@@ -1,0 +1,199 @@
+"""The candidates, one row each: ways to meet a goal, of which the best is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headprune.compression.goals import SizeGoal
+from headprune.config import (
+    CalibrationConfig,
+    CompressConfig,
+    ConvertConfig,
+    DataConfig,
+    LayoutOption,
+)
+from headprune.declaration import Context
+from headprune.evidence.score import Watch, score
+from headprune.export.convert_gqa import convert_gqa
+from headprune.export.prune import prune
+from headprune.export.publish import Pruned
+from headprune.planning.plan import plan
+from headprune.schemas.records import MadeBy
+from headprune.tensors.units import Unit
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every candidate is made of.
+
+    Attributes:
+        model: Folder or hub id.
+        goal: What may stay.
+        text: The text that heads are scored, refitted and merged on.
+        config: How.
+        work: Where scores and candidates are made.
+        loading: What the model may bring.
+        context: Who is told how it goes on.
+        made_by: The command, for the record, if it was one.
+    """
+
+    model: str
+    goal: SizeGoal
+    text: DataConfig
+    config: CompressConfig
+    work: Path
+    loading: Mapping[str, Any]
+    context: Context
+    made_by: MadeBy | None = None
+
+    def scores(self, unit: Unit) -> Path:
+        """The scores of a kind of units by all criteria that candidates ask for, made once."""
+        folder = self.work / f"scores-{unit.value}"
+        if not folder.is_dir():
+            score(
+                self.model,
+                folder,
+                criteria_of(self.goal, unit),
+                self.text,
+                self.config.part(CalibrationConfig),
+                unit,
+                watch=Watch(stage=self.context.stage, step=self.context.step),
+                **self.loading,
+            )
+        return folder
+
+
+class Way(Protocol):
+    """How a candidate is made."""
+
+    def applies(self, goal: SizeGoal) -> bool:
+        """Whether it can meet a goal."""
+
+    def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
+        """Makes it: a folder, verified."""
+
+
+@dataclass(frozen=True)
+class RemoveHeads:
+    """Heads are removed.
+
+    Attributes:
+        unit: What is removed as one piece.
+        criterion: What chooses.
+        refit: Whether W_O makes up for it.
+        rounds: In how many steps they are chosen; each looks at what the one before has left.
+    """
+
+    unit: Unit
+    criterion: str
+    refit: bool
+    rounds: int = 1
+
+    def applies(self, goal: SizeGoal) -> bool:
+        """Where it removes what the goal counts."""
+        return self.unit in goal.units
+
+    def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
+        """Plans and cuts."""
+        scores = job.scores(self.unit)
+        stage("planning")
+        made = plan(
+            job.model,
+            scores,
+            job.goal.budget,
+            criterion=self.criterion,
+            rounds=self.rounds,
+            refit=self.refit and self.rounds > 1,
+            watch=Watch(stage, job.context.step),
+            **job.loading,
+        )
+        return prune(
+            job.model,
+            folder,
+            plan=made.plan,
+            refit=job.text if self.refit else None,
+            calibration=job.config.part(CalibrationConfig),
+            layout=LayoutOption.PER_LAYER,
+            dtype=job.config.dtype,
+            out_dtype=job.config.out_dtype,
+            on_stage=stage,
+            on_module=job.context.step,
+            made_by=job.made_by,
+            **job.loading,
+        )
+
+
+@dataclass(frozen=True)
+class MergeKvHeads:
+    """KV heads are merged.
+
+    Attributes:
+        merge: How the heads of a group become one.
+    """
+
+    merge: str
+
+    def applies(self, goal: SizeGoal) -> bool:
+        """Where fewer KV heads meet the goal."""
+        return goal.kv_share is not None
+
+    def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
+        """Converts."""
+        config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share, merge=self.merge)
+        return convert_gqa(
+            job.model,
+            folder,
+            config,
+            calibrate=job.text,
+            on_stage=stage,
+            on_module=job.context.step,
+            made_by=job.made_by,
+            **job.loading,
+        ).pruned
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row of the table.
+
+    Attributes:
+        name: What it is called.
+        way: How it is made.
+    """
+
+    name: str
+    way: Way
+
+
+def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
+    return (
+        Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
+        Candidate(
+            f"{name}, compensated in 2 rounds, refit",
+            RemoveHeads(unit, "compensated", refit=True, rounds=2),
+        ),
+        Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
+        Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
+    )
+
+
+CANDIDATES = (
+    *_removing(Unit.KV_GROUP, "KV groups"),
+    *_removing(Unit.HEAD, "heads"),
+    Candidate("KV heads merged, lowrank", MergeKvHeads("lowrank")),
+)
+
+
+def candidates_for(goal: SizeGoal) -> tuple[Candidate, ...]:
+    """The candidates that can meet a goal, in the order of the table."""
+    return tuple(candidate for candidate in CANDIDATES if candidate.way.applies(goal))
+
+
+def criteria_of(goal: SizeGoal, unit: Unit) -> tuple[str, ...]:
+    """The criteria that the candidates for a goal ask for."""
+    ways = [candidate.way for candidate in candidates_for(goal)]
+    asked = (way.criterion for way in ways if isinstance(way, RemoveHeads) and way.unit is unit)
+    return tuple(dict.fromkeys(asked))

@@ -1,0 +1,291 @@
+"""headprune compress: candidates are made and measured, the best is kept, healed if that helps."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headprune.compression import texts
+from headprune.compression.candidates import Job, candidates_for
+from headprune.compression.goals import goal_of
+from headprune.compression.heldout import HeldOut
+from headprune.compression.selection import Selection
+from headprune.config import CompressConfig, DataConfig, HealConfig
+from headprune.declaration import Context
+from headprune.distillation.heal import heal
+from headprune.errors import DataError, HeadpruneError, PlanError, TrainingError
+from headprune.export.card import write_card
+from headprune.export.publish import Pruned
+from headprune.io.outputs import claimed, whole_folder
+from headprune.io.writing import beside, reserved
+from headprune.model.attention import attention_of
+from headprune.model.lengths import most_tokens
+from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.opening import load
+from headprune.model.refusals import refuse_without_text
+from headprune.model.stored import stored_dtypes, stored_tensors
+from headprune.schemas.manifest import amend_manifest
+from headprune.schemas.records import MadeBy, ModelChoice
+from headprune.training.resumable import Interrupted
+
+_OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
+_STRICT = {"trust_remote_code": False, "assume_supported": False}
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A finished compression.
+
+    Attributes:
+        pruned: The result, as of every command that cuts.
+        choice: What it was chosen among.
+    """
+
+    pruned: Pruned
+    choice: ModelChoice
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        choice = self.choice.model_dump(mode="json")
+        return {"output": str(self.pruned.output), "choice": choice, **self.pruned.as_json()}
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a compression would do.
+
+    Attributes:
+        goal: What may stay.
+        texts: What is learnt from, and in a part that is held out judged on.
+        candidates: What would be made and measured.
+        heal_steps: How long the best would be healed; None for not at all.
+    """
+
+    goal: str
+    texts: tuple[str, ...]
+    candidates: tuple[str, ...]
+    heal_steps: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--dry-run --json``."""
+        return {
+            "goal": self.goal,
+            "texts": list(self.texts),
+            "candidates": list(self.candidates),
+            "heal_steps": self.heal_steps,
+        }
+
+
+def compress(
+    model: str,
+    output: Path | None,
+    config: CompressConfig,
+    data: Sequence[DataConfig] = (),
+    overwrite: bool = False,
+    loading: Mapping[str, Any] | None = None,
+    context: Context | None = None,
+    made_by: MadeBy | None = None,
+) -> Compressed | Outline:
+    """Makes a model smaller in the way that costs the held-out text least.
+
+    Args:
+        model: Folder or hub id.
+        output: Folder to write; it appears whole or not at all. None for an outline alone.
+        config: What may stay, and how it is chosen.
+        data: Texts, mixed in equal parts; none for those that ship with headprune.
+        overwrite: Replace an existing output.
+        loading: What the model may bring: arguments of every function that loads one.
+        context: Told how it goes on.
+        made_by: The command, for the record, if it was one.
+
+    Raises:
+        HeadpruneError: If model, goal and text do not fit together.
+        ProofError: If the result does not compute what it should.
+    """
+    inputs = (model, *(one.source for one in data))
+    claim: AbstractContextManager[None] = nullcontext()
+    if output is not None:
+        claim = claimed(output, overwrite, inputs)
+    with claim:
+        work = _Compression(model, config, data, loading or {}, context or Context(), made_by)
+        return work.outline() if output is None else work.into(output)
+
+
+class _Compression:
+    """A compression at work; arguments as for ``compress``."""
+
+    def __init__(
+        self,
+        model: str,
+        config: CompressConfig,
+        data: Sequence[DataConfig],
+        loading: Mapping[str, Any],
+        context: Context,
+        made_by: MadeBy | None,
+    ) -> None:
+        self.model, self.loading, self.context = model, loading, context
+        self.made_by = made_by
+        self.named = ", ".join(one.source for one in data) or "the text that ships with headprune"
+        context.stage("loading the model")
+        self.net, _ = load(model, config.dtype, **{**_STRICT, **loading})
+        refuse_without_text(self.net, "compress")
+        task = task_of(self.net)
+        _refuse_unfit(task, data)
+        trust = loading.get("trust_remote_code", False)
+        self.tokenizer = load_tokenizer(model, trust_remote_code=trust)
+        most = most_tokens(self.net.config, self.tokenizer) or config.seq_len
+        self.config = config.model_copy(update={"seq_len": min(config.seq_len, most)})
+        self.trained, self.held = texts.read(data or texts.shipped())
+        if task in _OF_SENTENCES:
+            self.trained, self.held = (
+                tuple(text.sentences() for text in some) for some in (self.trained, self.held)
+            )
+        stored = stored_dtypes(self.net, stored_tensors(model)).default
+        self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
+        self.candidates = candidates_for(self.goal)
+
+    def outline(self) -> Outline:
+        """What would be done."""
+        return Outline(
+            goal=self.goal.said,
+            texts=tuple(text.name for text in self.trained),
+            candidates=tuple(candidate.name for candidate in self.candidates),
+            heal_steps=self.config.heal_steps,
+        )
+
+    def into(self, output: Path) -> Compressed:
+        """Does it."""
+        self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
+        config = self.config
+        held_out = HeldOut(
+            self.net,
+            self.tokenizer,
+            self.held,
+            config.seq_len,
+            config.held_out_tokens,
+            config.batch_size,
+        )
+        selection = Selection(held_out, config.dtype, config.seed, self.context.step)
+        self.context.stage("measuring the original")
+        selection.begin(self.net, self.model)
+        del self.net  # candidates load their own
+        with reserved(beside(output, "{}-candidates")) as work:
+            work.mkdir()
+            job = self._job(work)
+            best = self._best(job, selection)
+            best = self._named(best)
+            if config.heal_steps is not None:
+                best = self._healed(best, job, selection, config.heal_steps)
+            choice = selection.concluded(self.goal.said)
+            manifest = amend_manifest(best.output, choice=choice)
+            write_card(best.output, output.name, best.plan, manifest)
+            with whole_folder(output) as folder:
+                for entry in best.output.iterdir():
+                    entry.rename(folder / entry.name)
+        return Compressed(replace(best, output=output, manifest=manifest), choice)
+
+    def _job(self, work: Path) -> Job:
+        config, healing = self.config, self._healing()
+        tokens = config.calibration_tokens
+        if healing is not None:  # a pass over twice as much text as is needed once does no harm
+            tokens = max(tokens, 2 * healing.steps * healing.batch_size * healing.seq_len)
+        text = texts.write(texts.mixed(self.trained, tokens), work / "text")
+        return Job(
+            self.model, self.goal, text, config, work, self.loading, self.context, self.made_by
+        )
+
+    def _best(self, job: Job, selection: Selection) -> Pruned:
+        """Makes all candidates and measures them; only the best so far stays on disk."""
+        best: Pruned | None = None
+        errors: list[HeadpruneError] = []
+        for number, candidate in enumerate(self.candidates, start=1):
+            where = f"{number}/{len(self.candidates)} {candidate.name}"
+
+            def stage(what: str, where: str = where) -> None:
+                self.context.stage(f"{where}: {what}")
+
+            began = time.monotonic()
+            try:
+                made = candidate.way.make(job, job.work / str(number), stage)
+            except (PlanError, DataError) as error:
+                errors.append(error)
+                selection.failed[candidate.name] = str(error)
+                continue
+            seconds = time.monotonic() - began
+            stage("measuring")
+            better = selection.add(candidate.name, made.output, seconds, self.loading)
+            loser = best if better else made
+            if loser is not None:
+                shutil.rmtree(loser.output)
+            best = made if better else best
+        if best is None:
+            raise errors[0]
+        return best
+
+    def _named(self, best: Pruned) -> Pruned:
+        """The same with a record that names the text and not the file that it was mixed in."""
+        refit = best.manifest.refit
+        if refit is None:
+            return best
+        named = refit.model_copy(update={"data": self.named})
+        return replace(best, manifest=amend_manifest(best.output, refit=named))
+
+    def _healing(self) -> HealConfig | None:
+        steps = self.config.heal_steps
+        if steps is None:
+            return None
+        usual = HealConfig(steps=steps)
+        length = min(usual.seq_len, self.config.seq_len)
+        return self.config.part(HealConfig, steps=steps, seq_len=length)
+
+    def _healed(self, best: Pruned, job: Job, selection: Selection, steps: int) -> Pruned:
+        """The best one healed, if that brings it nearer to the original."""
+        healing, unhealed = self._healing(), selection.contenders[0]
+        assert healing is not None  # as there are steps
+        name, began = f"{unhealed.name}, healed {steps} steps", time.monotonic()
+        try:
+            healed = heal(
+                best.output,
+                self.model,
+                job.text,
+                job.work / "healed",
+                healing,
+                on_step=lambda r: self.context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
+                on_stage=self.context.stage,
+                made_by=self.made_by,
+                **self.loading,
+            ).pruned
+        except Interrupted:
+            raise Interrupted(
+                "Stopped while healing; nothing was written, and compress starts anew."
+            ) from None
+        except TrainingError as error:
+            selection.failed[name] = str(error)
+            return best
+        self.context.stage("measuring the healed model")
+        seconds = time.monotonic() - began
+        return healed if selection.add(name, healed.output, seconds, self.loading) else best
+
+
+def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:
+    """Refuses text that a task cannot be learnt from.
+
+    Raises:
+        DataError: If an encoder-decoder gets no pairs, or a classifier no labels.
+    """
+    pairs = [one.text_column is not None and "," in one.text_column for one in data]
+    if task == "seq2seq-lm" and not (data and all(pairs)):
+        raise DataError(
+            "An encoder-decoder is compressed on pairs: give --data with --text-column "
+            "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
+        )
+    if task == "classification" and not (data and all(one.label_column for one in data)):
+        raise DataError(
+            "A classifier is compressed on labelled examples: give --data with --label-column "
+            "(CSV, TSV, JSONL or parquet)."
+        )

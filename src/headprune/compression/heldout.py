@@ -1,0 +1,191 @@
+"""How near a model comes to the original on text that nothing was calibrated on.
+
+A language model is judged by its perplexity, a classifier by how often it gives the label that the
+original gives, a model without a head by the similarity of its embeddings to the original's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from headprune.compression.texts import HELD_OUT, Text
+from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.tokens import token_ids
+from headprune.errors import DataError
+from headprune.evaluation import quality
+from headprune.evaluation.metrics import Floats
+from headprune.evaluation.recall import copying_losses
+from headprune.model.loading import task_of, vocabulary_of
+
+_ROWS = 8  # held-out sequences that a choice is made on, at least; 2 of a running text
+_COPIES = 8  # sequences of random tokens, each twice
+_RUNNING = ("causal-lm", "masked-lm")
+
+Outputs = Mapping[str, Floats]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a kind of model is judged by.
+
+    Attributes:
+        name: What the number says.
+        higher_is_better: Its direction; the original itself has 1.
+        of: The number, of what the model and the original gave; see ``HeldOut.outputs``.
+    """
+
+    name: str
+    higher_is_better: bool
+    of: Callable[[Floats, Floats], float]
+
+
+def _perplexity_ratio(model: Floats, original: Floats) -> float:
+    (ours, tokens), (theirs, _) = model.sum(0), original.sum(0)
+    return float(np.exp((ours - theirs) / tokens))
+
+
+_PERPLEXITY = Measure("perplexity ratio", False, _perplexity_ratio)
+MEASURES = {
+    "causal-lm": _PERPLEXITY,
+    "masked-lm": _PERPLEXITY,
+    "seq2seq-lm": _PERPLEXITY,
+    "classification": Measure(
+        "same labels", True, lambda model, original: float((model == original).mean())
+    ),
+    "features": Measure(
+        "similarity", True, lambda model, original: float((model * original).sum(1).mean())
+    ),
+}
+
+
+class HeldOut:
+    """Held-out texts as a model reads them.
+
+    Args:
+        net: The original.
+        tokenizer: Its tokenizer.
+        texts: The texts.
+        seq_len: Tokens of a sequence, at most.
+        tokens: About how many tokens of all texts are used.
+        batch_size: Sequences per pass.
+
+    Raises:
+        DataError: If there is too little to choose on.
+    """
+
+    def __init__(
+        self,
+        net: PreTrainedModel,
+        tokenizer: Any,
+        texts: Sequence[Text],
+        seq_len: int,
+        tokens: int,
+        batch_size: int,
+    ) -> None:
+        self.task, self.tokenizer = task_of(net), tokenizer
+        self.measure = MEASURES[self.task]
+        self.seq_len, self.batch_size = seq_len, batch_size
+        self._vocabulary = vocabulary_of(net)
+        share = -(-tokens // len(texts))
+        if self.task in _RUNNING:
+            self._refuse_short(texts)
+        found = {text.name: self._rows(text) for text in texts if text.rows}
+        if self.task not in _RUNNING:
+            _refuse_few(sum(map(len, found.values())))
+        self.rows = {name: _some(rows, share) for name, rows in found.items()}
+        ids = (ids for rows in self.rows.values() for ids in rows["input_ids"])
+        self.tokens = sum(map(len, ids))
+
+    def outputs(self, net: PreTrainedModel, progress: Progress) -> Outputs:
+        """What a model makes of every text: losses and tokens, labels, or embeddings."""
+        done, total, found = 0, sum(map(len, self.rows.values())), {}
+        for name, rows in self.rows.items():
+
+            def step(some: int, _: int, before: int = done) -> None:
+                progress(before + some, total)
+
+            found[name] = self._outputs(net, rows, step)
+            done += len(rows)
+        return found
+
+    def compared(self, model: Outputs, original: Outputs) -> tuple[float, dict[str, float]]:
+        """How near a model comes to the original: on all texts together, and on each."""
+        both = [np.concatenate(list(outputs.values())) for outputs in (model, original)]
+        each = {name: self.measure.of(model[name], original[name]) for name in original}
+        return self.measure.of(both[0], both[1]), each
+
+    def copying(self, net: PreTrainedModel, seed: int) -> float | None:
+        """Mean loss on the second of two equal runs of random tokens, of models that generate."""
+        if self.task != "causal-lm" or self.seq_len < 4:
+            return None
+        found = copying_losses(net, self.tokenizer, _COPIES, self.seq_len, self.batch_size, seed)
+        return float(found["copied_nll_nats"].sum() / found["copied_tokens"].sum())
+
+    def _refuse_short(self, texts: Sequence[Text]) -> None:
+        found = sum(self._tokens(text) for text in texts)
+        if found < 2 * self.seq_len:
+            raise DataError(
+                f"The last eighth of the text, {found:,} tokens, is held out to choose on, and 2 "
+                f"sequences of {self.seq_len} are needed: give some "
+                f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller --seq-len, or no --data for "
+                "the text that ships with headprune."
+            )
+
+    def _tokens(self, text: Text) -> int:
+        documents = text.examples().documents()
+        return sum(len(ids) for pieces in documents for ids in token_ids(pieces, self.tokenizer))
+
+    def _rows(self, text: Text) -> Dataset:
+        examples, known = text.examples(), self._vocabulary
+        if self.task == "seq2seq-lm":
+            return translation_rows(examples, self.tokenizer, self.seq_len, known)
+        if self.task not in _RUNNING:
+            apart = self.task == "features"  # embeddings are of single texts
+            return tokenized_rows(
+                examples, self.tokenizer, self.seq_len, vocabulary=known, apart=apart
+            )
+        around = 2 * (self.task == "masked-lm")
+        return packed_sequences(
+            examples,
+            self.tokenizer,
+            min(self.seq_len, max(self._tokens(text) + around, 2)),
+            specials=self.task == "masked-lm",
+            vocabulary=known,
+        )
+
+    def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Floats:
+        how = (net, rows, self.tokenizer, self.batch_size)
+        if self.task == "classification":
+            return quality.predicted_labels(*how, progress=progress)
+        if self.task == "features":
+            return quality.embeddings(*how, progress=progress)
+        if self.task == "seq2seq-lm":
+            losses = quality.translation_losses(*how, progress=progress)
+        elif self.task == "masked-lm":
+            losses = quality.masked_losses(*how, seed=0, progress=progress)
+        else:
+            losses = quality.causal_losses(*how, progress=progress)
+        return np.stack([losses.nll_nats, losses.tokens], axis=1)
+
+
+def _refuse_few(rows: int) -> None:
+    if rows < _ROWS:
+        raise DataError(
+            f"The last eighth of the text, {rows} rows, is held out to choose on, and {_ROWS} are "
+            f"needed: give {_ROWS * HELD_OUT} rows or more, or no --data for the text that ships "
+            "with headprune."
+        )
+
+
+def _some(rows: Dataset, tokens: int) -> Dataset:
+    """Rows from all over a text, evenly, with about so many tokens."""
+    mean = sum(map(len, rows["input_ids"])) / len(rows)
+    count = min(len(rows), max(1, round(tokens / mean)))
+    return rows.select([i * len(rows) // count for i in range(count)])

@@ -1,0 +1,158 @@
+"""The text of a compression: apart by position into what is learnt from and what is judged on.
+
+Every text gives its last eighth to be judged on. The texts are mixed in equal parts, as far as
+each reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
+from pathlib import Path
+
+from headprune.config import DataConfig
+from headprune.data.sources import Examples, read_examples
+from headprune.errors import DataError
+
+HELD_OUT = 8  # the last part of so many equal ones
+CHARACTERS = 6  # of a token, at most in the mean of a text: more text than needed does no harm
+_BLOCK = 8_192  # characters of a plain text that stay together
+_PIECES = 128  # of a file, of 256 KiB each: no more of it is read
+_MIXED = Path(__file__).parents[1] / "data" / "mixed"
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+_SHORTEST = 20  # characters of a sentence
+
+Row = tuple[tuple[str, ...], str | None]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of one domain.
+
+    Attributes:
+        name: Its name.
+        rows: Texts with a label each, if they have one: documents, or blocks of a plain text.
+        plain: Whether the rows make one running text.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    plain: bool
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(len(part) for texts, _ in self.rows for part in texts)
+
+    def examples(self) -> Examples:
+        """As examples."""
+        if self.plain:
+            whole = "".join(texts[0] for texts, _ in self.rows)
+            return Examples([(whole,)], None, rows_are_documents=False)
+        labels = [label for _, label in self.rows if label is not None]
+        return Examples([texts for texts, _ in self.rows], labels or None, rows_are_documents=True)
+
+    def sentences(self) -> Text:
+        """A plain text as rows of a sentence each; other texts as they are."""
+        if not self.plain:
+            return self
+        found = _SENTENCE.split("".join(texts[0] for texts, _ in self.rows))
+        some = tuple(((" ".join(s.split()),), None) for s in found if len(s) >= _SHORTEST)
+        return Text(self.name, some, plain=False)
+
+    def spread(self, characters: int) -> Text:
+        """Rows from all over it, evenly, with about so many characters together."""
+        count = min(len(self.rows), math.ceil(characters * len(self.rows) / max(self.size, 1)))
+        numbers = [i * len(self.rows) // count for i in range(count)]
+        return replace(self, rows=tuple(self.rows[i] for i in numbers))
+
+
+def shipped() -> tuple[DataConfig, ...]:
+    """The texts that come with headprune (see SOURCE.md beside them)."""
+    return tuple(DataConfig(source=str(file)) for file in sorted(_MIXED.glob("*.txt.gz")))
+
+
+def read(sources: Sequence[DataConfig]) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
+    """The texts to learn from, and those to judge on.
+
+    Raises:
+        DataError: If a text cannot be read, or one has pairs or labels and another has none.
+    """
+    found = [_apart(data) for data in sources]
+    shapes = {(len(r[0]), r[1] is None) for kept, _ in found for r in kept.rows}
+    if len(shapes) > 1:
+        raise DataError(
+            "The texts of --data cannot be mixed: some are pairs, or have labels, and others are "
+            "and have none. Give such texts in runs of their own."
+        )
+    return tuple(kept for kept, _ in found), tuple(held for _, held in found)
+
+
+def mixed(texts: Sequence[Text], tokens: int) -> tuple[Text, ...]:
+    """Equal parts of texts, enough for so many tokens; what one lacks the others make up for."""
+    left, parts = tokens * CHARACTERS, dict[int, Text]()
+    by_size = sorted(range(len(texts)), key=lambda at: texts[at].size)
+    for done, at in enumerate(by_size):
+        parts[at] = texts[at].spread(left // (len(texts) - done))
+        left = max(0, left - parts[at].size)
+    return tuple(parts[at] for at in range(len(texts)))
+
+
+def write(texts: Sequence[Text], folder: Path) -> DataConfig:
+    """Writes texts to a file in a folder, and says how it is read."""
+    folder.mkdir(parents=True)
+    if all(text.plain for text in texts):
+        path = folder / "text.txt"
+        running = ("".join(row[0] for row, _ in text.rows) for text in texts)
+        path.write_text("\n\n".join(running), encoding="utf-8")
+        return DataConfig(source=str(path))
+    path, pairs, labels = folder / "text.jsonl", False, False
+    with path.open("w", encoding="utf-8") as file:
+        for parts, label in (row for text in texts for row in text.rows):
+            pairs, labels = len(parts) == 2, label is not None
+            row = dict(zip(("text", "second"), parts, strict=False))
+            file.write(json.dumps(row | ({"label": label} if labels else {})) + "\n")
+    return DataConfig(
+        source=str(path),
+        text_column="text,second" if pairs else "text",
+        label_column="label" if labels else None,
+    )
+
+
+def _apart(data: DataConfig) -> tuple[Text, Text]:
+    examples, name = read_examples(data), _name(data)
+    if examples.rows_are_documents:
+        labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
+        rows = tuple(zip(examples.texts, labels, strict=True))
+        at = len(rows) - len(rows) // HELD_OUT
+        return Text(name, rows[:at], plain=False), Text(name, rows[at:], plain=False)
+    whole = "".join(islice(examples.strings(), _PIECES))
+    at = _break(whole, len(whole) - len(whole) // HELD_OUT)
+    return Text(name, _blocks(whole[:at]), plain=True), Text(name, _blocks(whole[at:]), plain=True)
+
+
+def _name(data: DataConfig) -> str:
+    name = Path(data.source).name
+    return name.removesuffix(".gz").rpartition(".")[0] or name
+
+
+def _blocks(text: str) -> tuple[Row, ...]:
+    found, start = [], 0
+    while start < len(text):
+        stop = len(text) if start + _BLOCK >= len(text) else _break(text, start + _BLOCK)
+        found.append(((text[start:stop],), None))
+        start = stop
+    return tuple(found)
+
+
+def _break(text: str, at: int) -> int:
+    """The last end of a line, else of a word, before a place; the place itself where none is."""
+    for sign in ("\n", " "):
+        found = text.rfind(sign, max(0, at - _BLOCK // 2), at)
+        if found >= 0:
+            return found + 1
+    return at

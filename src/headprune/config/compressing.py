@@ -1,0 +1,52 @@
+"""What a compression is asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from headprune.config.data import CalibrationConfig
+from headprune.config.values import WRITTEN, Count, Dtype, Steps
+from headprune.declaration import Panel, option
+
+GOALS = ("keep", "kv_budget", "max_params", "max_kv_bytes", "min_speedup")
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class CompressConfig(CalibrationConfig):
+    """What may stay, and how it is chosen. Exactly one of the goals is set."""
+
+    keep: Share | None = option(
+        "Share to keep of what is saved: of the KV heads where queries share them, else of the "
+        "heads.",
+        None,
+        Panel.MAIN,
+    )
+    kv_budget: Share | None = option("Share of the KV heads to keep.", None, Panel.MAIN)
+    max_params: Count | None = option("Parameters of the whole model.", None, Panel.MAIN)
+    max_kv_bytes: Annotated[int, Field(ge=0)] | None = option(
+        "KV cache per token in bytes, in the model's dtype.", None, Panel.MAIN
+    )
+    min_speedup: Annotated[float, Field(ge=1)] | None = option(
+        "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
+    )
+    heal_steps: Steps | None = option(
+        "Then train the best to match the original, so many steps; kept if that helps.",
+        None,
+        Panel.MAIN,
+        flags="--heal",
+    )
+    held_out_tokens: Count = option(
+        "How much of the held-out text candidates are measured on.", 8_192, Panel.CALIBRATION
+    )
+    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> CompressConfig:
+        if sum(getattr(self, name) is not None for name in GOALS) != 1:
+            raise ValueError(
+                "give exactly one of --keep, --kv-budget, --max-params, --max-kv-bytes and "
+                "--min-speedup"
+            )
+        return self

@@ -1,0 +1,210 @@
+"""Models and data that fit together, before any work is done."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.sources import Examples, read_examples
+from headprune.evaluation.last_words import LAST_WORDS, Passage, passages, rows_of
+from headprune.evaluation.metrics import within
+from headprune.evaluation.quality import TokenLosses
+from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
+from headprune.evaluation.refusals import refuse_other_tokenizer, refuse_unfit
+from headprune.evaluation.samples import Samples
+from headprune.evaluation.tasks import refuse_tasks
+from headprune.model.identity import id_of_model
+from headprune.model.lengths import usable_length
+from headprune.model.loading import (
+    from_pretrained,
+    load_config,
+    load_tokenizer,
+    parse_dtype,
+    task_of,
+    vocabulary_of,
+)
+from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
+from headprune.model.refusals import refuse_without_text
+
+LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
+_PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
+
+
+@dataclass(frozen=True)
+class LoadedDomain:
+    """Data to measure on.
+
+    Attributes:
+        name: What its metrics carry in brackets; "" for the main one.
+        data: Where it comes from.
+        examples: The documents.
+        rows: What the models read.
+        passages: Those whose last words are to be predicted.
+    """
+
+    name: str
+    data: DataConfig
+    examples: Examples
+    rows: Dataset
+    passages: tuple[Passage, ...] = ()
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the examples are scored pairs."""
+        return self.examples.labels is not None and self.examples.width == 2
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Models and examples that fit together; the base comes second, if there is one.
+
+    Attributes:
+        ids: Ids of the models, where their files are at hand.
+        names: Folders or hub ids.
+        nets: The models.
+        tokenizer: That of the first.
+        domains: What they are measured on, the main one first.
+    """
+
+    ids: tuple[str | None, ...]
+    names: tuple[str, ...]
+    nets: tuple[PreTrainedModel, ...]
+    tokenizer: Any
+    domains: tuple[LoadedDomain, ...]
+
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics of which every window or example has its part."""
+        return tuple(name for domain in self.domains for name in self._metrics(domain))
+
+    def _metrics(self, domain: LoadedDomain) -> list[str]:
+        task, names = task_of(self.nets[0]), ["accuracy"]
+        if task in LANGUAGE_MODELS:
+            columns = [*TokenLosses.COLUMNS]
+            if task == "causal-lm":
+                columns += [*REPEATED, *LAST_WORDS, *(() if domain.name else COPYING)]
+                columns += WORDS if WordMarks(self.tokenizer).any else ()
+            names = [*Samples(dict.fromkeys(columns, np.zeros(1))).metrics()]
+        elif task != "classification":
+            paired = ["mean_cosine"] if len(self.nets) == 2 else []
+            names = [*(["spearman"] if domain.pairs else []), *paired]
+        return [within(name, domain.name) for name in names]
+
+    def settings(self, config: EvaluateConfig) -> dict[str, Any]:
+        """The settings of a run; the length of packed sequences is the one that they have."""
+        used = {}
+        if task_of(self.nets[0]) in _PACKED:
+            used = {"seq_len": len(self.domains[0].rows[0]["input_ids"])}
+        settings = config.model_dump(mode="json")
+        for later in ("copying", "last_words", "tasks"):
+            if not settings[later]:  # nor does a record say so that is older than the setting
+                del settings[later]
+        return {**settings, **used}
+
+    def data_sha256(self) -> str:
+        """Digest of the texts and labels of the main domain, in order."""
+        return self.domains[0].examples.sha256
+
+    def further(self) -> dict[str, dict[str, Any]] | None:
+        """The other domains: where they come from, and the digests of their texts and labels."""
+        found = {
+            one.name: {**one.data.model_dump(mode="json"), "sha256": one.examples.sha256}
+            for one in self.domains[1:]
+        }
+        return found or None
+
+    def inputs_sha256(self) -> str:
+        """Digest of the token ids that the models read, which tokenizer and settings decide."""
+        digest, rows = hashlib.sha256(), self.domains[0].rows
+        for name in sorted(rows.column_names):
+            for row in rows[name]:
+                digest.update(f"{name} {row}\0".encode())
+        return digest.hexdigest()
+
+
+def load(
+    model: str | Path,
+    data: DataConfig | Mapping[str, DataConfig],
+    config: EvaluateConfig,
+    against: str | Path | None = None,
+    trust_remote_code: bool = False,
+    drop_unexpected: bool = False,
+) -> Loaded:
+    """The first half of ``evaluate``, which finds what does not fit before any work is done."""
+    several = {"": data} if isinstance(data, DataConfig) else data
+    refuse_tasks(config.tasks)
+    found = [read_examples(one) for one in several.values()]
+    names = [str(name) for name in (model, against) if name is not None]
+    for name in names:
+        load_config(name, trust_remote_code=trust_remote_code)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    nets = []
+    for name in names:
+        net = from_pretrained(
+            name,
+            dtype=parse_dtype(config.dtype.value),
+            trust_remote_code=trust_remote_code,
+            drop_unexpected=drop_unexpected,
+        )
+        refuse_missing_dtype(net.dtype, device)
+        refuse_without_text(net, "evaluate")
+        nets.append(net.to(device))
+        refuse_not_finite(net, name)
+    tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
+    for examples in found:
+        refuse_unfit(nets, names, examples, config)
+    seq_len = usable_length(nets[0].config, tokenizer, config.seq_len)
+    if against is not None:
+        base = load_tokenizer(names[1], trust_remote_code=trust_remote_code)
+        refuse_other_tokenizer(tokenizer, base, names)
+    domains = tuple(
+        LoadedDomain(
+            name if number else "",
+            one,
+            examples,
+            _rows(nets[0], tokenizer, examples, seq_len, config.max_windows),
+            _passages(nets[0], examples, config),
+        )
+        for number, ((name, one), examples) in enumerate(zip(several.items(), found, strict=True))
+    )
+    ids = tuple(id_of_model(name) for name in names)
+    return Loaded(ids, tuple(names), tuple(nets), tokenizer, domains)
+
+
+def _passages(
+    net: PreTrainedModel, examples: Examples, config: EvaluateConfig
+) -> tuple[Passage, ...]:
+    asked = config.last_words if task_of(net) == "causal-lm" else 0
+    return passages(rows_of(examples), asked) if asked else ()
+
+
+def _rows(
+    net: PreTrainedModel, tokenizer: Any, examples: Examples, seq_len: int, most: int | None
+) -> Dataset:
+    """Windows for language models, one row per text for the others; pairs give two rows each."""
+    task, known = task_of(net), vocabulary_of(net)
+    if task in _PACKED:
+        return packed_sequences(
+            examples,
+            tokenizer,
+            seq_len,
+            specials=task == "masked-lm",
+            vocabulary=known,
+            most=most,
+            also=[tokenizer.mask_token_id] if task == "masked-lm" else [],
+        )
+    some = examples.first(most)
+    if task == "seq2seq-lm":
+        return translation_rows(some, tokenizer, seq_len, known)
+    if task == "classification":
+        return tokenized_rows(some, tokenizer, seq_len, net.config.label2id, known)
+    return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)

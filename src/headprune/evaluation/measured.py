@@ -1,0 +1,165 @@
+"""What one model does on the data of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from headprune.config import EvaluateConfig
+from headprune.data.sources import Examples
+from headprune.errors import DataError
+from headprune.evaluation import quality
+from headprune.evaluation.last_words import last_words
+from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain
+from headprune.evaluation.metrics import similarity_correlation, within
+from headprune.evaluation.quality import Floats, Progress
+from headprune.evaluation.recall import (
+    RecalledWords,
+    WordMarks,
+    copying_losses,
+    repeated_losses,
+)
+from headprune.evaluation.report import Metric, metric
+from headprune.evaluation.samples import Samples
+from headprune.evaluation.tasks import TaskScores, task_scores
+from headprune.model.loading import task_of
+
+
+@dataclass
+class Measured:
+    """What a model did on all domains, and on tasks.
+
+    Attributes:
+        columns: Per sequence or example, what metrics are made of, by domain.
+        vectors: Embeddings of the examples of a domain, where that is what it gives.
+        others: Metrics of all examples at once.
+    """
+
+    columns: dict[str, Floats] = field(default_factory=dict)
+    vectors: dict[str, Floats] = field(default_factory=dict)
+    others: list[Metric] = field(default_factory=list)
+
+    @property
+    def samples(self) -> Samples:
+        """What the metrics are made of."""
+        return Samples(self.columns)
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics.
+
+        Raises:
+            DataError: If one of them is not finite.
+        """
+        samples, known = self.samples, {one.name for one in self.others}
+        names = [name for name in samples.metrics() if name not in known]
+        found = [metric(name, samples.value(name), samples.count(name)) for name in names]
+        return (*found, *self.others)
+
+
+def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progress) -> Measured:
+    """Runs one of the models on everything.
+
+    Args:
+        loaded: Models and data.
+        index: Which of the models.
+        config: How to evaluate.
+        progress: Called with windows and passages done, and those of all.
+    """
+    found, net, done = Measured(), loaded.nets[index], 0
+    total = sum(len(domain.rows) + len(domain.passages) for domain in loaded.domains)
+    for domain in loaded.domains:
+
+        def step(now: int, _: int, before: int = done) -> None:
+            progress(before + now, total)
+
+        columns = _columns(loaded, net, domain, config, step, found)
+        found.columns |= {within(name, domain.name): one for name, one in columns.items()}
+        done += len(domain.rows) + len(domain.passages)
+    if config.tasks:
+        scores: TaskScores = task_scores(net, loaded.tokenizer, config)
+        found.columns |= scores.columns
+        found.others += scores.metrics
+    return found
+
+
+def add_fidelity(model: Measured, base: Measured) -> None:
+    """Adds how near the embeddings of a model are to those of its base.
+
+    Raises:
+        DataError: If there are too few.
+    """
+    for domain, ours in model.vectors.items():
+        theirs, n = base.vectors[domain], len(ours)
+        if n < 3:
+            raise DataError(f"Embeddings are compared on 3 texts at least; the data has {n}.")
+        model.columns[within("cosines", domain)] = (ours * theirs).sum(1)
+        name = within("similarity_correlation", domain)
+        model.others.append(metric(name, similarity_correlation(ours, theirs), n))
+
+
+def _columns(
+    loaded: Loaded,
+    net: PreTrainedModel,
+    domain: LoadedDomain,
+    config: EvaluateConfig,
+    progress: Progress,
+    found: Measured,
+) -> dict[str, Floats]:
+    """What a model makes of a domain, row by row."""
+    task, size = task_of(net), config.batch_size
+    rows, tokenizer = domain.rows, loaded.tokenizer
+    if task == "causal-lm":
+        return _recalled(net, domain, tokenizer, config, progress)
+    if task == "seq2seq-lm":
+        return quality.translation_losses(net, rows, tokenizer, size, progress).columns()
+    if task in LANGUAGE_MODELS:
+        return quality.masked_losses(net, rows, tokenizer, size, config.seed, progress).columns()
+    if task == "classification":
+        labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
+        return {"hits": (labels == np.array(rows["labels"])).astype(np.float64)}
+    vectors = quality.embeddings(net, rows, tokenizer, size, progress)
+    found.vectors[domain.name] = vectors
+    if not domain.pairs:
+        return {}
+    return dict(zip(("similarities", "scores"), _pairs(vectors, domain.examples), strict=True))
+
+
+def _recalled(
+    net: PreTrainedModel,
+    domain: LoadedDomain,
+    tokenizer: Any,
+    config: EvaluateConfig,
+    progress: Progress,
+) -> dict[str, Floats]:
+    """What a causal language model makes of text, and of its context."""
+    words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
+    columns = quality.causal_losses(net, rows, tokenizer, size, progress, words).columns()
+    columns |= words.columns()
+    length = len(rows[0]["input_ids"])
+    if config.copying and length > 3:
+        if not domain.name:  # random tokens are of no domain
+            columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
+        columns |= repeated_losses(net, rows, config.copying, size)
+
+    def step(done: int, total: int) -> None:
+        progress(len(rows) + done, total)
+
+    return columns | last_words(net, tokenizer, domain.passages, size, step)
+
+
+def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
+    assert examples.labels is not None
+    similarities = (vectors[0::2] * vectors[1::2]).sum(1)
+    try:
+        scores = np.array([float(label) for label in examples.labels[: len(similarities)]])
+    except ValueError as error:
+        raise DataError(f"The scores of sentence pairs must be numbers ({error}).") from None
+    if not np.isfinite(scores).all() or len(np.unique(scores)) < 2:
+        raise DataError(
+            f"The {len(scores)} scores of the sentence pairs must be finite and not all the same; "
+            "a rank correlation is not defined otherwise."
+        )
+    return similarities, scores

@@ -1,0 +1,135 @@
+"""The refit of a cut, taken only where it helps on sequences that nothing was fitted to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.data.samples import CalibrationSample
+from headprune.evidence.losses import embedding
+from headprune.model.batch import Batch
+from headprune.model.forward import run_model
+from headprune.model.gating import fixed, gated
+from headprune.model.heads import read_output, write_output
+from headprune.model.loading import task_of
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.records import Refit, RefitWorth
+from headprune.surgery.cut import Cut
+from headprune.surgery.refit import refit
+from headprune.training.divergence import divergence
+
+DISTANCES = {
+    "logits": "divergence (nats per token) from the original",
+    "features": "1 - cosine to the embeddings of the original",
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A refit, and what it is worth.
+
+    Attributes:
+        taken: The record of it; None where it was left out, and the weights are as before.
+        worth: What it is worth on held-out sequences; None where the text has none.
+    """
+
+    taken: Refit | None
+    worth: RefitWorth | None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why it was left out, if it was."""
+        if self.taken is not None or self.worth is None:
+            return ()
+        return (
+            f"The refit was left out: on {self.worth.tokens:,} tokens that it was not fitted to, "
+            f"{self.worth.measure} is {self.worth.refitted:.4g} with it and "
+            f"{self.worth.without:.4g} without.",
+        )
+
+
+def judged_refit(
+    net: PreTrainedModel,
+    cuts: Sequence[Cut],
+    examples: CalibrationSample,
+    source: str,
+    seed: int,
+    on_module: Callable[[int, int], None],
+) -> Judged:
+    """Refits every W_O of a model that is about to be cut, in place, unless that makes it worse.
+
+    Args:
+        net: The model, uncut.
+        cuts: What it will lose.
+        examples: Calibration text; what is held out are sequences of it that were not taken.
+        source: Where the text came from, for the record.
+        seed: Seed of the sample, for the record.
+        on_module: Called with modules done and modules in all.
+
+    Raises:
+        DataError: If there is too little text.
+        PlanError: If a module runs more than once.
+    """
+    before = [read_output(cut.attention) for cut in cuts]
+    attentions, gates = [cut.attention for cut in cuts], [cut.gate() for cut in cuts]
+    modules = refit(net, attentions, gates, examples.whole(), on_module)
+    taken = Refit(
+        data=source,
+        tokens=examples.tokens,
+        modules=len(modules),
+        error_before=sum(m.before for m in modules) / max(len(modules), 1),
+        error_after=sum(m.after for m in modules) / max(len(modules), 1),
+        ridges={m.path: m.ridge for m in modules if math.isfinite(m.ridge)},  # the others stay
+        seed=seed,
+    )
+    held_out = examples.held_out()
+    if held_out is None or not modules:
+        return Judged(taken, None)
+    versions = before, [read_output(attention) for attention in attentions]
+    sums = [0.0, 0.0]
+    batches = held_out.batches()
+    with torch.no_grad():
+        for batch in batches:
+            _write(attentions, before)
+            wanted = _outputs(net, batch)
+            for number, weights in enumerate(versions):
+                _write(attentions, weights)
+                with gated(attentions, fixed(gates)):
+                    sums[number] += float(_distance(_outputs(net, batch), wanted, batch))
+    without, refitted = (total / len(batches) for total in sums)
+    worth = RefitWorth(
+        measure=DISTANCES["features" if task_of(net) == "features" else "logits"],
+        tokens=held_out.tokens,
+        without=without,
+        refitted=refitted,
+    )
+    if refitted <= without:
+        return Judged(taken.model_copy(update={"held_out": worth}), worth)
+    _write(attentions, before)
+    return Judged(None, worth)
+
+
+def _outputs(net: PreTrainedModel, batch: Batch) -> Any:
+    if task_of(net) == "features":
+        return embedding(net, batch)
+    return run_model(net, batch, head=True)
+
+
+def _distance(got: Any, wanted: Any, batch: Batch) -> Tensor:
+    if isinstance(got, Tensor):  # embeddings of length 1
+        cosine: Tensor = (got * wanted).sum(-1).mean()
+        return 1 - cosine
+    return divergence(got, wanted, batch)
+
+
+def _write(
+    attentions: Sequence[Attention], weights: Sequence[tuple[Tensor, Tensor | None]]
+) -> None:
+    for attention, (heads, bias) in zip(attentions, weights, strict=True):
+        write_output(attention, heads, bias)

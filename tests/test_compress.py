@@ -1,0 +1,349 @@
+"""headprune compress: the best candidate on held-out text, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import headprune
+from headprune.compression import candidates, heldout
+from headprune.compression.candidates import CANDIDATES, MergeKvHeads, RemoveHeads, candidates_for
+from headprune.compression.compress import Compressed, Outline, _Compression
+from headprune.compression.goals import SizeGoal
+from headprune.config import BudgetConfig, HealConfig
+from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
+from headprune.model.attention import attention_of
+from headprune.model.heads import read_output, write_output
+from headprune.model.loading import from_pretrained
+from headprune.schemas.manifest import amend_manifest, read_manifest
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.test_cli import run
+
+SMALL: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[Path]:
+    """Two texts of the tiny tokenizer's language."""
+    for number, words in enumerate((2_000, 900)):
+        (tmp_path / f"text{number}.txt").write_text(tiny.text(words, number))
+    return [tmp_path / "text0.txt", tmp_path / "text1.txt"]
+
+
+def compressed(model: Path, data: list[Path], output: Path, **settings: Any) -> Compressed:
+    result = headprune.compress(model, data, output, **{**SMALL, **settings})
+    assert isinstance(result, Compressed)
+    return result
+
+
+def test_the_best_on_held_out_text_is_taken(
+    llama_folder: Path, data: list[Path], tmp_path: Path
+) -> None:
+    result = compressed(llama_folder, data, tmp_path / "out", keep=0.75)
+    choice, manifest = result.choice, read_manifest(tmp_path / "out")
+    assert manifest.choice == choice and manifest.id == result.pruned.manifest.id
+    losses = [one.held_out for one in choice.contenders]
+    assert len(losses) == 5 and losses == sorted(losses) and not choice.failed
+    assert choice.original.held_out == 1.0
+    assert choice.chosen.kv_heads == manifest.kv_heads[1] < manifest.kv_heads[0]
+    assert set(choice.chosen.by_text) == {"text0", "text1"}
+    net = from_pretrained(tmp_path / "out")
+    assert sum(a.kv_heads for a in attention_of(net)) == choice.chosen.kv_heads
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "## Chosen" in card and choice.chosen.name.split(",")[0] in card
+    # nothing is left beside it, and the record names no file that is gone
+    assert {p.name for p in tmp_path.iterdir()} == {"llama", "out", "text0.txt", "text1.txt"}
+    assert "-candidates" not in manifest.model_dump_json()
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    """A tiny encoder without a head, which is judged by its likeness to the original."""
+    return tiny.save(tiny.model("bert-base"), tmp_path / "encoder")
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> list[Path]:
+    """Sentences of the tiny tokenizer's language."""
+    path = tmp_path / "sentences.txt"
+    path.write_text(". ".join(tiny.text(9, i) for i in range(200)))
+    return [path]
+
+
+def test_a_refit_that_makes_it_worse_is_not_taken(
+    encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [c for c in CANDIDATES if isinstance(c.way, RemoveHeads) and c.way.criterion == "fisher"]
+    monkeypatch.setattr(candidates, "CANDIDATES", tuple(rows))
+    sound = compressed(encoder, sentences, tmp_path / "sound", keep=0.75).choice
+    assert sound.chosen.name == "heads, fisher, refit"
+
+    def spoiling(net: Any, *arguments: Any, **settings: Any) -> list[Any]:
+        for attention in attention_of(net):
+            heads, bias = read_output(attention)
+            write_output(attention, -3 * heads, bias)
+        return []
+
+    monkeypatch.setattr("headprune.export.prune.refit_outputs", spoiling)
+    result = compressed(encoder, sentences, tmp_path / "spoilt", keep=0.75)
+    assert [one.name for one in result.choice.contenders] == ["heads, fisher", sound.chosen.name]
+    assert result.pruned.manifest.refit is None
+    assert result.choice.chosen == sound.contenders[1].model_copy(
+        update={"seconds": result.choice.chosen.seconds}
+    )
+
+
+@pytest.mark.parametrize("learning_rate", [1e-3, 100.0])
+def test_healing_is_kept_only_if_it_helps(
+    learning_rate: float,
+    encoder: Path,
+    sentences: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    healing = HealConfig(steps=30, seq_len=16, learning_rate=learning_rate)
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[7:8])
+    monkeypatch.setattr(_Compression, "_healing", lambda self: healing)
+    result = compressed(encoder, sentences, tmp_path / "out", keep=0.75, heal_steps=30)
+    names = [one.name for one in result.choice.contenders]
+    done = [step.done.kind for step in result.pruned.manifest.steps]
+    if learning_rate < 0.1:
+        assert names == ["heads, fisher, healed 30 steps", "heads, fisher"]
+        assert done == ["pruning", "healing"]
+    else:
+        assert names == ["heads, fisher", "heads, fisher, healed 30 steps"]
+        assert done == ["pruning"]
+    assert result.choice.contenders[0].held_out > result.choice.contenders[1].held_out
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"encoder", "sentences.txt", "out"}
+
+
+def test_healing_that_breaks_down_leaves_the_best_unhealed(
+    encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **settings: Any) -> Any:
+        raise TrainingError("Training broke down: the loss is nan.")
+
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[7:8])
+    monkeypatch.setattr("headprune.compression.compress.heal", broken)
+    choice = compressed(encoder, sentences, tmp_path / "out", keep=0.5, heal_steps=3).choice
+    assert choice.chosen.name == "heads, fisher"
+    assert choice.failed == {
+        "heads, fisher, healed 3 steps": "Training broke down: the loss is nan."
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "measure"),
+    [("gpt2", "perplexity ratio"), ("bert-mlm", "perplexity ratio"), ("bert-base", "similarity")],
+)
+def test_other_kinds_of_models(
+    case: str, measure: str, data: list[Path], sentences: list[Path], tmp_path: Path
+) -> None:
+    model = tiny.save(tiny.model(case), tmp_path / "model")
+    text = sentences if case == "bert-base" else data
+    choice = compressed(model, text, tmp_path / "out", keep=0.5).choice
+    assert (choice.measure, len(choice.contenders)) == (measure, 4)  # not grouped: no merging
+    assert choice.chosen.query_heads * 2 == choice.original.query_heads
+    assert abs(choice.original.held_out - 1) < 1e-5
+    values = [one.held_out for one in choice.contenders]
+    assert values == sorted(values, reverse=choice.higher_is_better)
+
+
+def test_pairs_and_labels(tmp_path: Path) -> None:
+    pairs, labelled = tmp_path / "pairs.tsv", tmp_path / "labelled.jsonl"
+    pairs.write_text(
+        "\n".join(["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(80))])
+    )
+    rows = [json.dumps({"text": tiny.text(6, i), "label": i % 2}) for i in range(80)]
+    labelled.write_text("\n".join(rows))
+    translator = tiny.save(tiny.model("marian"), tmp_path / "translator")
+    classifier = tiny.save(tiny.model("bert-classifier"), tmp_path / "classifier")
+    result = compressed(translator, [pairs], tmp_path / "a", keep=0.75, text_column="de,en")
+    assert result.choice.measure == "perplexity ratio" and result.choice.held_out_tokens > 50
+    result = compressed(classifier, [labelled], tmp_path / "b", keep=0.75, label_column="label")
+    assert result.choice.measure == "same labels" and 0 <= result.choice.chosen.held_out <= 1
+    with pytest.raises(DataError, match="compressed on pairs: give data with text_column"):
+        compressed(translator, [], tmp_path / "c", keep=0.75)
+    with pytest.raises(DataError, match="labelled examples: give data with label_column"):
+        compressed(classifier, [labelled], tmp_path / "c", keep=0.75)
+    labelled.write_text("\n".join(rows[:40]))
+    with pytest.raises(DataError, match="5 rows, is held out to choose on, and 8 are needed"):
+        compressed(classifier, [labelled], tmp_path / "c", keep=0.75, label_column="label")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("goal", "kept"),
+    [
+        ({"kv_budget": 0.5}, lambda c: c.kv_heads * 2 <= 12),
+        ({"max_params": 72_000}, lambda c: c.parameters <= 72_000),
+        ({"max_kv_bytes": 700}, lambda c: c.kv_cache_bytes_per_token <= 700),
+        ({"min_speedup": 1.01}, lambda c: c.query_heads < 24),
+    ],
+)
+def test_other_goals_are_met_by_all_candidates(
+    goal: dict[str, Any], kept: Any, llama_folder: Path, data: list[Path], tmp_path: Path
+) -> None:
+    choice = compressed(llama_folder, data, tmp_path / "out", **goal).choice
+    assert all(kept(one) for one in choice.contenders)
+    assert not kept(choice.original)
+
+
+def test_a_dry_run_says_what_would_be_done(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("compress", llama_folder, "--keep", 0.5, "--heal", 9, "--dry-run")
+    code, out, err = run(capsys, *line, "--json")
+    told = json.loads(out)
+    assert (code, told["heal_steps"]) == (0, 9), err
+    assert told["texts"] == ["code", "documentation", "novel", "play", "reference", "speeches"]
+    assert told["candidates"][-1] == "KV heads merged, lowrank" and len(told["candidates"]) == 5
+    code, out, err = run(capsys, *line)
+    assert code == 0 and "0.5 of the KV heads, as queries share them" in out
+    assert isinstance(headprune.compress(llama_folder, keep=0.5, dry_run=True), Outline)
+    assert {p.name for p in tmp_path.iterdir()} == {"llama"}
+
+
+def test_what_is_asked_for_wrongly_ends_in_a_sentence(
+    llama_folder: Path, data: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for wrong, message in [
+        ({}, "exactly one of keep"),
+        ({"keep": 0.5, "kv_budget": 0.5}, "exactly one of keep"),
+        ({"max_params": 10}, r"Least possible: max_params 10 \(without any head: \d+"),
+        ({"max_kv_bytes": 10}, "Least possible: max_kv_bytes 10"),
+        ({"keep": 0.5, "seq_len": 128}, "needed: give some 2,048 tokens, a smaller seq_len"),
+    ]:
+        with pytest.raises(HeadpruneError, match=message):
+            compressed(llama_folder, data[1:], out, **wrong)
+        assert not out.exists()
+    code, _, err = run(capsys, "compress", llama_folder, "--keep", 0.5)
+    assert code == 2 and "compress needs --output" in err
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(HeadpruneError, match="already exists"):
+        compressed(llama_folder, data, out, keep=0.5)
+    with pytest.raises(HeadpruneError, match="'mine.txt' in|mine.txt"):
+        compressed(llama_folder, data, out, keep=0.5, overwrite=True)
+    image = tiny.save(tiny.model("vit"), tmp_path / "image")
+    with pytest.raises(FamilyError, match="compress reads text"):
+        compressed(image, data, tmp_path / "c", keep=0.5)
+
+
+def test_what_is_not_possible_is_said_and_left_out(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(self: Any, *arguments: Any) -> Any:
+        raise PlanError("It cannot be merged.")
+
+    monkeypatch.setattr(MergeKvHeads, "make", refusing)
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
+    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+    assert choice.failed == {"KV heads merged, lowrank": "It cannot be merged."}
+    assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[-1:])
+    with pytest.raises(PlanError, match="It cannot be merged"):
+        compressed(llama_folder, data, tmp_path / "none", keep=0.5)
+    assert not (tmp_path / "none").exists()
+
+
+def bytes_model(folder: Path) -> Path:
+    """A tiny Llama that reads any text, byte by byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {sign: i for i, sign in enumerate([*alphabet, "<s>", "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.1,
+        bos_token_id=256,
+        eos_token_id=257,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_without_data_the_text_that_ships_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
+    model = bytes_model(tmp_path / "model")
+    result = compressed(model, [], tmp_path / "out", keep=0.75, heal_steps=2)
+    texts_of = set(result.choice.original.by_text)
+    assert texts_of == {"code", "documentation", "novel", "play", "reference", "speeches"}
+    refit = result.pruned.manifest.steps[0].refit
+    assert refit is not None and refit.data == "the text that ships with headprune"
+
+
+def test_measures_tell_the_original_from_others() -> None:
+    losses = np.array([[10.0, 5.0], [20.0, 5.0]])
+    worse = losses + np.array([[1.0, 0.0], [4.0, 0.0]])
+    perplexity = heldout.MEASURES["causal-lm"]
+    assert perplexity.of(losses, losses) == 1.0
+    assert perplexity.of(worse, losses) == pytest.approx(np.exp(0.5))
+    same = heldout.MEASURES["classification"]
+    assert same.of(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 0.0])) == pytest.approx(2 / 3)
+    unit = np.array([[1.0, 0.0], [0.0, 1.0]])
+    assert heldout.MEASURES["features"].of(unit, unit) == 1.0
+    assert heldout.MEASURES["features"].of(unit, unit[::-1]) == 0.0
+
+
+def test_which_candidates_apply_follows_from_the_goal() -> None:
+    budget = BudgetConfig(keep=0.5)
+    grouped = candidates_for(SizeGoal("", budget, (Unit.KV_GROUP,), 0.5))
+    single = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None))
+    assert {c.way.unit for c in grouped if isinstance(c.way, RemoveHeads)} == {Unit.KV_GROUP}
+    assert [c.name for c in grouped if isinstance(c.way, MergeKvHeads)] == [
+        "KV heads merged, lowrank"
+    ]
+    assert {c.way.unit for c in single if isinstance(c.way, RemoveHeads)} == {Unit.HEAD}
+    assert not any(isinstance(c.way, MergeKvHeads) for c in single)
+    assert len({c.name for c in CANDIDATES}) == len(CANDIDATES)
+
+
+def test_a_manifest_is_amended_without_a_new_id(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    result = compressed(llama_folder, data, tmp_path / "out", keep=0.5)
+    before = read_manifest(tmp_path / "out")
+    amended = amend_manifest(tmp_path / "out", choice=None)
+    assert amended.id == before.id and read_manifest(tmp_path / "out").choice is None
+    assert before.choice == result.choice
+    with pytest.raises(AssertionError):
+        amend_manifest(tmp_path / "out", files={})
+
+
+def test_a_recipe_has_it_as_a_step(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    recipe = {
+        "name": "job",
+        "model": str(llama_folder),
+        "data": {"train": {"source": str(data[0])}},
+        "output": str(tmp_path / "job"),
+        "steps": {"compress": {"keep": 0.5, "data": "train", **SMALL}},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(recipe))
+    headprune.run(tmp_path / "job.yaml")
+    manifest = read_manifest(tmp_path / "job" / "compress")
+    assert manifest.choice is not None and set(manifest.choice.original.by_text) == {"text0"}

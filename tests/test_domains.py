@@ -1,0 +1,266 @@
+"""Several data at once: their names, their metrics, and where these are limited and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from headprune.config import CheckConfig, DataConfig, EvaluateConfig
+from headprune.declaration import COMMANDS, build
+from headprune.errors import DataError, HeadpruneError
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.metrics import label, parted, within
+from headprune.evaluation.report import Report
+from headprune.evaluation.samples import Samples
+from headprune.export.card import quality_section
+from headprune.recipes.reading import read_recipe
+from headprune.recipes.recipe import options_of
+from headprune.regression.check import check, update_baseline
+from headprune.regression.limits import parse_limit
+from headprune.reports.report import report as write_report
+from tests import tiny
+from tests.test_cli import run
+
+FAST: dict[str, Any] = {"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 12}
+
+
+@pytest.fixture
+def other_text(tmp_path: Path) -> Path:
+    """Text in which no word depends on another."""
+    path = tmp_path / "brown.txt"
+    path.write_text(" ".join(reversed(tiny.text(1_000, seed=5).split())))
+    return path
+
+
+def evaluated(folder: Path, *files: Path, against: Path | None = None) -> Report:
+    data = {file.stem: DataConfig(source=str(file)) for file in files}
+    return evaluate(folder, data, EvaluateConfig(**FAST), against)
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "sources"),
+    [
+        ("a/wiki.txt", ["wiki"], ["a/wiki.txt"]),
+        (Path("a/wiki.txt.gz"), ["wiki"], ["a/wiki.txt.gz"]),
+        (["a.txt", "b=c.txt"], ["a", "b"], ["a.txt", "c.txt"]),
+        ({"w": "a.txt", "b": "a.txt"}, ["w", "b"], ["a.txt", "a.txt"]),
+        ({"w": {"source": "a.csv", "split": "x"}}, ["w"], ["a.csv"]),
+        ("wikitext:wikitext-2-raw-v1", ["wikitext-wikitext-2-raw-v1"], None),
+        (["a=b=c.txt"], ["a"], ["b=c.txt"]),
+    ],
+)
+def test_data_have_names(given: Any, names: list[str], sources: list[str] | None) -> None:
+    options = build(COMMANDS["evaluate"].options, {"model": "m", "data": given})
+    assert [one.name for one in options.data] == names
+    if sources is not None:
+        assert [one.source for one in options.data] == sources
+
+
+def test_a_file_with_an_equals_sign_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a=b.txt").write_text("x")
+    options = build(COMMANDS["evaluate"].options, {"model": "m", "data": ["a=b.txt", "a=c.txt"]})
+    assert [(one.name, one.source) for one in options.data] == [("a-b", "a=b.txt"), ("a", "c.txt")]
+
+
+def test_two_of_a_name_are_refused() -> None:
+    with pytest.raises(HeadpruneError, match=r"--data: two are called a; give names"):
+        build(COMMANDS["evaluate"].options, {"model": "m", "data": ["x/a.txt", "y/a.txt"]})
+
+
+def test_settings_of_a_domain_win_over_those_of_all() -> None:
+    given = {"a": "a.csv", "b": {"source": "b.csv", "text_column": "body"}}
+    options = build(
+        COMMANDS["evaluate"].options, {"model": "m", "data": given, "text_column": "text"}
+    )
+    found = options.domains(options.data)
+    assert [one.text_column for one in found.values()] == ["text", "body"]
+    assert [one.split for one in found.values()] == ["test", "test"]
+
+
+def test_names_of_metrics_come_apart() -> None:
+    assert parted(within("perplexity", "brown")) == ("perplexity", "brown")
+    assert parted(within("perplexity", "")) == ("perplexity", "")
+    assert label("last_word_accuracy[my_text]") == "last word accuracy [my_text]"
+    assert label("lambada_openai:acc_norm") == "lambada_openai: acc norm"
+
+
+# --- what is measured
+
+
+def test_every_domain_is_measured_as_by_itself(
+    llama_folder: Path, text_file: Path, other_text: Path
+) -> None:
+    both = evaluated(llama_folder, text_file, other_text, against=llama_folder)
+    alone = evaluated(llama_folder, other_text)
+    found = {one.name: one.value for one in both.model.metrics}
+    wanted = {one.name: one.value for one in alone.model.metrics}
+    assert found["perplexity[brown]"] == pytest.approx(wanted["perplexity"], rel=1e-6)
+    assert found["perplexity"] != pytest.approx(wanted["perplexity"], rel=1e-4)
+    assert "repeated_passage_nll[brown]" in found and "copying_nll" in found
+    assert "copying_nll[brown]" not in found  # random tokens are of no domain
+    compared = {one.name: one.interval.estimate for one in both.differences}
+    assert compared["perplexity[brown]"] == 1 and compared["repeated_passage_nll[brown]"] == 0
+    said = both.provenance.domains
+    assert said is not None and said["brown"]["sha256"] == alone.provenance.data_sha256
+    assert Report.model_validate_json(both.model_dump_json()) == both
+    assert alone.provenance.domains is None
+
+
+def test_embeddings_are_compared_on_every_domain(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
+    data = {}
+    for name, seed in (("one", 0), ("two", 9)):
+        path = tmp_path / f"{name}.jsonl"
+        texts = [tiny.text(6, seed=seed + i) for i in range(5)]
+        path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        data[name] = DataConfig(source=str(path))
+    other = tiny.model("bert-base")
+    other.encoder.layer[0].attention.self.value.weight.data *= 0.1
+    changed = tiny.save(other, tmp_path / "changed")
+    found = evaluate(changed, data, EvaluateConfig(**FAST), folder).model.metrics
+    values = {one.name: one.value for one in found}
+    assert set(values) == {
+        *("mean_cosine", "similarity_correlation"),
+        *("mean_cosine[two]", "similarity_correlation[two]"),
+    }
+    assert values["mean_cosine"] != pytest.approx(values["mean_cosine[two]"], abs=1e-6)
+
+
+def test_samples_keep_domains_apart() -> None:
+    columns = {"nll_nats": 2.0, "tokens": 1.0, "nll_nats[b]": 3.0, "tokens[b]": 1.0}
+    samples = Samples({name: np.full(4, value) for name, value in columns.items()})
+    assert samples.metrics() == (
+        *("perplexity", "nll_nats_per_token"),
+        *("perplexity[b]", "nll_nats_per_token[b]"),
+    )
+    assert samples.value("nll_nats_per_token") == 2
+    assert samples.value("nll_nats_per_token[b]") == 3
+
+
+# --- check
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("perplexty[brown] <= 2", "no metric 'perplexty' of data. Did you mean 'perplexity'?"),
+        ("query_heads[brown] <= 2", "no metric 'query_heads' of data"),
+        ("perplexity[brown] >= 2", "must be bounded by <="),
+        ("lambada:acc == 1", "bound the score of a task by <= or >="),
+        ("lambada:acc recovery >= 98 %", "bound the score of a task"),
+    ],
+)
+def test_limits_on_domains_and_tasks_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(HeadpruneError, match=r"The limit") as found:
+        parse_limit(text)
+    assert message in str(found.value)
+
+
+def test_limits_on_a_domain(
+    llama_folder: Path, text_file: Path, other_text: Path, tmp_path: Path
+) -> None:
+    settings = {
+        **{"model": str(llama_folder), "data": [text_file, other_text], "seq_len": 16},
+        **{"resamples": 1000, "max_windows": 30, "against": str(llama_folder)},
+    }
+    held = ("perplexity[brown] <= 105 %", "repeated_passage_nll[brown] <= 105 %")
+    found = check(CheckConfig(**settings, limits=held))
+    assert [one.verdict.value for one in found.limits] == ["passed", "passed"]
+    broken = check(CheckConfig(**settings, limits=("perplexity[brown] <= 3",)))
+    assert not broken.passed
+    with pytest.raises(HeadpruneError, match=r"does not measure perplexity\[other\]"):
+        check(CheckConfig(**settings, limits=("perplexity[other] <= 3",)))
+    path = tmp_path / "baseline.json"
+    since = CheckConfig(**settings, baseline=str(path), limits=("perplexity[brown] <= +1 %",))
+    assert "nll_nats[brown]" in update_baseline(since).samples
+    assert check(since).passed
+    other_text.write_text(tiny.text(1_000, seed=6))
+    with pytest.raises(DataError, match="on other data: the texts of brown"):
+        check(since)
+
+
+# --- command line, recipes, sweeps, reports
+
+
+def test_the_command_line_takes_several(
+    llama_folder: Path,
+    text_file: Path,
+    other_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = ("--seq-len", 16, "--no-speed", "--max-windows", 8, "--resamples", 100)
+    data = ("--data", text_file, "--data", f"b={other_text}", "--against", llama_folder)
+    file = tmp_path / "reports" / "evaluation.json"
+    file.parent.mkdir()
+    code, out, err = run(capsys, "evaluate", llama_folder, *data, *settings, "--output", file)
+    assert code == 0, err
+    assert "perplexity [b]" in out
+    write_report([file], tmp_path / "page.html")
+    write_report([file], tmp_path / "page.md")
+    for page in ("page.html", "page.md"):
+        text = (tmp_path / page).read_text().replace("\\", "")
+        assert "perplexity [b]" in text and "repeated passage nll [b]" in text
+    rows = Report.model_validate_json(file.read_text()).rows()
+    card = quality_section(rows)
+    assert r"| perplexity \[b\] |" in card and "1.000 x (95 %: 1.000 to 1.000)" in card
+    assert quality_section([]) == ""
+
+
+def test_settings_name_several(tmp_path: Path) -> None:
+    content = yaml.safe_load("check: {data: {wiki: a.txt, brown: b.txt}}")["check"]
+    options = build(COMMANDS["check"].options, {"model": "m", **content})
+    assert list(options.domains()) == ["wiki", "brown"]
+
+
+def test_a_step_takes_several_sources(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text(
+        "model: m\noutput: out\ndata: {test: a.txt, brown: {source: b.csv, text_column: body}}\n"
+        "steps: {evaluate: {data: [test, brown]}, check: {limits: ['perplexity <= 3']}}\n"
+    )
+    read = read_recipe(recipe)
+    options: Any = options_of(read, "evaluate", tmp_path / "out")
+    domains = options.domains(options.data)
+    assert [(name, one.source) for name, one in domains.items()] == [
+        ("test", "a.txt"),
+        ("brown", "b.csv"),
+    ]
+    assert domains["brown"].text_column == "body"
+    assert options.against is None
+    single: Any = options_of(read, "check", tmp_path / "out")
+    assert list(single.domains()) == ["test"]
+    recipe.write_text(recipe.read_text().replace("[test, brown]", "[test, bron]"))
+    with pytest.raises(HeadpruneError, match=r"takes the data 'bron'.*Did you mean 'brown'"):
+        read_recipe(recipe)
+
+
+def test_a_sweep_lists_further_domains(
+    llama_folder: Path,
+    text_file: Path,
+    other_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = ("--seq-len", 16, "--max-windows", 6, "--calibration-tokens", 128, "--keep", 0.5)
+    data = ("--data", text_file, "--test", text_file, "--test", f"b={other_text}")
+    code, out, err = run(
+        capsys, "sweep", llama_folder, *data, *settings, "--output", tmp_path / "sweep"
+    )
+    assert code == 0, err
+    assert "[b]" in out
+    swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert swept["metric"] == "perplexity"
+    assert all("perplexity[b]" in point["metrics"] for point in [swept["base"], *swept["points"]])

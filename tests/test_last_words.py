@@ -1,0 +1,201 @@
+"""The last words of passages: how they are cut from text, and which of them are predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.sources import read_examples
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.last_words import (
+    Passage,
+    last_word_columns,
+    last_words,
+    passages,
+    rows_of,
+)
+from headprune.evaluation.samples import Samples
+from headprune.model.forward import logits_at
+from tests import tiny
+
+LETTERS = [f"{a}{b}{c}d" for a in "bcdf" for b in "aeio" for c in "lmnr"][: tiny.WORDS]
+
+
+def sentence(seed: int, words: int = 20) -> str:
+    """A sentence of words of four letters."""
+    drawn = np.random.default_rng(seed).choice(LETTERS, words)
+    return f"The {' '.join(drawn)}."
+
+
+def tokenizer() -> Any:
+    """A word-level tokenizer that knows the words of ``sentence``."""
+    known = [*tiny.SPECIAL[:5], *LETTERS]
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>")
+
+
+def test_passages_are_whole_sentences_without_their_last_word() -> None:
+    text = [sentence(number) for number in range(6)]
+    first, second = passages(text, 10)
+    assert first.context + f" {first.word}." == " ".join(text[:3])  # 63 words: 42 are too few
+    assert second.context + f" {second.word}." == " ".join(text[3:])
+    joined = passages([" ".join(text[:2]), " ".join(text[2:])], 10)
+    assert joined == (first, second)  # rows do not matter
+
+
+@pytest.mark.parametrize("line", ["", "  ", "# Title", "= Title ="])
+def test_blank_lines_and_headings_separate(line: str) -> None:
+    text = [sentence(number) for number in range(3)]
+    assert len(passages(text, 10)) == 1
+    assert passages([*text[:2], line, text[2]], 10) == ()
+    assert passages(["\n".join([*text[:2], line, text[2]])], 10) == ()
+
+
+@pytest.mark.parametrize(
+    ("end", "word"),
+    [
+        ("by the river.", "river"),
+        ('he said "to the river."', "river"),
+        ("by the river . ", "river"),
+        ("by the sea.", None),  # three letters
+        ("in May 1961.", None),
+        ("by the river-side.", None),
+        ("by the river", None),  # no end
+    ],
+)
+def test_words_that_count(end: str, word: str | None) -> None:
+    found = passages([f"{sentence(0, 60)[:-1]} {end}"], 10)
+    assert [one.word for one in found] == ([] if word is None else [word])
+
+
+def test_sentences_that_are_too_long_are_left_out() -> None:
+    assert len(passages([sentence(0, 148)], 10)) == 1
+    assert passages([sentence(0, 150)], 10) == ()
+    after = passages([sentence(0, 200), sentence(1, 60)], 10)
+    assert [f"{one.context} {one.word}." for one in after] == [sentence(1, 60)]
+
+
+def test_words_that_were_seen_are_told() -> None:
+    end = "and so it went to the River."
+    assert not passages([f"{sentence(0, 60)[:-1]} {end}"], 1)[0].seen
+    assert passages([f"the river was {sentence(0, 60)[:-1]} {end}"], 1)[0].seen
+    assert not passages([f"the rivers were {sentence(0, 60)[:-1]} {end}"], 1)[0].seen
+
+
+def test_some_of_many_are_spread_evenly() -> None:
+    text = [sentence(number, 60) for number in range(100)]
+    all_of_them = passages(text, 1000)
+    assert len(all_of_them) == 100
+    assert passages(text, 4) == tuple(all_of_them[place] for place in (0, 33, 66, 99))
+
+
+def test_text_files_are_read_across_pieces(tmp_path: Path) -> None:
+    text = [sentence(number, 60) for number in range(5_000)]
+    (tmp_path / "a.txt").write_text("\n".join(text))
+    examples = read_examples(DataConfig(source=str(tmp_path / "a.txt")))
+    assert passages(rows_of(examples), 10**6) == passages(text, 10**6)
+    assert len(passages(text, 10**6)) == 5_000
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bloom", "opt", "gemma2", "cohere", "mpt"])
+def test_logits_at_some_tokens_are_those_of_all(case: str) -> None:
+    model = tiny.model(case)
+    ids = torch.randint(5, tiny.VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([[1, 4], [7, 0], [3, 3]])
+    with torch.no_grad():
+        found = logits_at(model, ids, torch.ones_like(ids), places)
+        whole = model(input_ids=ids).logits
+    wanted = torch.stack([row[at] for row, at in zip(whole, places, strict=True)])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert (found - wanted.flip(0)).abs().max() > 1e-2
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, whole)  # nothing is left behind
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+def test_hits_do_not_depend_on_batch_size_or_padding(case: str) -> None:
+    model, words = tiny.model(case), tokenizer()
+    given, wanted = [], []
+    for number in range(11):
+        context = sentence(number, 5 + 3 * number)[:-1]
+        hit = number % 3 == 0
+        given.append(Passage(context, likeliest(model, words, context, 0 if hit else 1), hit))
+        wanted.append(float(hit))
+    for size in (1, 3, 11):
+        assert last_words(model, words, given, size)["last_word_hits"].tolist() == wanted
+    assert last_words(model, words, given[::-1], 4)["last_word_hits"].tolist() == wanted[::-1]
+    found = Samples(last_words(model, words, given))
+    assert found.value("last_word_accuracy") == pytest.approx(4 / 11)
+    assert found.value("seen_last_word_accuracy") == 1
+
+
+def likeliest(model: Any, words: Any, context: str, rank: int) -> str:
+    """The word of a rank that a model puts after a context."""
+    with torch.no_grad():
+        logits = model(**words(context, return_tensors="pt")).logits[0, -1]
+    return str(words.convert_ids_to_tokens(int(logits.argsort(descending=True)[rank])))
+
+
+def test_every_token_of_a_word_must_be_the_likeliest() -> None:
+    model, words = tiny.model("llama-gqa"), Split()
+    context = sentence(0, 30)[:-1]
+    first = likeliest(model, words.words, context, 0)
+    second = likeliest(model, words.words, f"{context} {first}", 0)
+    wrong = likeliest(model, words.words, f"{context} {first}", 1)
+    given = [Passage(context, f"{first}/{last}", False) for last in (second, wrong)]
+    given.append(Passage(context, f"{wrong}/{second}", False))
+    found = last_words(model, words, given)
+    assert found["last_word_hits"].tolist() == [1, 0, 0]
+    assert list(found) == ["last_word_hits"]  # no word was seen earlier
+
+
+class Split:
+    """A tokenizer that makes several tokens of a word with slashes."""
+
+    model_max_length = 10**6
+
+    def __init__(self) -> None:
+        self.words = tokenizer()
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        return self.words([text.replace("/", " ") for text in texts], **options)
+
+
+def test_what_is_longer_than_the_model_takes_is_left_out() -> None:
+    model, words = tiny.model("llama-gqa"), tokenizer()
+    long = Passage(sentence(0, 128)[:-1], LETTERS[0], False)  # of 128 positions
+    short = Passage(sentence(0, 60)[:-1], LETTERS[0], False)
+    assert len(last_words(model, words, [long, short])["last_word_hits"]) == 1
+    assert last_words(model, words, [long]) == {}
+
+
+def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    text = [sentence(number, 60) for number in range(30)]
+    (tmp_path / "text.txt").write_text("\n".join(text))
+    data, fast = DataConfig(source=str(tmp_path / "text.txt")), {"seq_len": 16, "speed": False}
+    config = EvaluateConfig(**fast, resamples=200, last_words=20)
+    report = evaluate(tmp_path / "model", data, config, tmp_path / "model")
+    found = {one.name: one for one in report.model.metrics}
+    columns = last_word_columns(model, tokenizer(), text, 20)
+    assert found["last_word_accuracy"].n == 20
+    assert found["last_word_accuracy"].value == columns["last_word_hits"].mean()
+    assert found["repeated_passage_nll"].n == 16
+    same = {one.name: one.interval.estimate for one in report.differences}
+    assert same["last_word_accuracy"] == same["repeated_passage_nll"] == 0
+    assert report.provenance.settings["last_words"] == 20
+    none = evaluate(tmp_path / "model", data, EvaluateConfig(**fast, last_words=0, copying=0))
+    assert not {"last_word_accuracy", "repeated_passage_nll"} & {m.name for m in none.model.metrics}
+    assert "last_words" not in none.provenance.settings

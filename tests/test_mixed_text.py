@@ -1,0 +1,64 @@
+"""The text of a compression: apart by position, mixed evenly, named with its source."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from headprune.compression import texts
+from headprune.config import DataConfig
+from headprune.errors import DataError
+
+
+def test_the_text_that_ships_is_named_with_its_source() -> None:
+    files = [Path(data.source) for data in texts.shipped()]
+    said = (files[0].parent / "SOURCE.md").read_text(encoding="utf-8")
+    assert len(files) == 6
+    for file in files:
+        assert f"`{file.name}`" in said
+        text = gzip.decompress(file.read_bytes()).decode()
+        assert 80_000 < len(text) < 100_000 and "Gutenberg" not in text
+    assert "PSF LICENSE AGREEMENT" in (files[0].parent / "LICENSE-PSF.txt").read_text()
+
+
+def test_every_text_gives_its_last_eighth(tmp_path: Path) -> None:
+    lines = [f"line {i:04d} of a text\n" for i in range(1600)]
+    (tmp_path / "plain.txt").write_text("".join(lines))
+    rows = [json.dumps({"text": line}) for line in lines[:80]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    sources = [DataConfig(source=str(tmp_path / n)) for n in ("plain.txt", "rows.jsonl")]
+    trained, held = texts.read(sources)
+    plain = ["".join(row[0] for row, _ in part[0].rows) for part in (trained, held)]
+    assert "".join(plain) == "".join(lines) and plain[1].startswith("line 1400")
+    assert [len(part[1].rows) for part in (trained, held)] == [70, 10]
+    assert held[1].rows[0] == ((lines[70],), None)
+    labelled = DataConfig(source=str(tmp_path / "labelled.jsonl"), label_column="label")
+    Path(labelled.source).write_text(json.dumps({"text": "a", "label": "b"}))
+    with pytest.raises(DataError, match="cannot be mixed"):
+        texts.read([*sources, labelled])
+
+
+def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> None:
+    sizes = {"long": 400_000, "longer": 900_000, "short": 3_000}
+    for name, size in sizes.items():
+        (tmp_path / f"{name}.txt").write_text(f"{name} text\n" * (size // len(f"{name} text\n")))
+    trained, _ = texts.read([DataConfig(source=str(tmp_path / f"{n}.txt")) for n in sizes])
+    parts = dict(zip(sizes, texts.mixed(trained, 20_000), strict=True))
+    assert parts["short"].size == trained[2].size
+    assert abs(parts["long"].size - parts["longer"].size) < 10_000
+    assert 110_000 < sum(part.size for part in parts.values()) < 140_000
+    data = texts.write(list(parts.values()), tmp_path / "mixed")
+    assert Path(data.source).read_text().count("short text") == trained[2].size // 11
+
+
+def test_sentences_are_rows() -> None:
+    text = texts.Text("t", ((("A first sentence of it. And a\nsecond one. No.",), None),), True)
+    assert [row[0] for row, _ in text.sentences().rows] == ["A first sentence of it."]
+    longer = texts.Text(
+        "t", ((("One that is long enough!  Another that\nis, too? x",), None),), True
+    )
+    found = [row[0] for row, _ in longer.sentences().rows]
+    assert found == ["One that is long enough!", "Another that is, too?"]
