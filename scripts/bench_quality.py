@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -24,8 +25,10 @@ from transformers import PreTrainedModel
 from headprune import from_pretrained
 from headprune.config import DataConfig, Dtype, LayoutOption, Method, Train, TrainGatesConfig
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import read_examples
+from headprune.data.sources import Examples, read_examples
+from headprune.evaluation.last_words import last_word_columns, rows_of
 from headprune.evaluation.quality import causal_losses
+from headprune.evaluation.recall import copying_losses
 from headprune.evaluation.samples import Samples
 from headprune.export.prune import prune
 from headprune.gates.train_gates import train_gates
@@ -33,20 +36,44 @@ from headprune.model.loading import load_tokenizer
 from headprune.tensors.units import Unit
 
 console = Console()
+LAST_WORDS = 400  # passages of another domain
 
 
 class Protocol:
     """The windows that every row is measured on."""
 
-    def __init__(self, model: str, data: str, windows: int, seq_len: int) -> None:
+    def __init__(
+        self, model: str, data: str, windows: int, seq_len: int, other: str | None = None
+    ) -> None:
         self.tokenizer = load_tokenizer(model)
-        examples = read_examples(DataConfig(source=data))
-        packed = packed_sequences(examples, self.tokenizer, seq_len, need=windows)
-        self.windows = packed.select(range(windows))
+        self._shape = windows, seq_len
+        self.windows = self._packed(read_examples(DataConfig(source=data)))
+        self.other = None if other is None else read_examples(DataConfig(source=other))
 
     def perplexity(self, model: PreTrainedModel) -> float:
         """Perplexity of a model over the windows."""
-        losses = causal_losses(model, self.windows, self.tokenizer, batch_size=2)
+        return self._perplexity(model, self.windows)
+
+    def measure(self, model: PreTrainedModel) -> dict[str, float]:
+        """The same, and what a text of another domain shows, if there is one."""
+        found = {"perplexity": self.perplexity(model)}
+        if self.other is None:
+            return found
+        found["other_perplexity"] = self._perplexity(model, self._packed(self.other))
+        words = last_word_columns(model, self.tokenizer, rows_of(self.other), LAST_WORDS)
+        samples = Samples(words)
+        for name in samples.metrics():
+            found[name] = samples.value(name)
+        copied = copying_losses(model, self.tokenizer, 16, self._shape[1], 2, 0)
+        return {**found, "copying_nll": Samples(copied).value("copying_nll")}
+
+    def _packed(self, examples: Examples) -> Dataset:
+        windows, seq_len = self._shape
+        packed = packed_sequences(examples, self.tokenizer, seq_len, need=windows)
+        return packed.select(range(windows))
+
+    def _perplexity(self, model: PreTrainedModel, windows: Dataset) -> float:
+        losses = causal_losses(model, windows, self.tokenizer, batch_size=2)
         return Samples(losses.columns()).value("perplexity")
 
 
@@ -65,12 +92,13 @@ def main(
     windows: Annotated[int, typer.Option(help="Test windows.")] = 40,
     window: Annotated[int, typer.Option(help="Tokens per test window.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
+    other: Annotated[str | None, typer.Option(help="Text of another domain.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
 ) -> None:
     """Train, cut, measure."""
-    protocol = Protocol(model, data, windows, window)
-    original = protocol.perplexity(from_pretrained(model, dtype="float32"))
-    console.print(f"original: {original:.3f}")
+    protocol = Protocol(model, data, windows, window, other)
+    original = protocol.measure(from_pretrained(model, dtype="float32"))
+    console.print(f"original: {original}")
     rows: list[dict[str, Any]] = []
     for unit in map(Unit, units.split(",")):
         for share in map(float, keep.split(",")):
@@ -94,15 +122,15 @@ def main(
                 seconds = time.monotonic() - start
                 layout = LayoutOption.RAGGED if run.ragged else LayoutOption.PER_LAYER
                 result = prune(model, out, gates=gates, layout=layout, dtype=Dtype.FLOAT32)
-                perplexity = protocol.perplexity(from_pretrained(out))
+                measured = protocol.measure(from_pretrained(out))
             rows.append(
                 {
                     "unit": unit.value,
                     "heads_kept": run.metadata.kept_heads,
                     "heads": run.metadata.query_heads,
                     "kv_heads": result.manifest.kv_heads[1],
-                    "perplexity": perplexity,
-                    "ratio": perplexity / original,
+                    "ratio": measured["perplexity"] / original["perplexity"],
+                    **measured,
                     "train_s": seconds,
                 }
             )
@@ -110,7 +138,7 @@ def main(
             if output is not None:
                 content = {"model": model, "original": original, "steps": steps, "rows": rows}
                 output.write_text(json.dumps(content, indent=2) + "\n")
-    table = Table(title=f"perplexity, original {original:.2f}")
+    table = Table(title=f"original {original}")
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:

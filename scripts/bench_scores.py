@@ -60,10 +60,9 @@ OWN_LENGTH = 64  # tokens; most sequences that such a model writes end sooner or
 Quality = Callable[[PreTrainedModel], dict[str, float]]
 
 
-def language(model: str, test: str, windows: int) -> Quality:
-    """Perplexity over the windows of the protocol."""
-    protocol = Protocol(model, test, windows, 512)
-    return lambda net: {"perplexity": protocol.perplexity(net)}
+def language(model: str, test: str, windows: int, other: str | None) -> Quality:
+    """What the protocol measures."""
+    return Protocol(model, test, windows, 512, other).measure
 
 
 def own_text(net: PreTrainedModel, count: int, length: int, seed: int) -> Dataset:
@@ -152,6 +151,9 @@ def main(
     products: Annotated[
         str, typer.Option(help="What sums over tokens multiply in: float64, or as a GPU float32.")
     ] = "float64",
+    other: Annotated[
+        str | None, typer.Option(help="Text of another domain, to measure on.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the rows as JSON.")] = None,
 ) -> None:
     """Score, close, refit, measure."""
@@ -165,7 +167,7 @@ def main(
     elif task_of(net) == "features":
         quality = pairs(model, net, test, windows * 25)
     else:
-        quality = language(model, test, windows)
+        quality = language(model, test, windows, other)
     attentions = attention_of(net)
     base = quality(net)
     console.print(f"original: {base}")

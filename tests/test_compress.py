@@ -18,6 +18,7 @@ from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal
 from headprune.config import BudgetConfig, HealConfig
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
+from headprune.export.refitting import JudgedRefit
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
@@ -85,13 +86,13 @@ def test_a_refit_that_makes_it_worse_is_not_taken(
     sound = compressed(encoder, sentences, tmp_path / "sound", keep=0.75).choice
     assert sound.chosen.name == "heads, fisher, refit"
 
-    def spoiling(net: Any, *arguments: Any, **settings: Any) -> list[Any]:
+    def spoiling(net: Any, *arguments: Any, **settings: Any) -> JudgedRefit:
         for attention in attention_of(net):
             heads, bias = read_output(attention)
             write_output(attention, -3 * heads, bias)
-        return []
+        return JudgedRefit(None, None)
 
-    monkeypatch.setattr("headprune.export.prune.refit_outputs", spoiling)
+    monkeypatch.setattr("headprune.export.prune.judged_refit", spoiling)
     result = compressed(encoder, sentences, tmp_path / "spoilt", keep=0.75)
     assert [one.name for one in result.choice.contenders] == ["heads, fisher", sound.chosen.name]
     assert result.pruned.manifest.refit is None
@@ -346,4 +347,4 @@ def test_a_recipe_has_it_as_a_step(
     (tmp_path / "job.yaml").write_text(json.dumps(recipe))
     headprune.run(tmp_path / "job.yaml")
     manifest = read_manifest(tmp_path / "job" / "compress")
-    assert manifest.choice is not None and set(manifest.choice.original.by_text) == {"text0"}
+    assert manifest.choice is not None and set(manifest.choice.original.by_text) == {"train"}

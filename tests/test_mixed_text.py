@@ -14,7 +14,7 @@ from headprune.errors import DataError
 
 
 def test_the_text_that_ships_is_named_with_its_source() -> None:
-    files = [Path(data.source) for data in texts.shipped()]
+    files = [Path(data.source) for data in texts.shipped().values()]
     said = (files[0].parent / "SOURCE.md").read_text(encoding="utf-8")
     assert len(files) == 6
     for file in files:
@@ -29,7 +29,8 @@ def test_every_text_gives_its_last_eighth(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("".join(lines))
     rows = [json.dumps({"text": line}) for line in lines[:80]]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    sources = [DataConfig(source=str(tmp_path / n)) for n in ("plain.txt", "rows.jsonl")]
+    files = ("plain.txt", "rows.jsonl")
+    sources = {Path(n).stem: DataConfig(source=str(tmp_path / n)) for n in files}
     trained, held = texts.read(sources)
     plain = ["".join(row[0] for row, _ in part[0].rows) for part in (trained, held)]
     assert "".join(plain) == "".join(lines) and plain[1].startswith("line 1400")
@@ -38,14 +39,14 @@ def test_every_text_gives_its_last_eighth(tmp_path: Path) -> None:
     labelled = DataConfig(source=str(tmp_path / "labelled.jsonl"), label_column="label")
     Path(labelled.source).write_text(json.dumps({"text": "a", "label": "b"}))
     with pytest.raises(DataError, match="cannot be mixed"):
-        texts.read([*sources, labelled])
+        texts.read({**sources, "labelled": labelled})
 
 
 def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> None:
     sizes = {"long": 400_000, "longer": 900_000, "short": 3_000}
     for name, size in sizes.items():
         (tmp_path / f"{name}.txt").write_text(f"{name} text\n" * (size // len(f"{name} text\n")))
-    trained, _ = texts.read([DataConfig(source=str(tmp_path / f"{n}.txt")) for n in sizes])
+    trained, _ = texts.read({n: DataConfig(source=str(tmp_path / f"{n}.txt")) for n in sizes})
     parts = dict(zip(sizes, texts.mixed(trained, 20_000), strict=True))
     assert parts["short"].size == trained[2].size
     assert abs(parts["long"].size - parts["longer"].size) < 10_000

@@ -450,7 +450,7 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("it went to work")
 
-    monkeypatch.setattr(pruning, "refit_outputs", worked)
+    monkeypatch.setattr(pruning, "judged_refit", worked)
     monkeypatch.setattr("headprune.export.convert_gqa.convert_in_sequence", worked)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(ProofError, match="would show nothing"):

@@ -115,7 +115,7 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     refuse_tasks([])
     data = DataConfig(source=str(tmp_path / "none.txt"))
     (tmp_path / "none.txt").write_text("w1 w2")
-    with pytest.raises(HeadpruneError, match=r"not installed: pip install 'headprune\[lm-eval\]'"):
+    with pytest.raises(HeadpruneError, match=r"not installed: pip install 'lm-eval>=0\.4\.9'"):
         evaluate("nowhere", data, EvaluateConfig(**FAST, tasks="lambada_openai"))
 
 

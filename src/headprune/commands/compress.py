@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Replacing, made_by, output
-from headprune.config import CompressConfig, Places
+from headprune.config import AnyDomains, CompressConfig
 from headprune.declaration import (
     Chapter,
     Command,
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting):
     """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
 
-    data: Places = option(
-        DATA + " Repeatable: they are mixed evenly. Default: text that ships with headprune.",
+    data: AnyDomains = option(
+        DATA + " Repeatable, also named, as in wiki=a.txt: they are mixed evenly. Default: text "
+        "that ships with headprune.",
         (),
         Panel.MAIN,
         slot=Slot.DATA,
@@ -53,7 +54,7 @@ def run(options: CompressOptions, context: Context) -> Compressed | Outline:
         options.model,
         None if options.dry_run else options.output,
         options.part(CompressConfig),
-        [options.examples(place) for place in options.data],
+        options.domains(options.data),
         overwrite=options.overwrite,
         loading=options.loading(),
         context=context,

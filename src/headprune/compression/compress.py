@@ -85,7 +85,7 @@ def compress(
     model: str,
     output: Path | None,
     config: CompressConfig,
-    data: Sequence[DataConfig] = (),
+    data: Mapping[str, DataConfig] | None = None,
     overwrite: bool = False,
     loading: Mapping[str, Any] | None = None,
     context: Context | None = None,
@@ -97,7 +97,7 @@ def compress(
         model: Folder or hub id.
         output: Folder to write; it appears whole or not at all. None for an outline alone.
         config: What may stay, and how it is chosen.
-        data: Texts, mixed in equal parts; none for those that ship with headprune.
+        data: Texts by name, mixed in equal parts; none for those that ship with headprune.
         overwrite: Replace an existing output.
         loading: What the model may bring: arguments of every function that loads one.
         context: Told how it goes on.
@@ -107,7 +107,8 @@ def compress(
         HeadpruneError: If model, goal and text do not fit together.
         ProofError: If the result does not compute what it should.
     """
-    inputs = (model, *(one.source for one in data))
+    data = data or {}
+    inputs = (model, *(one.source for one in data.values()))
     claim: AbstractContextManager[None] = nullcontext()
     if output is not None:
         claim = claimed(output, overwrite, inputs)
@@ -123,19 +124,21 @@ class _Compression:
         self,
         model: str,
         config: CompressConfig,
-        data: Sequence[DataConfig],
+        data: Mapping[str, DataConfig],
         loading: Mapping[str, Any],
         context: Context,
         made_by: MadeBy | None,
     ) -> None:
         self.model, self.loading, self.context = model, loading, context
         self.made_by = made_by
-        self.named = ", ".join(one.source for one in data) or "the text that ships with headprune"
+        self.named = (
+            ", ".join(one.source for one in data.values()) or "the text that ships with headprune"
+        )
         context.stage("loading the model")
         self.net, _ = load(model, config.dtype, **{**_STRICT, **loading})
         refuse_without_text(self.net, "compress")
         task = task_of(self.net)
-        _refuse_unfit(task, data)
+        _refuse_unfit(task, list(data.values()))
         trust = loading.get("trust_remote_code", False)
         self.tokenizer = load_tokenizer(model, trust_remote_code=trust)
         most = most_tokens(self.net.config, self.tokenizer) or config.seq_len

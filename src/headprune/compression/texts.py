@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
@@ -71,18 +71,19 @@ class Text:
         return replace(self, rows=tuple(self.rows[i] for i in numbers))
 
 
-def shipped() -> tuple[DataConfig, ...]:
-    """The texts that come with headprune (see SOURCE.md beside them)."""
-    return tuple(DataConfig(source=str(file)) for file in sorted(_MIXED.glob("*.txt.gz")))
+def shipped() -> dict[str, DataConfig]:
+    """The texts that come with headprune, by name (see SOURCE.md beside them)."""
+    files = sorted(_MIXED.glob("*.txt.gz"))
+    return {file.name.removesuffix(".txt.gz"): DataConfig(source=str(file)) for file in files}
 
 
-def read(sources: Sequence[DataConfig]) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
+def read(sources: Mapping[str, DataConfig]) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
     """The texts to learn from, and those to judge on.
 
     Raises:
         DataError: If a text cannot be read, or one has pairs or labels and another has none.
     """
-    found = [_apart(data) for data in sources]
+    found = [_apart(name, data) for name, data in sources.items()]
     shapes = {(len(r[0]), r[1] is None) for kept, _ in found for r in kept.rows}
     if len(shapes) > 1:
         raise DataError(
@@ -123,8 +124,8 @@ def write(texts: Sequence[Text], folder: Path) -> DataConfig:
     )
 
 
-def _apart(data: DataConfig) -> tuple[Text, Text]:
-    examples, name = read_examples(data), _name(data)
+def _apart(name: str, data: DataConfig) -> tuple[Text, Text]:
+    examples = read_examples(data)
     if examples.rows_are_documents:
         labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
         rows = tuple(zip(examples.texts, labels, strict=True))
@@ -133,11 +134,6 @@ def _apart(data: DataConfig) -> tuple[Text, Text]:
     whole = "".join(islice(examples.strings(), _PIECES))
     at = _break(whole, len(whole) - len(whole) // HELD_OUT)
     return Text(name, _blocks(whole[:at]), plain=True), Text(name, _blocks(whole[at:]), plain=True)
-
-
-def _name(data: DataConfig) -> str:
-    name = Path(data.source).name
-    return name.removesuffix(".gz").rpartition(".")[0] or name
 
 
 def _blocks(text: str) -> tuple[Row, ...]:

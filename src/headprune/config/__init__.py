@@ -2,7 +2,14 @@
 
 from headprune.config.compressing import CompressConfig
 from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
-from headprune.config.data import CalibrationConfig, DataConfig, Domain, Domains, data_configs
+from headprune.config.data import (
+    AnyDomains,
+    CalibrationConfig,
+    DataConfig,
+    Domain,
+    Domains,
+    data_configs,
+)
 from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
     HealConfig,
@@ -28,7 +35,6 @@ from headprune.config.values import (
     Memory,
     Names,
     Place,
-    Places,
     Positive,
     Seed,
     Steps,
@@ -46,6 +52,7 @@ __all__ = [
     "MOST_STEPS",
     "WRITTEN",
     "Amount",
+    "AnyDomains",
     "Batches",
     "BudgetConfig",
     "CalibrationConfig",
@@ -71,7 +78,6 @@ __all__ = [
     "Names",
     "Objective",
     "Place",
-    "Places",
     "Positive",
     "RecallConfig",
     "Seed",

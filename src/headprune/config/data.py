@@ -83,9 +83,8 @@ def _apart(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:
     return domains
 
 
-Domains = Annotated[
-    tuple[Domain, ...], BeforeValidator(named), AfterValidator(_apart), Field(min_length=1)
-]
+AnyDomains = Annotated[tuple[Domain, ...], BeforeValidator(named), AfterValidator(_apart)]
+Domains = Annotated[AnyDomains, Field(min_length=1)]
 
 
 class CalibrationConfig(Options):

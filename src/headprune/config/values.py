@@ -110,9 +110,6 @@ def _listed(value: object) -> object:
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 
-Places = Annotated[tuple[Place, ...], BeforeValidator(_listed)]
-
-
 def _between_commas(value: object) -> object:
     if not isinstance(value, str):
         return value

@@ -46,7 +46,7 @@ def refuse_tasks(tasks: Sequence[str]) -> None:
     if find_spec("lm_eval") is None:
         raise HeadpruneError(
             f"--tasks {','.join(tasks)}: the tasks are those of lm-eval, which is not installed: "
-            "pip install 'headprune[lm-eval]'."
+            "pip install 'lm-eval>=0.4.9'."
         )
     names, manager = _found(tasks)
     known = list(manager.all_tasks)

@@ -23,7 +23,7 @@ from headprune.export.publish import (
     refuse_unprovable,
     write_proven,
 )
-from headprune.export.refitting import Judged, judged_refit
+from headprune.export.refitting import JudgedRefit, judged_refit
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates
@@ -150,7 +150,7 @@ def prune(
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     check_shape(layout, result_shape(cuts, net.config))
     _load_weights(net, weights)
-    judged = Judged(None, None)
+    judged = JudgedRefit(None, None)
     if refit is not None:
         on_stage("testing the verification")
         refuse_unprovable(net, chosen)

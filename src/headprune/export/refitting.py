@@ -31,7 +31,7 @@ DISTANCES = {
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRefit:
     """A refit, and what it is worth.
 
     Attributes:
@@ -61,7 +61,7 @@ def judged_refit(
     source: str,
     seed: int,
     on_module: Callable[[int, int], None],
-) -> Judged:
+) -> JudgedRefit:
     """Refits every W_O of a model that is about to be cut, in place, unless that makes it worse.
 
     Args:
@@ -90,7 +90,7 @@ def judged_refit(
     )
     held_out = examples.held_out()
     if held_out is None or not modules:
-        return Judged(taken, None)
+        return JudgedRefit(taken, None)
     versions = before, [read_output(attention) for attention in attentions]
     sums = [0.0, 0.0]
     batches = held_out.batches()
@@ -110,9 +110,9 @@ def judged_refit(
         refitted=refitted,
     )
     if refitted <= without:
-        return Judged(taken.model_copy(update={"held_out": worth}), worth)
+        return JudgedRefit(taken.model_copy(update={"held_out": worth}), worth)
     _write(attentions, before)
-    return Judged(None, worth)
+    return JudgedRefit(None, worth)
 
 
 def _outputs(net: PreTrainedModel, batch: Batch) -> Any:
