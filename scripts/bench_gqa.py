@@ -10,6 +10,7 @@ texts with those of the original. Every row is converted, proven, written and re
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import time
@@ -93,10 +94,13 @@ class Clock:
         self._began[stage] = time.monotonic()
 
     def merging(self) -> float:
-        """Seconds of the merging itself."""
+        """Seconds of the merging itself, and of measuring what a budget is spent on."""
         stages = list(self._began)
-        at = next(i for i, stage in enumerate(stages) if stage.startswith("merging"))
-        return self._began[stages[at + 1]] - self._began[stages[at]]
+        spent = 0.0
+        for stage, following in itertools.pairwise(stages):
+            if stage.startswith(("merging", "measuring")):
+                spent += self._began[following] - self._began[stage]
+        return spent
 
 
 @torch.no_grad()
@@ -118,6 +122,7 @@ def main(
     data: Annotated[str, typer.Option(help="Test text, or pairs with a score.")],
     calibrate: Annotated[str, typer.Option(help="Calibration text; also for healing.")],
     kv_heads: Annotated[str, typer.Option(help="Numbers of KV heads.")] = "1",
+    kv_budgets: Annotated[str, typer.Option(help="Also these shares of KV heads.")] = "",
     merges: Annotated[str, typer.Option(help="Merges.")] = "mean,procrustes,lowrank",
     groupings: Annotated[str, typer.Option(help="Groupings.")] = "adjacent,similar",
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 16_384,
@@ -147,39 +152,40 @@ def main(
             content = {"model": model, "forward_s": forward, "rows": rows}
             output.write_text(json.dumps(content, indent=2) + "\n")
 
-    for count in map(int, kv_heads.split(",")):
-        for merge in merges.split(","):
-            for grouping in groupings.split(",") if count > 1 else ["adjacent"]:
-                config = ConvertConfig(
-                    kv_heads=count,
-                    merge=merge,
-                    grouping=Grouping(grouping),
-                    calibration_tokens=tokens,
-                    seq_len=seq_len,
+    asked = [
+        {"kv_heads": count, "merge": merge, "grouping": Grouping(grouping)}
+        for count in map(int, filter(None, kv_heads.split(",")))
+        for merge in merges.split(",")
+        for grouping in (groupings.split(",") if count > 1 else ["adjacent"])
+    ]
+    asked += [{"kv_budget": share} for share in map(float, filter(None, kv_budgets.split(",")))]
+    for settings in asked:
+        config = ConvertConfig(**settings, calibration_tokens=tokens, seq_len=seq_len)
+        planned = config.merge is None
+        text = None
+        if planned or config.merge in NEEDS_CALIBRATION:
+            text = DataConfig(source=calibrate)
+        with tempfile.TemporaryDirectory() as folder:
+            out, healed = Path(folder) / "out", Path(folder) / "healed"
+            clock = Clock()
+            result = convert_gqa(model, out, config, calibrate=text, on_stage=clock.on_stage)
+            row = {
+                "kv_heads": result.pruned.manifest.kv_heads[1],
+                "parameters": result.pruned.manifest.parameters[1],
+                "merge": "planned" if planned else config.merge,
+                "grouping": config.grouping.value,
+                "heal": 0,
+                **measured.measure(from_pretrained(out)),
+            }
+            add({**row, "merging_s": clock.merging(), "forwards": clock.merging() / forward})
+            if heal_steps:
+                healing = HealConfig(
+                    steps=heal_steps, train=train, learning_rate=learning_rate, bf16=bf16
                 )
-                text = DataConfig(source=calibrate) if merge in NEEDS_CALIBRATION else None
-                with tempfile.TemporaryDirectory() as folder:
-                    out, healed = Path(folder) / "out", Path(folder) / "healed"
-                    clock = Clock()
-                    convert_gqa(model, out, config, calibrate=text, on_stage=clock.on_stage)
-                    row = {
-                        "kv_heads": count,
-                        "merge": merge,
-                        "grouping": grouping,
-                        "heal": 0,
-                        **measured.measure(from_pretrained(out)),
-                    }
-                    add(
-                        {**row, "merging_s": clock.merging(), "forwards": clock.merging() / forward}
-                    )
-                    if heal_steps:
-                        settings = HealConfig(
-                            steps=heal_steps, train=train, learning_rate=learning_rate, bf16=bf16
-                        )
-                        words = DataConfig(source=calibrate)
-                        heal(out, model, words, healed, settings, on_step=say_step)
-                        found = measured.measure(from_pretrained(healed))
-                        add({**row, "heal": heal_steps, **found})
+                words = DataConfig(source=calibrate)
+                heal(out, model, words, healed, healing, on_step=say_step)
+                found = measured.measure(from_pretrained(healed))
+                add({**row, "heal": heal_steps, **found})
     table = Table()
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")

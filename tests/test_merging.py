@@ -250,7 +250,7 @@ def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
 
     few, many = lost(4), lost(64)
     assert many < few < 1.5 * many
-    monkeypatch.setattr(sys.modules["headprune.surgery.merges.lowrank"], "RIDGES", (1e-6,))
+    monkeypatch.setattr(sys.modules["headprune.surgery.merges.outputs"], "RIDGES", (1e-6,))
     assert lost(4) > 1.8 * lost(64)  # fitted as closely as it goes
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from headprune.distillation.heal import Healed
     from headprune.estimates import Estimate, Sizes
-    from headprune.export.convert_gqa import Converted
+    from headprune.export.convert_gqa import Converted, KvPreview
 
 _HEAL = HealConfig(steps=1)  # for its other settings
 
@@ -61,7 +61,14 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
         flags="--heal",
         in_recipes=False,
     )
-    output: Path = output("Folder for the result.")
+    output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
+    dry_run: bool = option(
+        "With --kv-budget and --calibrate: show what every layer would keep, merge or lose, and "
+        "what the other ways would have cost; write nothing.",
+        False,
+        Panel.MAIN,
+        in_recipes=False,
+    )
     layout: LayoutOption = option(
         "uniform: refuse what a plain config of the family cannot hold.",
         LayoutOption.PER_LAYER,
@@ -89,14 +96,18 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
         return self.part(HealConfig, steps=steps, seq_len=length)
 
 
-def run(options: ConvertOptions, context: Context) -> Converted | Healed:
-    """Converts, and heals if that was asked for."""
+def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPreview:
+    """Converts, and heals if that was asked for; or says what would be done."""
+    if options.output is None and not options.dry_run:
+        raise HeadpruneError("convert-gqa needs --output, the folder to write (or --dry-run).")
     if options.heal_steps is not None and options.calibrate is None:
         raise HeadpruneError("--heal trains on the text of --calibrate: give it too.")
     from headprune.distillation.heal import heal
     from headprune.io.outputs import claimed
     from headprune.io.writing import beside
 
+    if options.output is None or options.dry_run:
+        return _preview(options, context)
     inputs = (options.model, options.calibrate)
     with claimed(options.output, options.overwrite, inputs):
         if options.heal_steps is None or options.calibrate is None:
@@ -121,6 +132,20 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed:
         return healed
 
 
+def _preview(options: ConvertOptions, context: Context) -> KvPreview:
+    from headprune.evidence.score import Watch
+    from headprune.export.convert_gqa import preview
+
+    return preview(
+        options.model,
+        options.part(ConvertConfig),
+        options.source(options.calibrate),
+        options.layout,
+        **options.loading(),
+        watch=Watch(stage=context.stage, step=context.step),
+    )
+
+
 def _converted(options: ConvertOptions, output: Path, context: Context) -> Converted:
     from headprune.export.convert_gqa import convert_gqa
 
@@ -138,22 +163,30 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
     )
 
 
-def show(result: Converted | Healed, options: ConvertOptions, console: Console) -> None:
+def show(result: Converted | Healed | KvPreview, options: ConvertOptions, console: Console) -> None:
     """Prints how many KV heads are left, and what it cost."""
     from headprune.console import results
     from headprune.distillation.heal import Healed
+    from headprune.export.convert_gqa import KvPreview
 
     if isinstance(result, Healed):
         results.healed(console, result)
+    elif isinstance(result, KvPreview):
+        results.kv_preview(console, result)
     else:
         results.converted(console, result)
 
 
-def _warnings(result: Converted | Healed) -> Iterable[str]:
-    return result.pruned.warnings
+def _warnings(result: Converted | Healed | KvPreview) -> Iterable[str]:
+    pruned = getattr(result, "pruned", None)
+    return () if pruned is None else pruned.warnings
 
 
-def _summary(result: Converted | Healed) -> str:
+def _summary(result: Converted | Healed | KvPreview) -> str:
+    from headprune.export.convert_gqa import KvPreview
+
+    if isinstance(result, KvPreview):
+        return f"{result.kv_heads[1]} of {result.kv_heads[0]} KV heads, not written"
     before, after = result.pruned.manifest.kv_heads
     return f"{after} of {before} KV heads ({getattr(result, 'merge', 'healed')}), verified"
 
@@ -163,7 +196,8 @@ def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
 
     seconds = sizes.writing(options.out_dtype)
     if options.calibrate is not None:
-        seconds += 3 * sizes.forward(options.calibration_tokens)
+        weighed = options.kv_budget is not None and options.merge is None
+        seconds += (9 if weighed else 3) * sizes.forward(options.calibration_tokens)
     held = options.calibration_tokens * sizes.hidden * 4 * 8
     memory = 2 * sizes.computed(options.dtype) + held
     return Estimate(seconds, memory, sizes.stored(options.out_dtype))

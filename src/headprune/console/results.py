@@ -13,12 +13,13 @@ from headprune.schemas.plan import Shape
 
 if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
-    from headprune.export.convert_gqa import Converted
+    from headprune.export.convert_gqa import Converted, KvPreview
     from headprune.export.prune import Preview
     from headprune.export.publish import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.gates.trainer import GateStep
     from headprune.pickles.import_pickle import Imported
+    from headprune.planning.kv_heads import KvPlan
     from headprune.proof.verify import Verification
     from headprune.schemas.manifest import Manifest
 from headprune.console.tables import before_after, module_table, next_line, plan_picture, table
@@ -124,7 +125,9 @@ def converted(console: Console, result: Converted) -> None:
         how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
     console.print(how)
     counts = sorted(set(result.kv_heads.values()), reverse=True)
-    if len(counts) > 1:
+    if result.planned is not None:
+        _ways(console, result.planned)
+    elif len(counts) > 1:
         rows = {path: list(map(str, counts)) for path, counts in result.kv_heads.items()}
         module_table(console, ("KV heads", "after"), rows)
     if result.own_keys:
@@ -136,6 +139,27 @@ def converted(console: Console, result: Converted) -> None:
     _sizes(console, manifest)
     proof(console, manifest)
     written(console, result.pruned)
+
+
+def kv_preview(console: Console, preview: KvPreview) -> None:
+    """What every layer would keep, merge or lose, and what the other ways would have cost."""
+    _ways(console, preview.planned)
+    console.print(before_after([("KV heads", *preview.kv_heads)]))
+    console.print("Nothing was written (--dry-run).")
+
+
+def _ways(console: Console, planned: KvPlan) -> None:
+    """One line per module: the way it goes, and what every way was expected to cost, of all."""
+    records = planned.records()
+    names = list(dict.fromkeys(way.said for ways in planned.ways.values() for way in ways))
+    total = planned.cost or 1.0
+    rows = {}
+    for path, record in records.items():
+        costs = {record.way: record.cost, **record.others}
+        cells = [f"{costs[name] / total:.2%}" if name in costs else "" for name in names]
+        rows[path] = (record.way, *cells)
+    module_table(console, ("chosen", *names), rows, numbers_from=2)
+    console.print("Costs as shares of what the whole choice is expected to cost.")
 
 
 def healed(console: Console, result: Healed) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption
-from headprune.data.calibration import merge_calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
 from headprune.errors import DataError, PlanError
+from headprune.evidence.score import Watch
+from headprune.export.opened import Opened, open_for_merging, weighs
 from headprune.export.publish import (
     Changes,
     OnModule,
@@ -25,19 +25,20 @@ from headprune.export.publish import (
 )
 from headprune.io.outputs import claims_output
 from headprune.model import probes
-from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
+from headprune.model.attention import attention_of, family_of
 from headprune.model.heads import read_heads, write_heads
-from headprune.model.opening import load, result_dtypes
+from headprune.model.opening import result_dtypes
+from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, stated_counts
+from headprune.planning.kv_heads import KvPlan, Way
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.schemas.records import MadeBy, Merging
 from headprune.surgery.conversion import convert_in_sequence, geometry
 from headprune.surgery.cut import resolve, result_shape
-from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, Groups, HeadWeights, MergeContext
-from headprune.surgery.merges.budget import spread
-from headprune.surgery.merges.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
+from headprune.surgery.merges import Groups, HeadWeights, MergeContext
+from headprune.surgery.merges.outputs import without
 from headprune.surgery.transfer import has_twin
-from headprune.tensors.units import Unit
+from headprune.tensors.units import Unit, members
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Converted:
         own_keys: Modules where a norm kept queries from absorbing a map, so that the group takes
             the keys of one of its heads.
         calibration_tokens: How much text it was calibrated on; 0 without.
+        planned: The way every module went, where that was weighed.
     """
 
     pruned: Pruned
@@ -60,10 +62,36 @@ class Converted:
     kv_heads: dict[str, tuple[int, int]]
     own_keys: tuple[str, ...]
     calibration_tokens: int
+    planned: KvPlan | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
         return self.pruned.manifest.model_dump(mode="json")
+
+
+@dataclass(frozen=True)
+class KvPreview:
+    """What a conversion would do.
+
+    Attributes:
+        plan: The plan.
+        kv_heads: KV heads before and after, of the modules that are converted.
+        planned: The way every module goes, and the others that were measured.
+    """
+
+    plan: Plan
+    kv_heads: tuple[int, int]
+    planned: KvPlan
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--dry-run --json``."""
+        ways = self.planned.records()
+        return {
+            "kv_heads": list(self.kv_heads),
+            "expected_cost": self.planned.cost,
+            "ways": {path: way.model_dump(mode="json") for path, way in ways.items()},
+            "plan": self.plan.model_dump(mode="json"),
+        }
 
 
 @claims_output("model", "calibrate")
@@ -102,65 +130,42 @@ def convert_gqa(
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the merged original computes.
     """
-    name = config.merge or ("lowrank" if calibrate is not None else "mean")
-    merge = MERGES[name]
-    if name in NEEDS_CALIBRATION and calibrate is None:
-        raise PlanError(
-            f"--merge {name} needs text to learn what the heads do: give --calibrate DATA. "
-            "Without text there is procrustes, or mean with training afterwards (--heal)."
-        )
-    refuse_unknown_kinds(config.attention)
-    if calibrate is not None:
-        refuse_missing_file(calibrate.source)
-    on_stage("loading the model")
-    net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
+    loading = (trust_remote_code, assume_supported, drop_unexpected)
+    opened = open_for_merging(model, config, calibrate, layout, loading, Watch(on_stage, on_module))
+    net, merger, attentions = opened.net, opened.merger, opened.attentions
+    planned, sample = opened.planned, opened.sample
     stored = result_dtypes(net, model, config.out_dtype)
-    attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
-    _refuse(net, attentions)
-    counts = None if config.kv_heads is None else _counts(config.kv_heads, attentions)
-    sample = None
-    if calibrate is not None and name in NEEDS_CALIBRATION:
-        sample = merge_calibration(net, model, calibrate, config, trust_remote_code)
     settings: dict[str, MergeContext] = {}
-    compares = name == "procrustes" or config.grouping is Grouping.SIMILAR or not counts
-    if sample is None and compares:
+    compares = merger.name == "procrustes" or config.grouping is Grouping.SIMILAR
+    if sample is None and (compares or config.kv_budget is not None):
         settings = geometry(net, attentions, probes.probe_inputs(net))
-
-    def cost_of(heads: HeadWeights, setting: MergeContext) -> Cost:
-        if name in NEEDS_CALIBRATION:
-            return lowrank_cost(heads, setting)
-        return measured_cost(merge, heads, setting)
-
-    def groups_of(heads: HeadWeights, setting: MergeContext, count: int) -> Groups:
-        if config.grouping is Grouping.ADJACENT or count in (1, len(heads.k)):
-            return adjacent(len(heads.k), count)
-        return similar(len(heads.k), count, cost_of(heads, setting))
-
-    if counts is None and layout is LayoutOption.UNIFORM:
-        counts = _equal_counts(config.kv_budget or 1.0, attentions)
-    if counts is None:
-        on_stage("spreading the budget over the layers")
-        costs = _costs(net, attentions, sample, settings, groups_of, cost_of)
-        counts = _spread(config.kv_budget or 1.0, attentions, costs)
-    wanted = dict(zip((a.path for a in attentions), counts, strict=True))
+    ways = {} if planned is None else planned.chosen
+    wanted = {path: way.kv_heads for path, way in ways.items()}
+    if planned is None:
+        wanted = _wanted(opened, config, layout, settings, on_stage)
     _check_native(layout, net, attentions, wanted)
     groups: dict[str, Groups] = {}
     own_keys: list[str] = []
+    done = itertools.count(1)
 
     def converted(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        chosen = groups_of(heads, setting, wanted[attention.path])
-        groups[attention.path] = chosen
-        if not setting.linear and name in ("lowrank", "procrustes"):
-            own_keys.append(attention.path)
-        shared = [group for group in chosen if len(group) > 1]
-        merged = merge(heads, chosen, replace(setting, seed=config.seed)) if shared else heads
-        _refuse_not_finite(merged, attention.path, name)
-        on_module(len(groups), len(attentions))
-        return merged
+        way = ways.get(attention.path)
+        if way is not None and not way.merges:
+            assert setting.activations is not None
+            changed = without(heads, way.kept, setting.activations)
+        else:
+            chosen = merger.groups(heads, setting, wanted[attention.path])
+            groups[attention.path] = chosen
+            if not setting.linear and merger.name in ("lowrank", "procrustes"):
+                own_keys.append(attention.path)
+            changed = merger.merged(heads, setting, chosen)
+        _refuse_not_finite(changed, attention.path, merger.name)
+        on_module(next(done), len(attentions))
+        return changed
 
     on_stage("testing the verification")
-    refuse_unprovable(net, _plan(net, source, {}))
-    on_stage(f"merging KV heads ({name})")
+    refuse_unprovable(net, _plan(net, opened.source, {}))
+    on_stage(f"merging KV heads ({merger.name})")
     if sample is not None:
         convert_in_sequence(net, attentions, sample.whole(), converted)
     else:
@@ -168,25 +173,97 @@ def convert_gqa(
             setting = settings.get(attention.path, MergeContext())
             write_heads(attention, converted(attention, read_heads(attention), setting))
 
-    plan = _plan(net, source, groups)
-    plan = plan.model_copy(update={"merge": name if plan.merged else None})
+    plan = _plan(net, opened.source, groups, ways)
+    plan = plan.model_copy(update={"merge": merger.name if plan.merged else None})
     # its weights are others by now than those of the model the plan names
     ragged = layout is LayoutOption.RAGGED
     cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)
-    if not (has_twin(net) and set(counts) == {1}):
+    if not (has_twin(net) and set(wanted.values()) == {1}):
         check_shape(layout, result_shape(cuts, net.config))
     tokens = sample.tokens if sample is not None else 0
     merging = Merging(
-        merge=name,
+        merge=merger.name,
         grouping=config.grouping.value,
         calibration_tokens=tokens,
         seed=config.seed,
+        ways=None if planned is None else planned.records(),
     )
+    kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
     work = Changes(merging, made_by=made_by)
-    pruned = write_proven(net, source, model, plan, cuts, output, stored, work, on_stage)
-    before = {a.path: len(plan.attentions[a.path].groups or ()) for a in attentions}
-    kv_heads = {path: (plan.attentions[path].kv_heads, after) for path, after in before.items()}
-    return Converted(pruned, name, config.grouping.value, kv_heads, tuple(own_keys), tokens)
+    pruned = write_proven(net, opened.source, model, plan, cuts, output, stored, work, on_stage)
+    grouping = config.grouping.value
+    return Converted(pruned, merger.name, grouping, kv_heads, tuple(own_keys), tokens, planned)
+
+
+def preview(
+    model: str | Path,
+    config: ConvertConfig,
+    calibrate: DataConfig | None = None,
+    layout: LayoutOption = LayoutOption.PER_LAYER,
+    trust_remote_code: bool = False,
+    assume_supported: bool = False,
+    drop_unexpected: bool = False,
+    watch: Watch | None = None,
+) -> KvPreview:
+    """Says how ``convert_gqa`` would spend a budget, and writes nothing; arguments as there.
+
+    Raises:
+        PlanError: If there is nothing to weigh.
+    """
+    if not weighs(config, calibrate, layout):
+        raise PlanError(
+            "--dry-run shows how a budget is spent: give --kv-budget and --calibrate, and neither "
+            "--merge nor --layout, which leave nothing to choose."
+        )
+    loading = (trust_remote_code, assume_supported, drop_unexpected)
+    opened = open_for_merging(model, config, calibrate, layout, loading, watch or Watch())
+    assert opened.planned is not None
+    ways = opened.planned.chosen
+    groups = {path: way.groups for path, way in ways.items() if way.merges}
+    plan = _plan(opened.net, opened.source, groups, ways)
+    plan = plan.model_copy(update={"merge": opened.merger.name if plan.merged else None})
+    before = sum(a.kv_heads for a in opened.attentions)
+    return KvPreview(plan, (before, sum(way.kv_heads for way in ways.values())), opened.planned)
+
+
+def _wanted(
+    opened: Opened,
+    config: ConvertConfig,
+    layout: LayoutOption,
+    settings: dict[str, MergeContext],
+    on_stage: Stage,
+) -> dict[str, int]:
+    """KV heads per module: as they were given, equal, or spread by what merging costs in each."""
+    attentions, share = opened.attentions, config.kv_budget or 1.0
+    if config.kv_heads is not None:
+        counts = stated_counts(config.kv_heads, attentions)
+    elif layout is LayoutOption.UNIFORM:
+        counts = equal_counts(share, attentions)
+    else:
+        on_stage("spreading the budget over the layers")
+        counts = spread_counts(share, attentions, _costs(opened, settings))
+    return dict(zip((a.path for a in attentions), counts, strict=True))
+
+
+def _costs(opened: Opened, settings: dict[str, MergeContext]) -> list[dict[int, float]]:
+    """Per module, what every possible number of KV heads costs."""
+    costs: dict[str, dict[int, float]] = {}
+    merger = opened.merger
+
+    def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
+        cost = merger.cost(heads, setting)
+        costs[attention.path] = {
+            count: sum(cost(tuple(group)) for group in merger.groups(heads, setting, count))
+            for count in fitting(attention)
+        }
+        return heads
+
+    if opened.sample is not None:
+        convert_in_sequence(opened.net, opened.attentions, opened.sample.whole(), measured)
+    else:
+        for attention in opened.attentions:
+            measured(attention, read_heads(attention), settings[attention.path])
+    return [costs[attention.path] for attention in opened.attentions]
 
 
 def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:
@@ -196,99 +273,6 @@ def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:
             f"--merge {merge} makes no finite weights of '{path}': those it has, or what they make "
             "of the text, are too large to multiply. Use --merge mean, or repair the checkpoint."
         )
-
-
-def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
-    family = family_of(net.config)
-    if family.fewer_kv_heads not in ("native", "runtime"):
-        raise PlanError(
-            f"{family.model_type} cannot have fewer KV heads: {family.fewer_kv_heads}. Its heads "
-            "can still be cut (headprune prune)."
-        )
-    if all(attention.kv_heads <= 1 for attention in attentions):
-        raise PlanError("The model has one KV head per layer already; there is nothing to merge.")
-    for attention in attentions:
-        parameters = [name for name, _ in attention.module.named_parameters()]
-        of_keys = [name for name, role in family.per_head.items() if role == "k"]
-        per_head = [n for n in of_keys if any(f"{p}.".startswith(f"{n}.") for p in parameters)]
-        if per_head:
-            raise PlanError(
-                f"'{attention.path}' has a norm with weights of its own for every KV head "
-                f"({', '.join(per_head)}), which no shared key can satisfy."
-            )
-
-
-def _counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
-    counts = [asked] * len(attentions) if isinstance(asked, int) else list(asked)
-    if len(counts) != len(attentions):
-        raise PlanError(
-            f"--kv-heads lists {len(counts)} numbers; the model has {len(attentions)} attention "
-            "modules to convert."
-        )
-    for attention, count in zip(attentions, counts, strict=True):
-        fits = _fitting(attention)
-        if count not in fits:
-            more = count > attention.kv_heads
-            raise PlanError(
-                f"'{attention.path}' has {attention.kv_heads} KV heads, "
-                + (f"fewer than {count}." if more else f"which {count} does not divide.")
-                + f" Possible: {', '.join(map(str, fits))}."
-            )
-    return counts
-
-
-def _equal_counts(share: float, attentions: Sequence[Attention]) -> list[int]:
-    """The largest number of KV heads within a budget that all modules can have alike."""
-    common = set.intersection(*(set(_fitting(attention)) for attention in attentions))
-    budget = share * sum(attention.kv_heads for attention in attentions) / len(attentions)
-    return [max([count for count in common if count <= budget], default=1)] * len(attentions)
-
-
-def _fitting(attention: Attention) -> list[int]:
-    """Numbers of KV heads that leave groups of equal size."""
-    heads = attention.kv_heads
-    return [count for count in range(1, heads + 1) if heads % count == 0]
-
-
-def _costs(
-    net: PreTrainedModel,
-    attentions: Sequence[Attention],
-    sample: CalibrationSample | None,
-    settings: dict[str, MergeContext],
-    groups_of: Callable[[HeadWeights, MergeContext, int], Groups],
-    cost_of: Callable[[HeadWeights, MergeContext], Cost],
-) -> list[dict[int, float]]:
-    """Per module, what every possible number of KV heads costs."""
-    costs: dict[str, dict[int, float]] = {}
-
-    def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        cost = cost_of(heads, setting)
-        costs[attention.path] = {
-            count: sum(cost(tuple(group)) for group in groups_of(heads, setting, count))
-            for count in _fitting(attention)
-        }
-        return heads
-
-    if sample is not None:
-        convert_in_sequence(net, attentions, sample.whole(), measured)
-    else:
-        for attention in attentions:
-            measured(attention, read_heads(attention), settings[attention.path])
-    return [costs[attention.path] for attention in attentions]
-
-
-def _spread(
-    share: float, attentions: Sequence[Attention], costs: Sequence[dict[int, float]]
-) -> list[int]:
-    total = sum(attention.kv_heads for attention in attentions)
-    budget = round(share * total)
-    try:
-        return spread(costs, budget)
-    except ValueError:
-        raise PlanError(
-            f"--kv-budget {share} keeps {budget} of {total} KV heads, fewer than one for each of "
-            f"the {len(attentions)} attention modules; the least is {len(attentions) / total:.3f}."
-        ) from None
 
 
 def _check_native(
@@ -315,15 +299,24 @@ def _check_native(
         )
 
 
-def _plan(net: PreTrainedModel, source: ModelIdentity, groups: dict[str, Groups]) -> Plan:
+def _plan(
+    net: PreTrainedModel,
+    source: ModelIdentity,
+    groups: Mapping[str, Groups],
+    ways: Mapping[str, Way] | None = None,
+) -> Plan:
     parts = {}
     for attention in attention_of(net):
-        chosen = groups.get(attention.path)
+        chosen, way = groups.get(attention.path), (ways or {}).get(attention.path)
+        kept = range(attention.kv_heads) if way is None else way.kept
+        queries_of = members(Unit.KV_GROUP, attention.group_sizes)
         ids = attention.kv_ids
         parts[attention.path] = AttentionPlan(
             query_heads=attention.query_heads,
             kv_heads=attention.kv_heads,
-            keep=tuple(sorted(attention.query_ids)),
+            keep=tuple(
+                sorted(attention.query_ids[query] for head in kept for query in queries_of[head])
+            ),
             groups=None
             if chosen is None
             else tuple(tuple(ids[position] for position in group) for group in chosen),

@@ -206,6 +206,21 @@ class Pruning(_Part):
     refit_left_out: RefitWorth | None = None
 
 
+class KvWay(_Part):
+    """How one attention module came to its number of KV heads.
+
+    Attributes:
+        way: What was done.
+        cost: What it was expected to cost: the squared error of the attention's output, weighted
+            with the curvature of the loss.
+        others: What the other ways that were measured would have cost.
+    """
+
+    way: str
+    cost: Finite
+    others: dict[str, Finite]
+
+
 class Merging(_Part):
     """KV heads were merged.
 
@@ -214,6 +229,7 @@ class Merging(_Part):
         grouping: Which heads share.
         calibration_tokens: How much text it was calibrated on; 0 without.
         seed: Seed of merges that draw; None in older manifests.
+        ways: Per module path, what a budget was spent on; None where that was not weighed.
     """
 
     kind: Literal["merging"] = "merging"
@@ -221,6 +237,7 @@ class Merging(_Part):
     grouping: str
     calibration_tokens: Count | None = None
     seed: Count | None = None
+    ways: dict[str, KvWay] | None = None
 
 
 class Healing(_Part):

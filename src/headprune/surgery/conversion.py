@@ -186,7 +186,14 @@ class _Conversion:
         if factor is None:
             changed = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
             own = Stream.CHANGED.of(changed.query).float(), Stream.CHANGED.of(changed.key).float()
-        activations = _activations(heads, original, rotation, factor, outputs, own)
+
+        def read(other: HeadWeights) -> Tensor:
+            write_heads(attention, other)
+            call = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
+            write_heads(attention, heads)
+            return call.outputs(len(call.query) // 2).flatten(2).float()
+
+        activations = _activations(heads, original, rotation, factor, outputs, own, read)
         context = MergeContext(_pairs(rotation), factor is not None, activations)
         write_heads(attention, self.convert(attention, heads, context))
         self.attended, self.outputs = original.attended, outputs
@@ -233,6 +240,7 @@ def _activations(
     factor: float | None,
     outputs: Tensor,
     own_scored: tuple[Tensor, Tensor] | None,
+    read: Callable[[HeadWeights], Tensor],
 ) -> MergeActivations:
     """What calibration shows of a module.
 
@@ -243,6 +251,7 @@ def _activations(
         factor: What queries are multiplied with after it; None where a norm stands in between.
         outputs: What the original's output projection gives.
         own_scored: Queries and keys of the changed stream, where such a norm does.
+        read: From other weights to what then enters W_O in the changed stream.
     """
     call, times = original.call, factor or 1.0
     assert call is not None
@@ -270,6 +279,7 @@ def _activations(
         own_scored,
         # a sink does not shift with the scores, and a soft cap bends them first
         shifts_count=any(call.arguments.get(name) is not None for name in ("s_aux", "softcap")),
+        read=read,
     )
 
 

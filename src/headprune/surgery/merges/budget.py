@@ -16,15 +16,40 @@ def spread(costs: Sequence[Mapping[int, float]], budget: int) -> list[int]:
     Raises:
         ValueError: If even the smallest counts are more than the budget.
     """
+    known = {total: found for total, found in _best(costs).items() if total <= budget}
+    if not known:
+        raise ValueError(f"{budget} KV heads are fewer than one per module")
+    return min(known.values(), key=lambda found: (found[0], sum(found[1])))[1]
+
+
+def exactly(costs: Sequence[Mapping[int, float]], budget: int) -> list[int]:
+    """The counts, one per module, with the least sum of costs that come to a budget. Exact.
+
+    Args:
+        costs: Per module, what each possible number of KV heads costs.
+        budget: KV heads of all modules together.
+
+    Raises:
+        ValueError: If no counts come to it; it says which totals are nearest.
+    """
+    known = _best(costs)
+    if budget not in known:
+        below = max((total for total in known if total < budget), default=None)
+        above = min((total for total in known if total > budget), default=None)
+        near = " and ".join(str(total) for total in (below, above) if total is not None)
+        raise ValueError(f"{budget} KV heads, which no choice comes to; the nearest: {near}")
+    return known[budget][1]
+
+
+def _best(costs: Sequence[Mapping[int, float]]) -> dict[int, tuple[float, list[int]]]:
+    """Per total that counts can come to, the least sum of costs, and its counts."""
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for module in costs:
         after: dict[int, tuple[float, list[int]]] = {}
         for used, (cost, counts) in best.items():
             for count, extra in module.items():
                 total = used + count
-                if total <= budget and cost + extra < after.get(total, (math.inf, []))[0]:
+                if cost + extra < after.get(total, (math.inf, []))[0]:
                     after[total] = (cost + extra, [*counts, count])
         best = after
-    if not best:
-        raise ValueError(f"{budget} KV heads are fewer than one per module")
-    return min(best.values(), key=lambda found: (found[0], sum(found[1])))[1]
+    return best

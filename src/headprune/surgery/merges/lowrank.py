@@ -18,7 +18,6 @@ least.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,8 +26,9 @@ from torch import Tensor
 
 from headprune.errors import DataError, PlanError
 from headprune.model.heads import HeadWeights
+from headprune.surgery.merges.outputs import with_fitted_outputs
 from headprune.surgery.merges.spec import Groups, MergeActivations, MergeContext, project
-from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
+from headprune.tensors.least_squares import Moments
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
 from headprune.tensors.solvers import conjugate_gradients
@@ -38,8 +38,6 @@ STEPS = 3  # of conjugate gradients in every half round
 QUERIES = 96  # of every sequence, evenly spaced, in the fit of the scores: neighbours attend alike,
 ALL_QUERIES = 3072  # but so many at least where there are few sequences
 POOLED = 128  # of every sequence, evenly spaced, in the second moment of what is read of V
-# of W_O, held-out sequences choose
-RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)
 _WHITE_FLOOR = 1e-4
 
 
@@ -236,7 +234,7 @@ def _merged_values(
         new_v[list(group)] = found.basis @ v[list(group)].flatten(0, 1)
         o[members] = found.outputs
     merged = replace(heads.with_affine("v", new_v), o=o)
-    return _with_fitted_outputs(merged, reader.read(merged), activations.outputs)
+    return with_fitted_outputs(merged, reader.read(merged), activations.outputs)
 
 
 class _Reader:
@@ -271,25 +269,6 @@ class _Reader:
     def _attention(self, part: slice, rows: Tensor) -> Tensor:
         queries = self.queries[part][:, :, rows]
         return self.activations.attention(queries, self.keys[part], part, rows)[0]
-
-
-def _with_fitted_outputs(heads: HeadWeights, read: Tensor, wanted: Tensor) -> HeadWeights:
-    """W_O nearer to the wanted outputs, as near as sequences that are held out allow."""
-    held = held_out(len(read))
-    fitted, judged = (
-        Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
-    )
-    whole, bias = fitted + judged, heads.o_bias
-    if bias is not None:  # it takes care of the means
-        fitted, judged = fitted.centred(), judged.centred()
-    start = heads.o.transpose(0, 1).flatten(1).double()
-    ridge, _ = best_ridge(fitted, judged, start, RIDGES)
-    target = whole if bias is None else whole.centred()
-    (weight,) = ridge_path(target, start, [ridge])
-    if bias is not None:
-        bias = ((whole.output_sum - weight @ whole.input_sum) / whole.tokens).to(bias)
-    o = weight.unflatten(1, (len(heads.o), -1)).transpose(0, 1).to(heads.o)
-    return replace(heads, o=o, o_bias=bias)
 
 
 def _improved(apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor) -> Tensor:

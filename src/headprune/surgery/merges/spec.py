@@ -37,6 +37,8 @@ class MergeActivations:
         own_scored: Where a norm stands between projections and scores: queries and keys as they
             enter the scores of the converted model, with this module's weights as they were.
         shifts_count: Whether adding a number to all scores of a query changes its attention.
+        read: From other weights of this module to what then enters its output projection in the
+            converted model, shape (sequences, length, query heads x head_dim).
     """
 
     inputs: dict[str, Float[Tensor, "sequences _ _"]]
@@ -48,6 +50,7 @@ class MergeActivations:
     outputs: Float[Tensor, "sequences length out"]
     own_scored: tuple[Tensor, Tensor] | None = None
     shifts_count: bool = False
+    read: Callable[[HeadWeights], Tensor] | None = None
 
     @cached_property
     def second_moments(self) -> dict[str, Float[Tensor, "hidden hidden"]]:

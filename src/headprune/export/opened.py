@@ -1,0 +1,116 @@
+"""A model that is about to have fewer KV heads: loaded, and weighed where that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, LayoutOption
+from headprune.data.calibration import calibration, merge_calibration
+from headprune.data.samples import CalibrationSample
+from headprune.data.sources import refuse_missing_file
+from headprune.errors import PlanError
+from headprune.evidence.score import Watch
+from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
+from headprune.model.loading import task_of
+from headprune.model.opening import load
+from headprune.planning.kv_counts import stated_counts
+from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.plan import ModelIdentity
+from headprune.surgery.merges.merger import Merger
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is about to be converted.
+
+    Attributes:
+        net: The model.
+        source: Who it is.
+        attentions: The modules to convert.
+        merger: What merges them.
+        sample: The text that it merges by, if it does.
+        planned: The way every module goes, where that was to be weighed.
+    """
+
+    net: PreTrainedModel
+    source: ModelIdentity
+    attentions: list[Attention]
+    merger: Merger
+    sample: CalibrationSample | None
+    planned: KvPlan | None
+
+
+def weighs(config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOption) -> bool:
+    """Whether every module may go its own way: nothing was asked for but a budget."""
+    free = config.kv_budget is not None and config.merge is None
+    return free and calibrate is not None and layout is LayoutOption.PER_LAYER
+
+
+def open_for_merging(
+    model: str | Path,
+    config: ConvertConfig,
+    calibrate: DataConfig | None,
+    layout: LayoutOption,
+    loading: tuple[bool, bool, bool],
+    watch: Watch,
+) -> Opened:
+    """Loads the model, takes the text, and weighs the ways where that was asked for."""
+    merger = Merger.of(config, calibrate is not None)
+    if merger.calibrates and calibrate is None:
+        raise PlanError(
+            f"--merge {merger.name} needs text to learn what the heads do: give --calibrate DATA. "
+            "Without text there is procrustes, or mean with training afterwards (--heal)."
+        )
+    refuse_unknown_kinds(config.attention)
+    if calibrate is not None:
+        refuse_missing_file(calibrate.source)
+    watch.stage("loading the model")
+    net, source = load(model, config.dtype, *loading)
+    attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
+    _refuse(net, attentions)
+    if config.kv_heads is not None:
+        stated_counts(config.kv_heads, attentions)
+    sample = planned = None
+    if calibrate is not None and merger.calibrates:
+        sample = merge_calibration(net, model, calibrate, config, loading[0])
+        if weighs(config, calibrate, layout):
+            scored = None
+            if _has_loss(net, calibrate):
+                settings = config.part(CalibrationConfig)
+                scored = calibration(net, model, calibrate, settings, "--kv-budget", loading[0])
+            texts = Texts(sample.whole(), scored)
+            planned = plan_kv_heads(net, attentions, texts, merger, config, watch)
+    return Opened(net, source, attentions, merger, sample, planned)
+
+
+def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:
+    """Whether the text is what the model's task has a loss on."""
+    task = task_of(net)
+    if task == "classification":
+        return data.label_column is not None and net.config.num_labels > 1
+    return task != "seq2seq-lm" or "," in (data.text_column or "")
+
+
+def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
+    family = family_of(net.config)
+    if family.fewer_kv_heads not in ("native", "runtime"):
+        raise PlanError(
+            f"{family.model_type} cannot have fewer KV heads: {family.fewer_kv_heads}. Its heads "
+            "can still be cut (headprune prune)."
+        )
+    if all(attention.kv_heads <= 1 for attention in attentions):
+        raise PlanError("The model has one KV head per layer already; there is nothing to merge.")
+    for attention in attentions:
+        parameters = [name for name, _ in attention.module.named_parameters()]
+        of_keys = [name for name, role in family.per_head.items() if role == "k"]
+        per_head = [n for n in of_keys if any(f"{p}.".startswith(f"{n}.") for p in parameters)]
+        if per_head:
+            raise PlanError(
+                f"'{attention.path}' has a norm with weights of its own for every KV head "
+                f"({', '.join(per_head)}), which no shared key can satisfy."
+            )

@@ -1,0 +1,55 @@
+"""How many KV heads every attention module gets: as they were stated, equal, or within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headprune.errors import PlanError
+from headprune.runtime.modeling_headprune import Attention
+from headprune.surgery.merges.budget import spread
+
+
+def stated_counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
+    counts = [asked] * len(attentions) if isinstance(asked, int) else list(asked)
+    if len(counts) != len(attentions):
+        raise PlanError(
+            f"--kv-heads lists {len(counts)} numbers; the model has {len(attentions)} attention "
+            "modules to convert."
+        )
+    for attention, count in zip(attentions, counts, strict=True):
+        fits = fitting(attention)
+        if count not in fits:
+            more = count > attention.kv_heads
+            raise PlanError(
+                f"'{attention.path}' has {attention.kv_heads} KV heads, "
+                + (f"fewer than {count}." if more else f"which {count} does not divide.")
+                + f" Possible: {', '.join(map(str, fits))}."
+            )
+    return counts
+
+
+def equal_counts(share: float, attentions: Sequence[Attention]) -> list[int]:
+    """The largest number of KV heads within a budget that all modules can have alike."""
+    common = set.intersection(*(set(fitting(attention)) for attention in attentions))
+    budget = share * sum(attention.kv_heads for attention in attentions) / len(attentions)
+    return [max([count for count in common if count <= budget], default=1)] * len(attentions)
+
+
+def fitting(attention: Attention) -> list[int]:
+    """Numbers of KV heads that leave groups of equal size."""
+    heads = attention.kv_heads
+    return [count for count in range(1, heads + 1) if heads % count == 0]
+
+
+def spread_counts(
+    share: float, attentions: Sequence[Attention], costs: Sequence[dict[int, float]]
+) -> list[int]:
+    total = sum(attention.kv_heads for attention in attentions)
+    budget = round(share * total)
+    try:
+        return spread(costs, budget)
+    except ValueError:
+        raise PlanError(
+            f"--kv-budget {share} keeps {budget} of {total} KV heads, fewer than one for each of "
+            f"the {len(attentions)} attention modules; the least is {len(attentions) / total:.3f}."
+        ) from None

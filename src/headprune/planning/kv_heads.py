@@ -1,0 +1,285 @@
+"""KV heads within a budget: every module keeps some whole, merges them, or loses its attention.
+
+    minimise    the sum over modules of what the chosen way is expected to cost
+    so that     every module goes one way, and the KV heads come to exactly the budget
+
+One scale for all ways: the squared error that each leaves in the output of the attention once W_O
+is refitted, every coordinate of it weighted with the curvature of the loss (see the criterion
+``compensated``). The error of a merge is that of the merge itself, run on the calibration text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.config import ConvertConfig
+from headprune.data.samples import CalibrationSample
+from headprune.errors import DataError, PlanError
+from headprune.evidence.collection import collect
+from headprune.evidence.score import Watch
+from headprune.model.batch import Batch
+from headprune.model.heads import HeadWeights
+from headprune.model.loading import task_of
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.records import KvWay
+from headprune.surgery.conversion import convert_in_sequence
+from headprune.surgery.merges import MergeActivations, MergeContext
+from headprune.surgery.merges.budget import exactly
+from headprune.surgery.merges.merger import Merger
+from headprune.surgery.merges.outputs import output_errors, without
+from headprune.tensors.least_squares import outer_sum, removal_costs
+from headprune.tensors.units import Unit, members
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way for a module to have fewer KV heads.
+
+    Attributes:
+        kept: Positions of the KV heads whose queries stay.
+        groups: Positions of those that become one, for every KV head of the result.
+        cost: What it is expected to cost.
+    """
+
+    kept: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    cost: float
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the result."""
+        return len(self.groups)
+
+    @property
+    def merges(self) -> bool:
+        """Whether several KV heads become one."""
+        return len(self.groups) < len(self.kept)
+
+    @property
+    def said(self) -> str:
+        """In a few words."""
+        if self.merges:
+            return f"{len(self.kept)} merged to {self.kv_heads}"
+        return f"{len(self.kept)} kept" if self.kept else "no attention"
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """What was chosen for every module, and from what.
+
+    Attributes:
+        ways: Per module path, the ways that were measured.
+        chosen: Per module path, the way it goes.
+    """
+
+    ways: Mapping[str, Sequence[Way]]
+    chosen: Mapping[str, Way]
+
+    @property
+    def cost(self) -> float:
+        """What all that was chosen is expected to cost."""
+        return sum(way.cost for way in self.chosen.values())
+
+    def records(self) -> dict[str, KvWay]:
+        """For the record: per module path, what was chosen, and what the others would have cost."""
+        return {
+            path: KvWay(
+                way=self.chosen[path].said,
+                cost=self.chosen[path].cost,
+                others={way.said: way.cost for way in ways if way is not self.chosen[path]},
+            )
+            for path, ways in self.ways.items()
+        }
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a plan is measured on.
+
+    Attributes:
+        plain: All sequences at once, for merges and removals.
+        scored: Those that the model's loss is taken of; None where the text has none, so that every
+            coordinate of an output counts alike, as a share of what the module gives.
+    """
+
+    plain: Batch
+    scored: CalibrationSample | None
+
+
+def plan_kv_heads(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    texts: Texts,
+    merger: Merger,
+    config: ConvertConfig,
+    watch: Watch,
+) -> KvPlan:
+    """Measures every way of every module and chooses; the model stays as it is.
+
+    Args:
+        model: The model.
+        attentions: The modules that may have fewer KV heads.
+        texts: What is measured on.
+        merger: Merges KV heads.
+        config: The budget.
+        watch: Told how far it is.
+
+    Raises:
+        PlanError: If no choice comes to the budget, or a module's attention cannot be recorded.
+        DataError: If a cost is not finite.
+    """
+    budget = round((config.kv_budget or 1.0) * sum(a.kv_heads for a in attentions))
+    if budget < 1:
+        total = sum(a.kv_heads for a in attentions)
+        raise PlanError(
+            f"--kv-budget {config.kv_budget} keeps none of {total} KV heads; the least is one, "
+            f"{1 / total:.3f}."
+        )
+    felt: dict[str, Tensor] = {}
+    if texts.scored is not None:
+        watch.stage("measuring what the loss feels")
+        felt = _curvature(model, attentions, texts.scored, config.seed, watch)
+    watch.stage("measuring what every layer may keep, merge or lose")
+    found: dict[str, list[Way]] = {}
+
+    def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
+        measure = _Measure(attention, heads, setting, felt.get(attention.path))
+        found[attention.path] = [*measure.removals(), *measure.merges(merger)]
+        watch.step(len(found), len(attentions))
+        return heads
+
+    convert_in_sequence(model, attentions, texts.plain, measured)
+    ways = {a.path: found[a.path] for a in attentions}
+    return choose(ways, budget, f"--kv-budget {config.kv_budget}")
+
+
+def choose(ways: Mapping[str, Sequence[Way]], budget: int, asked: str) -> KvPlan:
+    """The ways with the least sum of costs that come to exactly so many KV heads.
+
+    Args:
+        ways: Per module path, those to choose from.
+        budget: KV heads of all modules together.
+        asked: How that was asked for, for messages.
+
+    Raises:
+        PlanError: If no choice comes to the budget; it says which come nearest.
+    """
+    cheapest = [_cheapest(of_module) for of_module in ways.values()]
+    try:
+        counts = exactly([{n: w.cost for n, w in each.items()} for each in cheapest], budget)
+    except ValueError as error:
+        raise PlanError(f"{asked} asks for {error}.") from None
+    chosen = (each[count] for each, count in zip(cheapest, counts, strict=True))
+    return KvPlan(ways, dict(zip(ways, chosen, strict=True)))
+
+
+def _cheapest(ways: Sequence[Way]) -> dict[int, Way]:
+    """Per number of KV heads, the cheapest way to it; of equals, the first."""
+    found: dict[int, Way] = {}
+    for way in ways:
+        if way.kv_heads not in found or way.cost < found[way.kv_heads].cost:
+            found[way.kv_heads] = way
+    return found
+
+
+class _Measure:
+    """What the ways of one module cost."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        heads: HeadWeights,
+        setting: MergeContext,
+        felt: Tensor | None,
+    ) -> None:
+        assert setting.activations is not None
+        self.attention, self.heads, self.setting = attention, heads, setting
+        self.activations: MergeActivations = setting.activations
+        if felt is None:
+            power = self.activations.outputs.double().square().flatten(0, 1).mean(0)
+            felt = torch.ones_like(power) / power.sum().clamp(min=1e-30)
+        self.felt = felt
+
+    def removals(self) -> list[Way]:
+        """Every number of KV heads kept whole: those that the others replace worst."""
+        total = len(self.heads.k)
+        ways = [Way(tuple(range(total)), tuple((head,) for head in range(total)), 0.0)]
+        by_worth = self._by_worth()
+        for left in range(total - 1, -1, -1):
+            kept = tuple(sorted(by_worth[:left]))
+            if self._even(kept):
+                cost = self._cost(without(self.heads, kept, self.activations))
+                ways.append(Way(kept, tuple((head,) for head in kept), cost))
+        return ways
+
+    def merges(self, merger: Merger) -> list[Way]:
+        """All KV heads merged to every number that leaves equal groups."""
+        total = len(self.heads.k)
+        ways: list[Way] = []
+        if not self._even(range(total)):
+            return ways
+        for count in range(total - 1, 0, -1):
+            if total % count == 0:
+                groups = merger.groups(self.heads, self.setting, count)
+                cost = self._cost(merger.merged(self.heads, self.setting, groups))
+                ways.append(Way(tuple(range(total)), tuple(map(tuple, groups)), cost))
+        return ways
+
+    def _by_worth(self) -> list[int]:
+        """KV heads, first those whose queries the others replace worst."""
+        assert self.activations.read is not None
+        read = self.activations.read(self.heads).flatten(0, 1)
+        weight = self.heads.o.transpose(0, 1).flatten(1).double()
+        width = self.heads.o.shape[2]
+        blocks = [
+            [query * width + d for query in queries for d in range(width)]
+            for queries in members(Unit.KV_GROUP, self.attention.group_sizes)
+        ]
+        felt = self.felt.sqrt()[:, None].to(weight)
+        costs = removal_costs(outer_sum(read, read), felt * weight, blocks)
+        return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+
+    def _even(self, kept: Sequence[int]) -> bool:
+        """Whether the KV heads that stay have equally many queries."""
+        return len({self.attention.group_sizes[head] for head in kept}) <= 1
+
+    def _cost(self, heads: HeadWeights) -> float:
+        errors = output_errors(heads, self.activations)
+        cost = float(self.felt.to(errors) @ errors)
+        if not cost < float("inf"):
+            raise DataError(
+                f"What '{self.attention.path}' gives with fewer KV heads is not finite. Try "
+                "--dtype float32."
+            )
+        return cost
+
+
+def _curvature(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    examples: CalibrationSample,
+    seed: int,
+    watch: Watch,
+) -> dict[str, Float[Tensor, " out"]]:
+    """Per module path, how the loss is curved in every coordinate of the attention's output."""
+    evidence = collect(
+        model,
+        task_of(model),
+        attentions,
+        examples.batches(),
+        frozenset({"curvature"}),
+        special_ids=examples.special_ids,
+        seed=seed,
+        progress=watch.step,
+    )
+    found = {}
+    for part in evidence:
+        assert part.curvature is not None
+        found[part.path] = part.curvature
+    return found

@@ -1,0 +1,55 @@
+"""A merge as it was asked for: which KV heads share, and what they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headprune.config import ConvertConfig, Grouping
+from headprune.model.heads import HeadWeights
+from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, Groups, MergeContext
+from headprune.surgery.merges.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Groups KV heads and merges them.
+
+    Attributes:
+        name: The merge.
+        grouping: Which heads share.
+        seed: Seed of what is random.
+    """
+
+    name: str
+    grouping: Grouping
+    seed: int
+
+    @classmethod
+    def of(cls, config: ConvertConfig, calibrated: bool) -> Merger:
+        """The one of a conversion, with or without text."""
+        name = config.merge or ("lowrank" if calibrated else "mean")
+        MERGES[name]  # refuses one that is not there
+        return cls(name, config.grouping, config.seed)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it needs text."""
+        return self.name in NEEDS_CALIBRATION
+
+    def cost(self, heads: HeadWeights, setting: MergeContext) -> Cost:
+        """What it costs some KV heads to become one."""
+        if self.calibrates:
+            return lowrank_cost(heads, setting)
+        return measured_cost(MERGES[self.name], heads, setting)
+
+    def groups(self, heads: HeadWeights, setting: MergeContext, count: int) -> Groups:
+        """Which heads share, of so many groups."""
+        if self.grouping is Grouping.ADJACENT or count in (1, len(heads.k)):
+            return adjacent(len(heads.k), count)
+        return similar(len(heads.k), count, self.cost(heads, setting))
+
+    def merged(self, heads: HeadWeights, setting: MergeContext, groups: Groups) -> HeadWeights:
+        """The weights with the KV heads of every group made one."""
+        if all(len(group) == 1 for group in groups):
+            return heads
+        return MERGES[self.name](heads, groups, replace(setting, seed=self.seed))
