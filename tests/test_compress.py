@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import headprune
 from headprune.compression import candidates, heldout
-from headprune.compression.candidates import CANDIDATES, MergeKvHeads, RemoveHeads, candidates_for
+from headprune.compression.candidates import CANDIDATES, RemoveHeads, ShareKvHeads, candidates_for
 from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.config import BudgetConfig, CompressConfig, HealConfig
@@ -212,7 +212,10 @@ def test_a_dry_run_says_what_would_be_done(
     told = json.loads(out)
     assert (code, told["heal_steps"]) == (0, 9), err
     assert told["texts"] == ["code", "documentation", "novel", "play", "reference", "speeches"]
-    assert told["candidates"][-1] == "KV heads merged, lowrank" and len(told["candidates"]) == 5
+    assert (
+        told["candidates"][-1] == "KV heads merged or removed, by layer"
+        and len(told["candidates"]) == 5
+    )
     code, out, err = run(capsys, *line)
     assert code == 0 and "0.5 of the KV heads, as queries share them" in out
     assert isinstance(headprune.compress(llama_folder, keep=0.5, dry_run=True), Outline)
@@ -226,8 +229,8 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
     for wrong, message in [
         ({}, "exactly one of keep"),
         ({"keep": 0.5, "kv_budget": 0.5}, "exactly one of keep"),
-        ({"max_params": 10}, r"Least possible: max_params 10 \(without any head: \d+"),
-        ({"max_kv_bytes": 10}, "Least possible: max_kv_bytes 10"),
+        ({"max_params": 10}, r"max_params 10: without any head, [\d,]+ are left"),
+        ({"max_kv_bytes": 10}, "max_kv_bytes 10"),
         ({"keep": 0.5, "seq_len": 128}, "needed: give some 2,048 tokens, a smaller seq_len"),
     ]:
         with pytest.raises(HeadpruneError, match=message):
@@ -308,10 +311,10 @@ def test_what_is_not_possible_is_said_and_left_out(
     def refusing(self: Any, *arguments: Any) -> Any:
         raise PlanError("It cannot be merged.")
 
-    monkeypatch.setattr(MergeKvHeads, "make", refusing)
+    monkeypatch.setattr(ShareKvHeads, "make", refusing)
     monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
-    assert choice.failed == {"KV heads merged, lowrank": "It cannot be merged."}
+    assert choice.failed == {"KV heads merged or removed, by layer": "It cannot be merged."}
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[-1:])
     with pytest.raises(PlanError, match="It cannot be merged"):
@@ -374,11 +377,11 @@ def test_which_candidates_apply_follows_from_the_goal() -> None:
     grouped = candidates_for(SizeGoal("", budget, (Unit.KV_GROUP,), 0.5))
     single = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None))
     assert {c.way.unit for c in grouped if isinstance(c.way, RemoveHeads)} == {Unit.KV_GROUP}
-    assert [c.name for c in grouped if isinstance(c.way, MergeKvHeads)] == [
-        "KV heads merged, lowrank"
+    assert [c.name for c in grouped if isinstance(c.way, ShareKvHeads)] == [
+        "KV heads merged or removed, by layer"
     ]
     assert {c.way.unit for c in single if isinstance(c.way, RemoveHeads)} == {Unit.HEAD}
-    assert not any(isinstance(c.way, MergeKvHeads) for c in single)
+    assert not any(isinstance(c.way, ShareKvHeads) for c in single)
     assert len({c.name for c in CANDIDATES}) == len(CANDIDATES)
 
 
@@ -410,3 +413,21 @@ def test_a_recipe_has_it_as_a_step(
     headprune.run(tmp_path / "job.yaml")
     manifest = read_manifest(tmp_path / "job" / "compress")
     assert manifest.choice is not None and set(manifest.choice.original.by_text) == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("goal", "said"),
+    [
+        ({"keep": 1.0}, "nothing to do"),
+        ({"min_speedup": 1}, "nothing to do"),
+        ({"max_params": 10**9}, "nothing to do"),
+        ({"max_kv_bytes": 10**9}, "nothing to do"),
+        ({"max_params": 5}, "without any head"),
+    ],
+)
+def test_goals_that_are_met_or_out_of_reach_are_refused_at_once(
+    goal: dict[str, Any], said: str, llama_folder: Path
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        headprune.compress(llama_folder, dry_run=True, **goal)
+    assert isinstance(headprune.compress(llama_folder, dry_run=True, keep=0.5), Outline)

@@ -66,7 +66,7 @@ class Job:
         return folder
 
 
-class Way(Protocol):
+class Maker(Protocol):
     """How a candidate is made."""
 
     def applies(self, goal: SizeGoal) -> bool:
@@ -127,14 +127,8 @@ class RemoveHeads:
 
 
 @dataclass(frozen=True)
-class MergeKvHeads:
-    """KV heads are merged.
-
-    Attributes:
-        merge: How the heads of a group become one.
-    """
-
-    merge: str
+class ShareKvHeads:
+    """KV heads are merged or removed, in every layer as costs least."""
 
     def applies(self, goal: SizeGoal) -> bool:
         """Where fewer KV heads meet the goal."""
@@ -142,7 +136,7 @@ class MergeKvHeads:
 
     def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
         """Converts."""
-        config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share, merge=self.merge)
+        config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share)
         return convert_gqa(
             job.model,
             folder,
@@ -165,7 +159,7 @@ class Candidate:
     """
 
     name: str
-    way: Way
+    way: Maker
 
 
 def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
@@ -183,7 +177,7 @@ def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
 CANDIDATES = (
     *_removing(Unit.KV_GROUP, "KV groups"),
     *_removing(Unit.HEAD, "heads"),
-    Candidate("KV heads merged, lowrank", MergeKvHeads("lowrank")),
+    Candidate("KV heads merged or removed, by layer", ShareKvHeads()),
 )
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, CompressConfig
 from headprune.errors import PlanError
-from headprune.planning.budgets import Prices, cache_prices
+from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.units import Unit
 
@@ -54,16 +54,21 @@ def goal_of(
     heads, kv_heads = sum(a.query_heads for a in attentions), sum(a.kv_heads for a in attentions)
     if not heads:
         raise PlanError("The model has no heads left, so there is nothing to compress.")
+    if 1 in (config.keep, config.kv_budget, config.min_speedup):
+        raise PlanError("The goal is 1, which the model meets as it is: there is nothing to do.")
     grouped = kv_heads < heads
     whole = Unit.KV_GROUP if grouped else Unit.HEAD
     if config.max_kv_bytes is not None:
         prices = cache_prices(net, attentions, stored)
         present = prices.total([(a.query_heads, a.kv_heads) for a in attentions])
+        _refuse_out_of_reach("--max-kv-bytes", config.max_kv_bytes, prices.rest, present)
         budget = BudgetConfig(max_kv_bytes=config.max_kv_bytes)
         said = f"KV cache of at most {config.max_kv_bytes:,} bytes per token, of {present:,.0f}"
         fit = _mergeable(prices, config.max_kv_bytes)
         return SizeGoal(said, budget, (whole,), min(fit, kv_heads) / kv_heads if fit else None)
     if config.max_params is not None:
+        least = parameter_prices(net, attentions).rest
+        _refuse_out_of_reach("--max-params", config.max_params, least, net.num_parameters())
         budget = BudgetConfig(max_params=config.max_params)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
         return SizeGoal(said, budget, (whole,), None)
@@ -78,6 +83,17 @@ def goal_of(
     merged = share if grouped or config.kv_budget is not None else None
     said = f"{share:.4g} of the {saved}"
     return SizeGoal(said, BudgetConfig(keep=float(share)), (whole,), merged)
+
+
+def _refuse_out_of_reach(name: str, asked: int, least: float, present: float) -> None:
+    if asked >= present:
+        raise PlanError(
+            f"{name} {asked:,}: the model has {present:,.0f}, so there is nothing to do."
+        )
+    if asked < least:
+        raise PlanError(
+            f"{name} {asked:,}: without any head, {least:,.0f} are left. Give at least as many."
+        )
 
 
 def _mergeable(prices: Prices, max_kv_bytes: int) -> int:
