@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+import headprune
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig
 from headprune.declaration import COMMANDS, build
 from headprune.errors import DataError, HeadpruneError
@@ -18,6 +19,7 @@ from headprune.evaluation.metrics import label, parted, within
 from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
 from headprune.export.card import quality_section
+from headprune.export.prune import prune
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.recipe import options_of
@@ -26,6 +28,7 @@ from headprune.regression.check import check, update_baseline
 from headprune.regression.limits import parse_limit
 from headprune.reports.report import report as write_report
 from tests import tiny
+from tests.cutting import uneven_plan
 from tests.test_cli import run
 
 FAST: dict[str, Any] = {"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 12}
@@ -228,6 +231,18 @@ def test_the_command_line_takes_several(
     card = quality_section(rows)
     assert r"| perplexity \[b\] |" in card and "1.000 x (95 %: 1.000 to 1.000)" in card
     assert quality_section([]) == ""
+    code, _, err = run(capsys, "evaluate", llama_folder, *data, *settings, "--card")
+    assert code == 2 and "headprune.json" in err  # it is no result
+    cut = tmp_path / "cut"
+    prune(llama_folder, cut, plan=uneven_plan(headprune.from_pretrained(llama_folder)))
+    before = (cut / "README.md").read_text()
+    code, _, err = run(capsys, "evaluate", cut, *data, *settings, "--card")
+    after = (cut / "README.md").read_text()
+    assert code == 0 and "## Quality" not in before, err
+    start, stop = after.index("## Quality"), after.index("\n## ", after.index("## Quality"))
+    assert r"| perplexity \[b\] |" in after[start:stop]
+    assert after[:start] + after[stop + 1 :] == before
+    assert headprune.verify(cut, against=llama_folder).passed
 
 
 def test_settings_name_several(tmp_path: Path) -> None:

@@ -37,15 +37,22 @@ class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading):
         "Base model: report paired differences to it.", None, Panel.MAIN, slot=Slot.MODEL
     )
     output: Path | None = output("Write the report as JSON, also over an earlier one.", None)
+    card: bool = option(
+        "Also show it on the model card of the result that is measured.", False, in_recipes=False
+    )
     split: str = split("test")
 
 
 def run(options: EvaluateOptions, context: Context) -> Report:
     """Measures it, and writes the report if that was asked for."""
     from headprune.evaluation.evaluate import evaluate
+    from headprune.export.card import rewrite_card
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import EVALUATION
+    from headprune.schemas.manifest import read_manifest
 
+    if options.card:
+        read_manifest(Path(options.model))  # refuses early what is no result
     context.stage("evaluating")
     inputs = (options.model, *(domain.source for domain in options.data), options.against)
     claim: AbstractContextManager[None] = nullcontext()
@@ -62,6 +69,8 @@ def run(options: EvaluateOptions, context: Context) -> Report:
         )
         if options.output is not None:
             report.write(options.output)
+    if options.card:
+        rewrite_card(Path(options.model), report.rows())
     return report
 
 

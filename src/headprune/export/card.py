@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headprune.io.markup import printable, xml_safe
-from headprune.schemas.manifest import Manifest
-from headprune.schemas.plan import AttentionPlan, Plan, Shape
+from headprune.io.writing import write_whole
+from headprune.schemas.manifest import CARD, Manifest, read_manifest
+from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 
 KEPT, GONE = "■", "·"
@@ -220,25 +221,23 @@ def quality_section(measured: Sequence[Sequence[str]]) -> str:
     return f"## Quality\n\n{markdown_table(_MEASURED, measured)}\n\n"
 
 
-def write_card(
-    folder: Path,
-    title: str,
-    plan: Plan,
-    manifest: Manifest,
-    measured: Sequence[Sequence[str]] = (),
-) -> None:
-    """Writes the model card, README.md.
+def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
+    """Writes the model card of a new result, README.md."""
+    (folder / CARD).write_text(card(title, plan, manifest), encoding="utf-8")
+
+
+def card(title: str, plan: Plan, manifest: Manifest, measured: Sequence[Sequence[str]] = ()) -> str:
+    """The text of a model card.
 
     Args:
-        folder: The result.
-        title: Its name.
+        title: The name of the result.
         plan: What is left of it.
         manifest: What was done.
         measured: What an evaluation found; see ``quality_section``.
     """
     lines = [(line_text(name), heads_line(part)) for name, part in plan.attentions.items()]
     width = max((len(name) for name, _ in lines), default=0)
-    text = _CARD.format(
+    return _CARD.format(
         title=markdown_text(title),
         what=markdown_text(what(manifest)),
         sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest))),
@@ -253,4 +252,18 @@ def write_card(
         id=manifest.id,
         heads="\n".join(f"{name:<{width}}  {heads}" for name, heads in lines),
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def rewrite_card(folder: Path, measured: Sequence[Sequence[str]]) -> None:
+    """Writes the model card of a result anew, with what an evaluation found.
+
+    Args:
+        folder: The result.
+        measured: What was found; see ``quality_section``.
+
+    Raises:
+        CheckpointError: If the folder is no result of headprune.
+    """
+    manifest = read_manifest(folder)
+    plan = read_plan(folder / "plan.json", {})
+    write_whole(folder / CARD, card(folder.resolve().name, plan, manifest, measured))
