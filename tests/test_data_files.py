@@ -270,7 +270,7 @@ def test_a_merge_without_finite_weights_is_said_at_once(
     def overflowing(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
         return replace(heads, v=heads.v * 1e38 * 1e38)
 
-    monkeypatch.setattr("headprune.export.convert_gqa.MERGES", {"mean": overflowing})
+    monkeypatch.setattr("headprune.surgery.merges.merger.MERGES", {"mean": overflowing})
     with pytest.raises(DataError, match="--merge mean makes no finite weights of .model.layers.0"):
         convert_gqa(llama_folder, tmp_path / "out", ConvertConfig(kv_heads=1, merge="mean"))
     assert not (tmp_path / "out").exists()

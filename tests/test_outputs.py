@@ -123,6 +123,7 @@ def test_ctrl_c_while_a_place_is_made_or_cleared_leaves_nothing(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do = getattr(writing, moment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 
     def interrupted(*about: Path) -> object:
         signal.raise_signal(signal.SIGINT)
