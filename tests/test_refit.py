@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,24 @@ def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
         found[same] = changed, judged.taken is not None, bool(judged.warnings)
         assert (judged.worth.refitted <= judged.worth.without) == changed
     assert found == {True: (True, True, False), False: (False, False, True)}
+
+
+def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    taken, left = (torch.randint(5, 60, (40, 24), generator=generator) for _ in range(2))
+    worth = []
+    for size in (1, 3):
+        model = tiny.model("llama-gqa")
+        cuts = resolve(uneven_plan(model), model, ragged=True)
+        sample = replace(sample_of(taken, left), batch_size=size)
+        judged = judged_refit(model, cuts, sample, "text", 0, lambda d, t: None)
+        assert judged.worth is not None
+        worth.append((judged.worth.without, judged.worth.refitted))
+    assert worth[0] == pytest.approx(worth[1], rel=1e-5)
+    assert worth[0][0] != pytest.approx(worth[0][1], rel=1e-3)
+    model = tiny.model("llama-gqa")
+    cuts = resolve(uneven_plan(model), model, ragged=True)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[63] = float("nan")
+    with pytest.raises(DataError, match="was not fitted to is not finite"):
+        judged_refit(model, cuts, sample_of(taken, left * 0 + 63), "text", 0, lambda d, t: None)

@@ -245,7 +245,9 @@ class _Compression:
             return None
         usual = HealConfig(steps=steps)
         length = min(usual.seq_len, self.config.seq_len)
-        return self.config.part(HealConfig, steps=steps, seq_len=length)
+        return self.config.part(
+            HealConfig, steps=steps, seq_len=length, batch_size=usual.batch_size
+        )
 
     def _healed(self, best: Pruned, job: Job, selection: Selection, steps: int) -> Pruned:
         """The best one healed, if that brings it nearer to the original."""

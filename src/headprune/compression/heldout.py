@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.compression.texts import HELD_OUT, Text
+from headprune.data.rows import evenly
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.tokens import token_ids
 from headprune.errors import DataError
@@ -188,4 +189,4 @@ def _some(rows: Dataset, tokens: int) -> Dataset:
     """Rows from all over a text, evenly, with about so many tokens."""
     mean = sum(map(len, rows["input_ids"])) / len(rows)
     count = min(len(rows), max(1, round(tokens / mean)))
-    return rows.select([i * len(rows) // count for i in range(count)])
+    return rows.select(evenly(len(rows), count))

@@ -15,6 +15,7 @@ from itertools import islice, repeat
 from pathlib import Path
 
 from headprune.config import DataConfig
+from headprune.data.rows import evenly
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError
 
@@ -67,8 +68,7 @@ class Text:
     def spread(self, characters: int) -> Text:
         """Rows from all over it, evenly, with about so many characters together."""
         count = min(len(self.rows), math.ceil(characters * len(self.rows) / max(self.size, 1)))
-        numbers = [i * len(self.rows) // count for i in range(count)]
-        return replace(self, rows=tuple(self.rows[i] for i in numbers))
+        return replace(self, rows=tuple(self.rows[i] for i in evenly(len(self.rows), count)))
 
 
 def shipped() -> dict[str, DataConfig]:

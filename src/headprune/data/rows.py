@@ -22,6 +22,11 @@ AT_ONCE = 1000  # rows
 _PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4: takes pages out of memory, changes nothing in them
 
 
+def evenly(total: int, count: int) -> list[int]:
+    """So many of the numbers from 0 to below ``total``, evenly, the first among them."""
+    return [i * total // count for i in range(count)]
+
+
 def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
     """Writes rows to a temporary file as they come, and reads them from there.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from headprune.data.rows import lengths
+from headprune.data.rows import evenly, lengths
 from headprune.model.batch import Batch
 from headprune.tensors.least_squares import HELD_OUT
 
@@ -49,17 +49,21 @@ class CalibrationSample:
         """
         found = lengths(rows)
         count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
-        numbers = _evenly(len(rows), count)
+        numbers = evenly(len(rows), count)
         left = rows.select(sorted(set(range(len(rows))) - set(numbers)))
         return cls(rows.select(numbers), collate, int(found[numbers].sum()), left=left, **others)
 
     def held_out(self) -> CalibrationSample | None:
-        """One sequence for every ``HELD_OUT`` of these, from what was not taken, if it has some."""
+        """One sequence for every ``HELD_OUT`` of these, from what was not taken, if it has some.
+
+        They come one at a time, so that what is averaged over them counts each alike.
+        """
         count = min(len(self.left or ()), max(1, len(self.rows) // HELD_OUT))
         if self.left is None or not count:
             return None
-        rows = self.left.select(_evenly(len(self.left), count))
-        return replace(self, rows=rows, tokens=int(lengths(rows).sum()), left=None)
+        rows = self.left.select(evenly(len(self.left), count))
+        tokens = int(lengths(rows).sum())
+        return replace(self, rows=rows, tokens=tokens, batch_size=1, left=None)
 
     def batches(self) -> list[Batch]:
         """All sequences, in batches."""
@@ -76,8 +80,3 @@ class CalibrationSample:
 
     def _batch(self, start: int, stop: int) -> Batch:
         return self.collate([self.rows[i] for i in range(start, min(stop, len(self.rows)))])
-
-
-def _evenly(total: int, count: int) -> list[int]:
-    """So many of as many numbers from 0, evenly."""
-    return [i * total // count for i in range(count)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.data.samples import CalibrationSample
+from headprune.errors import DataError
 from headprune.evidence.losses import embedding
 from headprune.model.batch import Batch
 from headprune.model.forward import run_model
@@ -73,7 +74,7 @@ def judged_refit(
         on_module: Called with modules done and modules in all.
 
     Raises:
-        DataError: If there is too little text.
+        DataError: If there is too little text, or the outputs are not finite.
         PlanError: If a module runs more than once.
     """
     before = [read_output(cut.attention) for cut in cuts]
@@ -103,6 +104,11 @@ def judged_refit(
                 with gated(attentions, fixed(gates)):
                     sums[number] += float(_distance(_outputs(net, batch), wanted, batch))
     without, refitted = (total / len(batches) for total in sums)
+    if not math.isfinite(without + refitted):
+        raise DataError(
+            "What the cut model makes of sequences that the refit was not fitted to is not finite. "
+            "Try --dtype float32, or cut without a refit."
+        )
     worth = RefitWorth(
         measure=DISTANCES["features" if task_of(net) == "features" else "logits"],
         tokens=held_out.tokens,

@@ -65,7 +65,7 @@ DINOV3 = Family(
         rope_theta query_bias key_bias value_bias proj_bias layerscale_value drop_path_rate
         use_gated_mlp num_register_tokens pos_embed_shift pos_embed_jitter pos_embed_rescale
         _out_features _out_indices apply_layernorm reshape_hidden_states
-        """.split()  # noqa: SIM905
+        """.split()  # noqa: SIM905  (a list of names, read as text)
     ),
 )
 
@@ -87,7 +87,7 @@ DATA2VEC_VISION = Family(
         layer_scale_init_value drop_path_rate use_mean_pooling out_indices pool_scales
         use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs
         auxiliary_concat_input semantic_loss_ignore_index
-        """.split()  # noqa: SIM905
+        """.split()  # noqa: SIM905  (a list of names, read as text)
     ),
 )
 
@@ -106,7 +106,7 @@ WAV2VEC2 = Family(
         proj_codevector_dim diversity_loss_weight ctc_loss_reduction ctc_zero_infinity tdnn_dim
         tdnn_kernel tdnn_dilation xvector_output_dim add_adapter adapter_kernel_size adapter_stride
         num_adapter_layers output_hidden_size adapter_attn_dim
-        """.split()  # noqa: SIM905
+        """.split()  # noqa: SIM905  (a list of names, read as text)
     ),
 )
 

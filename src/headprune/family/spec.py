@@ -174,5 +174,5 @@ COMMON_SETTINGS = frozenset(
     mask_feature_min_masks
     architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id
     output_hidden_states problem_type return_dict transformers_version
-    """.split()  # noqa: SIM905
+    """.split()  # noqa: SIM905  (a list of names, read as text)
 )

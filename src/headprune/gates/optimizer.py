@@ -49,7 +49,7 @@ class GateOptimizer(torch.optim.AdamW):
             groups.append({"params": weights, "lr": weight_lr})
         super().__init__(groups, betas=betas, weight_decay=0.01)
 
-    @torch.no_grad()
+    @torch.no_grad()  # torch overloads ``step`` by whether a closure is given; this takes both
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; AdamW passes over the gates because it is not shown their gradient."""
         group = self.param_groups[0]

@@ -95,6 +95,7 @@ def reserved(place: Path) -> Iterator[Path]:
         yield _fresh(_held[place], place)
         return
     work = work_folder(place)
+    # Path.exists raises where a name is too long or forbidden; os.path says that it is not there
     missing = [parent for parent in work.parents if not os.path.exists(parent)]  # noqa: PTH110
     lock = None
     try:

@@ -10,6 +10,11 @@ from headprune.surgery.merges.budget import spread
 
 
 def stated_counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
+    """The counts that were asked for: one number for all modules, or one for each.
+
+    Raises:
+        PlanError: If there are more or fewer than modules, or one leaves unequal groups.
+    """
     counts = [asked] * len(attentions) if isinstance(asked, int) else list(asked)
     if len(counts) != len(attentions):
         raise PlanError(
@@ -44,6 +49,16 @@ def fitting(attention: Attention) -> list[int]:
 def spread_counts(
     share: float, attentions: Sequence[Attention], costs: Sequence[dict[int, float]]
 ) -> list[int]:
+    """The counts within a budget whose costs add up to least.
+
+    Args:
+        share: Of all KV heads, how many may stay.
+        attentions: The modules.
+        costs: Per module, what each possible number of KV heads costs.
+
+    Raises:
+        PlanError: If the budget has fewer than one for each module.
+    """
     total = sum(attention.kv_heads for attention in attentions)
     budget = round(share * total)
     try:
