@@ -32,6 +32,9 @@ def compressed(console: Console, result: Compressed) -> None:
     choice = result.choice
     console.print(f"Kept: {escape(choice.goal)}; the best of {len(choice.contenders)} was taken.")
     contenders(console, choice)
+    if choice.lead is not None:
+        low, high = choice.lead
+        console.print(f"Better than the next by {low:.4f} to {high:.4f} (95 % of resamples).")
     by_text(console, choice)
     for name, reason in choice.failed.items():
         console.print(f"[yellow]note:[/] {escape(name)} was not possible: {escape(reason)}")
