@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headprune.console import results
-from headprune.console.tables import table
+from headprune.console.tables import narrow, table
 
 if TYPE_CHECKING:
     from headprune.compression.compress import Compressed, Outline
@@ -49,9 +49,7 @@ def contenders(console: Console, choice: ModelChoice) -> None:
     columns = ["", choice.measure]
     columns += ["copying NLL"] * copies + ["parameters"]
     columns += ["KV bytes"] * generates + ["heads", "KV heads"]
-    grid = table(*columns)
-    for column in grid.columns[1:]:  # where it is too wide for the terminal, names are broken
-        column.header, column.no_wrap = str(column.header).replace(" ", "\n"), True
+    grid = narrow(table(*columns))
 
     def add(one: Contender, mark: str) -> None:
         cells = [f"{mark}{escape(one.name)}", f"{one.held_out:.4f}"]
