@@ -24,7 +24,7 @@ from headprune.distillation.trainer import (
     trainable,
 )
 from headprune.errors import DataError, HeadpruneError
-from headprune.exporting.publish import Changes, Pruned, Stage, refuse_unprovable, write_proven
+from headprune.exporting.publish import Changes, Order, Pruned, Stage, refuse_unprovable, write_proven
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
@@ -215,7 +215,8 @@ def heal(
                 seed=config.seed,
             )
             record = Changes(healing, made_by=made_by, history=work.history)
-            pruned = write_proven(net, source, model, plan, cuts, output, stored, record, on_stage)
+            order = Order(source, model, plan, output, stored, record)
+            pruned = write_proven(net, cuts, order, on_stage)
             work.remove()
             if not taken_after:
                 pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
