@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
+from headprune.commands.shared import (
+    Columns,
+    Cutting,
+    OnDevice,
+    OneModel,
+    Replacing,
+    made_by,
+    output,
+)
 from headprune.config import (
     WRITTEN,
     CalibrationConfig,
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     from headprune.export.publish import Pruned
 
 
-class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
+class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting, OnDevice):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from headprune.compression.heldout import HeldOut
@@ -40,7 +39,6 @@ class Selection:
 
     def begin(self, net: PreTrainedModel, place: str | Path) -> None:
         """Measures the original, which all others are compared with."""
-        net = net.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self._outputs = self.held_out.outputs(net, self._progress)
         self.original = self._measured(ORIGINAL, net, place, 0.0)
 
@@ -59,7 +57,6 @@ class Selection:
             loading.get("trust_remote_code", False),
             loading.get("assume_supported", False),
         )
-        net = net.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         found = self._measured(name, net, folder, seconds)
         self.contenders.append(found)
         self.contenders.sort(key=self._cost)  # of equals, the first stays before the others

@@ -33,6 +33,7 @@ from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.model.opening import load, result_dtypes
+from headprune.model.placement import placed
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.records import Healing, MadeBy
@@ -152,6 +153,7 @@ def heal(
             trust_remote_code=trust_remote_code,
             drop_unexpected=drop_unexpected,
         )
+        original = placed(original)
         _check_pair(net, original)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)
@@ -185,7 +187,7 @@ def heal(
         def finish() -> Healed:
             on_stage("measuring after")
             after = _divergence(healed, held_out, collate)
-            net = merged(student, config).cpu().eval()
+            net = merged(student, config).eval()
             cuts = resolve(plan.model_copy(update={"model": None}), net)
             steps = trainer.state.global_step
             healing = Healing(

@@ -21,6 +21,7 @@ from headprune.io.outputs import whole_folder
 from headprune.model import probes
 from headprune.model.identity import id_of_model
 from headprune.model.loading import auto_class_of, from_pretrained, uneven_heads_are_known
+from headprune.model.placement import placed
 from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
@@ -124,6 +125,7 @@ def write_proven(
     if twin is not None:
         net, shape = twin, Shape.NATIVE
 
+    net.cpu()  # the device is for the result now
     with whole_folder(output) as folder:
         on_stage("writing")
         with uneven_heads_are_known():
@@ -136,7 +138,8 @@ def write_proven(
         del net
 
         on_stage("verifying the folder")
-        reloaded = probes.probe(from_pretrained(folder, dtype=expected.dtype), inputs)
+        again = placed(from_pretrained(folder, dtype=expected.dtype))
+        reloaded = probes.probe(again, inputs)
         proven = equivalence.conclude(expected, cut_outputs, reloaded, cast)
         manifest = write_manifest(
             folder,
