@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from headprune import devices
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -113,9 +114,7 @@ def on_cpu() -> bool:
     """Whether several processes train on CPUs, for want of GPUs: accelerate has to be told."""
     if count() == 1:
         return False
-    import torch
-
-    return not torch.cuda.is_available()
+    return devices.chosen().type == "cpu"
 
 
 def _state() -> PartialState:

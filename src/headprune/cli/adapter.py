@@ -158,7 +158,7 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
                 terminal.note(note.replace("{}", Door.OPTION.spell(name, command.options)))
         terminal.quiet_libraries()
         with terminal.context(answers=not asked_json) as running:
-            result = command.run(options, running)
+            result = command.start(options, running)
         terminal.warn(command.warnings(result))
         if asked_json:
             terminal.show_json(command.as_json(result))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headprune.commands.evaluate import estimate
-from headprune.commands.shared import Trust
+from headprune.commands.shared import OnDevice, Trust
 from headprune.config import CheckConfig
 from headprune.declaration import (
     Chapter,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headprune.regression.check import CheckReport
 
 
-class CheckOptions(CheckConfig, Trust):
+class CheckOptions(CheckConfig, Trust, OnDevice):
     """Hold a model to limits, against a stored baseline and the original. For CI.
 
     Exit codes: 0 passed (or too close to call, with a warning), 1 a limit is broken (with --strict

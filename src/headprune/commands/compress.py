@@ -6,7 +6,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Replacing, made_by, output
+from headprune.commands.shared import (
+    DATA,
+    Columns,
+    Cutting,
+    OnDevice,
+    OneModel,
+    Replacing,
+    made_by,
+    output,
+)
 from headprune.config import AnyDomains, CompressConfig
 from headprune.declaration import (
     Chapter,
@@ -28,7 +37,7 @@ if TYPE_CHECKING:
     from headprune.estimates import Estimate, Sizes
 
 
-class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting):
+class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting, OnDevice):
     """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
 
     data: AnyDomains = option(

@@ -6,7 +6,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
+from headprune.commands.shared import (
+    Columns,
+    Cutting,
+    OnDevice,
+    OneModel,
+    Replacing,
+    made_by,
+    output,
+)
 from headprune.config import (
     ConvertConfig,
     HealConfig,
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
 _HEAL = HealConfig(steps=1)  # for its other settings
 
 
-class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
+class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, OnDevice):
     """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
 
     renamed: ClassVar = {"shape": "layout"}

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Resuming, made_by, output
+from headprune.commands.shared import (
+    DATA,
+    Columns,
+    Cutting,
+    OnDevice,
+    OneModel,
+    Resuming,
+    made_by,
+    output,
+)
 from headprune.config import HealConfig, HealTrain, Place
 from headprune.declaration import (
     Chapter,
@@ -26,7 +35,7 @@ if TYPE_CHECKING:
     from headprune.estimates import Estimate, Sizes
 
 
-class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting):
+class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, OnDevice):
     """Train a cut or converted model to match the model it came from, on plain text."""
 
     teacher: Place = option(

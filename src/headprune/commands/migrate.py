@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Replacing, Streamed, made_by
+from headprune.commands.shared import (
+    Cutting,
+    OnDevice,
+    OneModel,
+    Replacing,
+    Streamed,
+    made_by,
+)
 from headprune.config import COMPUTED, WRITTEN, Dtype
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -15,7 +22,7 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class MigrateOptions(OneModel, Streamed, Replacing, Cutting):
+class MigrateOptions(OneModel, Streamed, Replacing, Cutting, OnDevice):
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
 
     output: Path = option(

@@ -10,6 +10,7 @@ from pydantic import model_validator
 from headprune.commands.shared import (
     Columns,
     Cutting,
+    OnDevice,
     OneModel,
     Replacing,
     Streamed,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting):
+class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting, OnDevice):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}

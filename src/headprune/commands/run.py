@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Trust
+from headprune.commands.shared import OnDevice, Trust
 from headprune.config import Names
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headprune.recipes.run import Run
 
 
-class RunOptions(Trust):
+class RunOptions(Trust, OnDevice):
     """Run the whole job of a recipe; steps that are done already are not done again."""
 
     recipe: Path = option(

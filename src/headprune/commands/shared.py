@@ -15,6 +15,7 @@ from headprune.config import (
     data_configs,
 )
 from headprune.declaration import Options, Panel, Slot, option
+from headprune.devices import AUTO
 from headprune.tensors.units import Unit
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def made_by(command: str, options: Options) -> MadeBy:
     """The record of a command in what it wrote: all that has a part in the result."""
     from headprune.schemas.records import MadeBy  # with torch
 
-    apart = {"output", "overwrite", "resume"}  # where it lies, and how it came to be there
+    # where it lies, and how it came to be there
+    apart = {"output", "overwrite", "resume", "device"}
     return MadeBy(
         command=command, options=options.model_dump(mode="json", exclude=apart, exclude_none=True)
     )
@@ -67,6 +69,16 @@ class OneModel(Options):
     """What a command works on."""
 
     model: Place = model()
+
+
+class OnDevice(Options):
+    """Where models run."""
+
+    device: str = option(
+        "Where models run: auto (the accelerator, if there is one), cpu, cuda, cuda:N or mps.",
+        AUTO,
+        in_recipes=False,
+    )
 
 
 class Trust(Options):

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
-from headprune.commands.shared import DATA, NAMED, Columns, Cutting, OneModel, Replacing, output
+from headprune.commands.shared import (
+    DATA,
+    NAMED,
+    Columns,
+    Cutting,
+    OnDevice,
+    OneModel,
+    Replacing,
+    output,
+)
 from headprune.config import (
     NUMBER,
     CalibrationConfig,
@@ -43,7 +52,9 @@ Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_shares), Field(min_length=1)]
 
 
-class SweepOptions(OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting):
+class SweepOptions(
+    OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting, OnDevice
+):
     """Cut a model to several sizes and measure each: the curve of quality against size."""
 
     data: Place = option(DATA, panel=Panel.MAIN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Cutting, OneModel, Resuming, output
+from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, Resuming, output
 from headprune.config import Place, Train, TrainGatesConfig
 from headprune.declaration import (
     Chapter,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.gates.trainer import GateStep
 
 
-class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting):
+class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting, OnDevice):
     """Train a gate on every head, towards an exact number of heads."""
 
     data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -47,7 +46,6 @@ class Selection:
 
     def begin(self, net: PreTrainedModel, place: str | Path) -> None:
         """Measures the original, which all others are compared with."""
-        net = net.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self._outputs = self.held_out.outputs(net, self._progress)
         self.original = self._measured(ORIGINAL, net, place, 0.0)
 
@@ -66,7 +64,6 @@ class Selection:
             loading.get("trust_remote_code", False),
             loading.get("assume_supported", False),
         )
-        net = net.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         found = self._measured(name, net, folder, seconds)
         self.contenders.append(found)
         self.contenders.sort(key=self._cost)  # of equals, the first stays before the others

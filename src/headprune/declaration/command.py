@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headprune import devices
 from headprune.errors import HeadpruneError
 from headprune.registry import Registry
 
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-from headprune.declaration.options import Asked, Door, Panel, appearance, build, warn_of_old_names
+from headprune.declaration.options import (
+    Asked,
+    Door,
+    Panel,
+    appearance,
+    build,
+    flags,
+    warn_of_old_names,
+)
+
+_TAKE_MEMORY = ("batch_size", "seq_len", "calibration_tokens")
 
 
 class Chapter(str, Enum):
@@ -172,9 +183,36 @@ class Command(Generic[Asked, Result]):
         warn_of_old_names(self.options, settings, Door.ARGUMENT)
         options = self.asked({**bound.arguments, **settings}, Door.ARGUMENT)
         try:
-            return self.run(options, context or Context())
+            return self.start(options, context or Context())
         except HeadpruneError as error:
             raise retold(error, self.options, Door.ARGUMENT) from error
+
+    def start(self, options: Asked, context: Context) -> Result:
+        """Runs it, on the device that the options ask for.
+
+        Raises:
+            HeadpruneError: If there is no such device, or it has too little memory.
+        """
+        asked, stages = getattr(options, "device", None), ["running"]
+        if asked is None:
+            return self.run(options, context)
+
+        def stage(what: str) -> None:
+            stages.append(what)
+            context.stage(what)
+
+        with devices.running_on(asked, context.line):
+            try:
+                return self.run(options, replace(context, stage=stage))
+            except Exception as error:
+                if not devices.out_of_memory(error):
+                    raise
+                fields = type(options).model_fields
+                less = [flags(n, fields[n])[0] for n in _TAKE_MEMORY if n in fields]
+                raise HeadpruneError(
+                    f"{devices.chosen()} ran out of memory while {stages[-1]}. Give a smaller "
+                    f"{' or '.join(less) or 'model'}, or --device cpu."
+                ) from error
 
     def asked(self, settings: Mapping[str, Any], door: Door) -> Asked:
         """The options that settings make.

@@ -24,13 +24,21 @@ from headprune.distillation.trainer import (
     trainable,
 )
 from headprune.errors import DataError, HeadpruneError
-from headprune.exporting.publish import Changes, Order, Pruned, Stage, refuse_unprovable, write_proven
+from headprune.exporting.publish import (
+    Changes,
+    Order,
+    Pruned,
+    Stage,
+    refuse_unprovable,
+    write_proven,
+)
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.model.opening import load, result_dtypes
+from headprune.model.placement import placed
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.plan import ModelIdentity
@@ -167,6 +175,7 @@ def heal(
             trust_remote_code=trust_remote_code,
             drop_unexpected=drop_unexpected,
         )
+        original = placed(original)
         _check_pair(net, original)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)
@@ -201,8 +210,7 @@ def heal(
 
         def finish() -> Healed:
             taken_after, after = trainer.take_best(before) or (0, before)
-            result = merged(student, config) if taken_after else unhealed()[0]
-            net = result.cpu().eval()
+            net = (merged(student, config) if taken_after else unhealed()[0]).eval()
             cuts = resolve(plan.model_copy(update={"model": None}), net)
             steps = trainer.state.global_step
             healing = Healing(

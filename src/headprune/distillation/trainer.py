@@ -38,9 +38,7 @@ class HealedModel(LossModule):
     def forward(self, batch: Batch) -> Tensor:
         """Divergence of the student from the teacher."""
         inputs = without_labels(batch)
-        device = batch["input_ids"].device
-        self._teacher[0].to(device)  # Trainer moves the student only
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
             got = self.model(**inputs)

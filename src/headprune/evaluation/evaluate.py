@@ -28,6 +28,7 @@ from headprune.evaluation.report import (
 from headprune.evaluation.samples import Samples
 from headprune.model.cost import longest_context, model_cost
 from headprune.model.loading import task_of
+from headprune.model.placement import alone_on_device
 from headprune.model.speed import Speed
 from headprune.model.speed import measure as timed
 from headprune.tensors.dtypes import dtype_name
@@ -81,7 +82,10 @@ def run(
     def step(index: int) -> Progress:
         return lambda done, total: progress(index * total + done, count * total)
 
-    measured = [measure(loaded, index, config, step(index)) for index in range(count)]
+    measured = []
+    for index, net in enumerate(loaded.nets):
+        with alone_on_device(net):
+            measured.append(measure(loaded, index, config, step(index)))
     if count == 2:
         add_fidelity(measured[0], measured[1])
     samples = tuple(one.samples for one in measured)

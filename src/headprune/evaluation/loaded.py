@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
+from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
@@ -33,6 +33,7 @@ from headprune.model.loading import (
     task_of,
     vocabulary_of,
 )
+from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
 
@@ -146,7 +147,6 @@ def load(
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
         load_config(name, trust_remote_code=trust_remote_code)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     nets = []
     for name in names:
         net = from_pretrained(
@@ -155,10 +155,11 @@ def load(
             trust_remote_code=trust_remote_code,
             drop_unexpected=drop_unexpected,
         )
-        refuse_missing_dtype(net.dtype, device)
+        refuse_missing_dtype(net.dtype, devices.chosen())
         refuse_without_text(net, "evaluate")
-        nets.append(net.to(device))
-        refuse_not_finite(net, name)
+        with alone_on_device(net):
+            refuse_not_finite(net, name)
+        nets.append(net)
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
     for examples in found:
         refuse_unfit(nets, names, examples, config)

@@ -21,6 +21,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedMod
 from headprune.data.sequences import masked
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
+from headprune.model.placement import input_device, on_device
 
 Progress = Callable[[int, int], None]
 Floats = NDArray[np.float64]
@@ -71,7 +72,7 @@ def causal_losses(
     """
     found = _Scored(tokenizer)
     for ids in _batches(sequences, batch_size, progress):
-        logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1]
+        logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, :-1]
         found.add(logits, ids[:, 1:])
         if words is not None:
             words.add(logits, ids[:, 1:])
@@ -95,7 +96,7 @@ def masked_losses(
     found = _Scored(tokenizer)
     for ids in _batches(sequences, batch_size, progress):
         hidden, labels = masked(ids, tokenizer, seed)
-        found.add(model(input_ids=hidden.to(model.device)).logits, labels)
+        found.add(model(input_ids=hidden.to(input_device(model))).logits, labels)
     return found.losses()
 
 
@@ -115,7 +116,7 @@ def translation_losses(
     collate, found = DataCollatorForSeq2Seq(tokenizer, model=model), _Scored(tokenizer)
     for start in range(0, len(rows), batch_size):
         part = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
-        batch = {name: value.to(model.device) for name, value in collate(part).items()}
+        batch = on_device(model, collate(part))
         labels = batch.pop("labels")
         found.add(model(**batch, use_cache=False).logits, labels)
         progress(start + len(part), len(rows))
@@ -193,7 +194,7 @@ def _padded(
         columns = {name: [torch.tensor(ids) for ids in part[name]] for name in inputs}
         yield {
             name: pad_sequence(ids, batch_first=True, padding_value=padding.get(name, 0)).to(
-                model.device
+                input_device(model)
             )
             for name, ids in columns.items()
         }

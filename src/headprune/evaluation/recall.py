@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from headprune.evaluation.metrics import Floats
+from headprune.model.placement import input_device
 
 WORDS = ("words", "word_hits", "seen_words", "seen_word_hits")
 COPYING = ("copied_nll_nats", "copied_tokens")
@@ -170,7 +171,7 @@ def _second_time(
     both = torch.from_numpy(np.concatenate([run, run], axis=1))
     losses = []
     for part in both.split(batch_size):
-        logits = model(input_ids=part.to(model.device), use_cache=False).logits
+        logits = model(input_ids=part.to(input_device(model)), use_cache=False).logits
         told = logits[:, run.shape[1] - 1 : -1].float().cpu()
         second = part[:, run.shape[1] :]
         losses.append(F.cross_entropy(told.mT, second, reduction="none").double().sum(1))

@@ -22,6 +22,7 @@ from headprune.io.shards import SHARD
 from headprune.model import probes
 from headprune.model.identity import id_of_model
 from headprune.model.loading import auto_class_of, from_pretrained, uneven_heads_are_known
+from headprune.model.placement import placed
 from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
@@ -122,6 +123,7 @@ def write_proven(net: PreTrainedModel, cuts: list[Cut], order: Order, on_stage: 
     twin = native_twin(net)
     if twin is not None:
         net, facts = twin, {**facts, "shape": Shape.NATIVE, "auto_class": auto_class_of(twin)}
+    net.cpu()  # the device is for the result now
     with whole_folder(order.output) as folder:
         on_stage("writing")
         with uneven_heads_are_known():
@@ -178,7 +180,7 @@ def proven_outputs(
     Raises:
         ProofError: If they differ.
     """
-    reloaded = probes.probe(from_pretrained(folder, dtype=expected.dtype), expected.inputs)
+    reloaded = probes.probe(placed(from_pretrained(folder, dtype=expected.dtype)), expected.inputs)
     return {
         "proof": equivalence.conclude(expected, cut, reloaded),
         "probe": equivalence.sample(expected.inputs, expected.wanted),

@@ -67,7 +67,7 @@ def _hook(
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if gates.disabled:
             return None
-        scale = factor.detach() if gates.sampling else factor
+        scale = factor.detach() if gates.drawn else factor
         return args[0] * scale.to(args[0]), *args[1:]
 
     return hook

@@ -70,17 +70,21 @@ class Gates(nn.Module):
         self.scale = nn.Parameter(torch.ones(units, dtype=torch.float32))
         self.register_buffer("unit_of_head", torch.tensor(heads, dtype=torch.long))
         self.register_buffer("sizes", torch.bincount(self.unit_of_head, minlength=units).float())
+        self.unit_sizes: list[int] = self.sizes.int().tolist()  # known without asking a device
         self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
         self.register_buffer("chosen", torch.tensor(False))
         self.saliency = ObdSaliency(units)
         self._gates: Tensor | None = None
         self._copies: Tensor | None = None
+        self.drawn = False
 
     def sample(self, batch: int) -> None:
         """Sets the gates of the next forward: one sample a sequence, or the values at test time."""
-        if self.chosen:
+        chosen = bool(self.chosen)
+        self.drawn = self.sampled and not chosen
+        if chosen:
             gates = self.values()[None]
-        elif self.sampling:
+        elif self.drawn:
             sample = hard_concrete.sample(self.log_alpha, self.temperature, draws=batch)
             gates = sample * (self.scale * self.kept).detach()
         else:  # a copy per sequence, for the gradient of each
@@ -147,9 +151,9 @@ class Gates(nn.Module):
 
         ``log_alpha`` goes on to say in which order heads would come back.
         """
-        for unit in units:
-            self.log_alpha[unit] = -float(self.kept.sum())
-            self.kept[unit] = False
+        order = torch.arange(len(units), device=self.log_alpha.device)
+        self.log_alpha[list(units)] = (order - self.kept.sum()).to(self.log_alpha)
+        self.kept[list(units)] = False
 
     def reopen(self) -> None:
         """Begins another round: the gates of the heads that are left are open and sampled again.

@@ -41,8 +41,6 @@ class Distillation:
         """Divergence of the gated model from the teacher, averaged over real tokens."""
         inputs = without_labels(batch)
         gates.disable()
-        if self.teacher is not None:
-            self.teacher.to(batch["input_ids"].device)
         with torch.no_grad():
             wanted = (self.teacher or model)(**inputs)
         gates.sample(batch["input_ids"].shape[0])

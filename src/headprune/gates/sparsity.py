@@ -99,7 +99,7 @@ class HeadTarget(Sparsity):
         """The most open units, of those left, that add up to the round's heads."""
         left = gates.kept.nonzero().flatten().tolist()
         scores = gates.log_alpha.detach()[gates.kept].tolist()
-        sizes = [int(gates.sizes[unit]) for unit in left]
+        sizes = [gates.unit_sizes[unit] for unit in left]
         return [left[i] for i in keep_best(scores, sizes, self.after_round(now.part))]
 
 
@@ -128,15 +128,15 @@ class GradualPruning(HeadTarget):
     def _close(self, gates: Gates, target: float) -> None:
         left = gates.kept.nonzero().flatten().tolist()
         costs = gates.saliency.cost(gates.values())[left].tolist()
-        sizes = [int(gates.sizes[unit]) for unit in left]
+        sizes = [gates.unit_sizes[unit] for unit in left]
         # of units of unequal size only those go without which the exact count can still be met
         unequal = len(set(sizes)) > 1
         stay = {left[i] for i in keep_best(costs, sizes, self.heads)} if unequal else set[int]()
         count, closed = sum(sizes), list[int]()
-        for _, unit in sorted(zip(costs, left, strict=True)):
-            if unit not in stay and count - int(gates.sizes[unit]) >= target:
+        for _, unit, size in sorted(zip(costs, left, sizes, strict=True)):
+            if unit not in stay and count - size >= target:
                 closed.append(unit)
-                count -= int(gates.sizes[unit])
+                count -= size
         gates.close(closed)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from headprune import processes
+from headprune import devices, processes
 from headprune._version import __version__
 from headprune.config import (
     MOST_STEPS,
@@ -134,7 +134,7 @@ def train_gates(
             assume_supported,
             drop_unexpected,
             keep_bfloat16=frozen
-            and torch.cuda.is_available()
+            and devices.chosen().type == "cuda"
             and torch.cuda.is_bf16_supported(including_emulation=False),
         )
         refuse_without_text(net, "train-gates")

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.family import COMMON_SETTINGS, FAMILIES, Family
 from headprune.model.ids import with_restored_ids
+from headprune.model.placement import refuse_spread
 from headprune.model.skeleton import sample_of
 from headprune.model.unknown import why_unknown
 from headprune.registry import did_you_mean
@@ -93,8 +94,10 @@ def attention_of(model: PreTrainedModel) -> list[Attention]:
     """Finds the attention modules of a model, first layer first.
 
     Raises:
-        FamilyError: If the family is unknown or its row does not match the model.
+        FamilyError: If the family is unknown, its row does not match the model, or the model is
+            spread so that its weights are not whole.
     """
+    refuse_spread(model)
     try:
         found = find_attention(model, family_of(model.config).for_runtime())
         return [with_restored_ids(attention) for attention in found]

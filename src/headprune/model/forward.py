@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.model.batch import Batch, without_labels
+from headprune.model.placement import on_device
 
 
 def run_model(model: PreTrainedModel, batch: Batch, head: bool = False) -> Any:
     """Runs the model, or what is below its head, without labels."""
-    inputs = _on_device(model, without_labels(batch))
+    inputs = on_device(model, without_labels(batch))
     return model(**inputs) if head else model.base_model(**inputs)
 
 
@@ -34,7 +35,7 @@ def run_without_cache(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None
     try:
         for config in configs:
             config.use_cache = False
-        base(**_on_device(model, inputs), **options)
+        base(**on_device(model, inputs), **options)
     finally:
         for config, value in zip(configs, before, strict=True):
             config.use_cache = value
@@ -52,8 +53,8 @@ def logits_at(model: PreTrainedModel, ids: Tensor, mask: Tensor, places: Tensor)
     Returns:
         Shape (sequences, wanted, vocabulary).
     """
-    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-    head, at = model.get_output_embeddings(), places.to(model.device)[..., None]
+    inputs = on_device(model, {"input_ids": ids, "attention_mask": mask})
+    head, at = model.get_output_embeddings(), places[..., None]
 
     def chosen(_: Any, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         where = at.to(states[0].device)
@@ -82,10 +83,3 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def _on_device(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.to(model.device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-    }

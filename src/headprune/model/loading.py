@@ -300,7 +300,9 @@ def task_of(model: PreTrainedModel) -> Task:
 
 def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of transformers behind a pruned one; a stock class is its own."""
-    native: type[PreTrainedModel] = getattr(transformers, cls.__name__, cls)
+    # what shards a model makes a class of its own, as FSDPLlamaForCausalLM
+    known = (base for base in cls.__mro__ if getattr(transformers, base.__name__, None) is base)
+    native: type[PreTrainedModel] = next(known, cls)
     return native
 
 

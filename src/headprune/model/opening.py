@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from headprune import devices
 from headprune.config import Dtype
 from headprune.model.attention import identity, refuse_unknown_settings
 from headprune.model.loading import from_pretrained, load_config
+from headprune.model.placement import placed
 from headprune.model.precision import (
     compute_dtype,
     refuse_missing_dtype,
@@ -57,7 +59,7 @@ def load(
     refuse_quantised_tensors(model, tensors)
     held = commonest_dtype(tensors) or getattr(config, "dtype", None)
     computing = compute_dtype(dtype, held, keep_bfloat16)
-    refuse_missing_dtype(computing, "cpu")
+    refuse_missing_dtype(computing, devices.chosen())
     net = from_pretrained(
         model,
         dtype=computing,
@@ -65,6 +67,7 @@ def load(
         drop_unexpected=drop_unexpected,
         weights=weights,
     )
+    net = placed(net)
     net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
     if not assume_supported:
         refuse_unknown_settings(net.config)

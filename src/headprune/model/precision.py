@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
 from headprune.model import probes
+from headprune.model.placement import on_device
 from headprune.model.stored import StoredDtypes
 from headprune.tensors.dtypes import dtype_name
 
@@ -75,10 +76,7 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
         inputs = probes.probe_inputs(net)
     except FamilyError:  # nothing to try it on
         return
-    inputs = {
-        k: v.to(net.device, net.dtype if v.is_floating_point() else v.dtype)
-        for k, v in inputs.items()
-    }
+    inputs = on_device(net, probes.in_dtype(inputs, net.dtype))
     overflowed: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:

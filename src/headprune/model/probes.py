@@ -8,7 +8,7 @@ because a cache that is filled wrongly shows only there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from headprune.errors import FamilyError
 from headprune.model.attention import family_of
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import task_of
+from headprune.model.placement import on_device, without_tf32
 from headprune.schemas.records import PROBE_SEED
 
 _DECODED = 4
@@ -77,13 +78,16 @@ def _random_text(
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def in_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Inputs, with an element type for those that are no ids or masks."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@without_tf32()
 @torch.no_grad()
 def probe(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Outputs:
     """Runs a model on probe inputs; padded positions are zeroed, they carry no meaning."""
-    dtype, device = model.dtype, model.device
-    inputs = {
-        k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()
-    }
+    inputs = on_device(model, in_dtype(inputs, model.dtype))
     result, mask = model(**inputs), inputs.get("attention_mask")
     outputs = {}
     for name, value in result.items():

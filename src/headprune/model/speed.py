@@ -18,9 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from headprune import devices
 from headprune.model.cost import GENERATES
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import task_of
+from headprune.model.placement import alone_on_device, input_device
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Speed:
         decode_by_batch: The same per batch size, all sequences of a batch together.
         prompt_tokens: Length of the prompt.
         decoded_tokens: Length of the continuation.
-        peak_memory_bytes: CUDA: most memory allocated on the device. CPU: most resident memory of
-            the whole process so far, other models included.
+        peak_memory_bytes: CUDA: most memory allocated on the device, by this model alone.
+            Else: most resident memory of the whole process so far, other models included.
         device: Where it was measured.
     """
 
@@ -60,12 +62,14 @@ def measure(
     Prompt and continuation shrink to what the model with the fewest positions has room for.
     """
     ids, decoded = _prompt(models, prompt_tokens, decoded)
+    peaks = [0 for _ in models]
     sizes = sorted({1, *(batches if task_of(models[0]) in GENERATES else ())})
     prefills: list[list[float]] = [[] for _ in models]
     decodes: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in models]
     for repeat in range(repeats + 1):
         for size, (index, model) in itertools.product(sizes, enumerate(models)):
-            prefill, decode = _once(model, ids.to(model.device).expand(size, -1), decoded)
+            prefill, decode, peak = _once(model, ids.expand(size, -1), decoded)
+            peaks[index] = max(peaks[index], peak)
             if repeat:  # the first round warms up
                 decodes[index][size].append(decode)
                 if size == 1:
@@ -83,10 +87,10 @@ def measure(
             decode_by_batch=rates[index],
             prompt_tokens=ids.shape[1],
             decoded_tokens=decoded,
-            peak_memory_bytes=_peak_memory(model.device),
-            device=str(model.device),
+            peak_memory_bytes=peaks[index],
+            device=str(devices.chosen()),
         )
-        for index, model in enumerate(models)
+        for index in range(len(models))
     ]
 
 
@@ -110,8 +114,7 @@ def ratios(
     times = np.empty((repeats + 1, 2, 2))  # repeat; model, reference; prefill, decoding
     for repeat in range(repeats + 1):
         for which in (0, 1) if repeat % 2 else (1, 0):
-            net = (model, reference)[which]
-            times[repeat, which] = _once(net, ids.to(net.device), decoded)
+            times[repeat, which] = _once((model, reference)[which], ids, decoded)[:2]
     faster = times[1:, 1] / np.maximum(times[1:, 0], 1e-12)  # the first round warms up
     generates = task_of(model) in GENERATES
     names = ("prefill_tokens_per_s", *(("decode_tokens_per_s",) if generates else ()))
@@ -131,8 +134,15 @@ def _prompt(
     return torch.randint(0, vocabulary, shape, generator=generator), decoded
 
 
+def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float, int]:
+    """Seconds for the prompt and for ``decoded`` greedy tokens after it, and the peak memory."""
+    with alone_on_device(model):
+        device = input_device(model)
+        return *_times(model, ids.to(device), decoded), _peak_memory(device)
+
+
 @torch.no_grad()
-def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float]:
+def _times(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float]:
     """Seconds for the prompt, and for ``decoded`` greedy tokens after it.
 
     The prompt of an encoder-decoder is its source; its continuation starts from one token.
@@ -161,13 +171,15 @@ def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, flo
     return _seconds(prefill, ids.device), _seconds(decode, ids.device)
 
 
+_waits = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}
+
+
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait = _waits.get(device.type, lambda: None)
+    wait()
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 

@@ -41,7 +41,7 @@ _CONCLUSIVE = 10  # a wrong cut must show this many times as much as is allowed
 
 def probe_gated(model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor]) -> Outputs:
     """Probes a model with the gates that a cut will make permanent."""
-    gates = [cut.gate().to(model.device) for cut in cuts]
+    gates = [cut.gate() for cut in cuts]
     with gated([cut.attention for cut in cuts], fixed(gates)):
         return probe(model, inputs)
 
@@ -50,10 +50,10 @@ def probe_control(
     model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor]
 ) -> Outputs | None:
     """Probes a model with gates of a wrong cut: one head off, or one head short."""
-    gates = [cut.gate().to(model.device) for cut in cuts]
+    gates = [cut.gate() for cut in cuts]
     wrong = [gate.roll(1) for gate in gates]
     if _same(gates, wrong):
-        wrong = [gate * (torch.arange(len(gate), device=gate.device) > 0) for gate in gates]
+        wrong = [gate * (torch.arange(len(gate)) > 0) for gate in gates]
     if _same(gates, wrong):
         return None
     with gated([cut.attention for cut in cuts], fixed(wrong)):
@@ -74,7 +74,7 @@ def probe_rounding(
         for cut in cuts:
             gate = cut.gate().double()
             bits = torch.randint(-1, 2, gate.shape, generator=generator)
-            gates.append((gate * (1 + eps * bits)).to(model.device))
+            gates.append(gate * (1 + eps * bits))
         with gated([cut.attention for cut in cuts], fixed(gates)):
             found.append(difference(wanted, probe(model, inputs)))
     return max(found)

@@ -24,6 +24,7 @@ from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
 from headprune.model.loading import auto_class_of, from_pretrained, parse_dtype
+from headprune.model.placement import placed
 from headprune.model.precision import compute_dtype
 from headprune.model.probes import Outputs
 from headprune.model.stored import commonest_dtype, stored_dtypes, stored_tensors
@@ -155,7 +156,7 @@ def _compared(
 ) -> tuple[Check, _Probed | None]:
     """Compares what a route leads to with the outputs that were stored."""
     try:
-        net = load()
+        net = placed(load())
         inputs = probes.probe_inputs(net, stored.seed)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
@@ -279,7 +280,7 @@ def _against(
     folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
 ) -> Check:
     # what no class takes is in neither: outputs are compared
-    base = from_pretrained(against, dtype=dtype, drop_unexpected=True)
+    base = placed(from_pretrained(against, dtype=dtype, drop_unexpected=True))
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)

@@ -339,7 +339,7 @@ def _run_step(
     start = time.monotonic()
     try:
         options = options_of(recipe, name, output, resume)
-        result = command.run(options, _told_for(name, context))
+        result = command.start(options, _told_for(name, context))
     except Interrupted:
         raise Interrupted(
             f"Stopped in step '{name}'; what is done is kept. Run the same command again, and it "

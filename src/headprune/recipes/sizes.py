@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from headprune import devices
 from headprune.estimates import Sizes
 from headprune.model.attention import attention_of
 from headprune.model.cost import attention_parameters
@@ -34,10 +35,9 @@ def sizes_of(recipe: Recipe) -> Sizes:
 
 def _flops(seconds: float = 0.3) -> float:
     """FLOP/s that matrix products reach on the device that would be used."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    width = 8192 if device == "cuda" else 1024
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    a = torch.ones(width, width, device=device, dtype=dtype)
+    device = devices.chosen()
+    width = 1024 if device.type == "cpu" else 8192
+    a = torch.ones(width, width, device=device)  # what most steps compute in is float32
     float((a @ a)[0, 0])  # the first one is slow
     start, count = time.perf_counter(), 0
     while (took := time.perf_counter() - start) < seconds:

@@ -149,7 +149,7 @@ def write(folder: Path, progress: Progress, tensors: dict[str, Tensor]) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(tensors, partial / STATE)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial / STATE)
         (partial / PROGRESS).write_text(progress.model_dump_json(), encoding="utf-8")
         if place.exists():
             shutil.rmtree(place)

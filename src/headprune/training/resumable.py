@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 
-from headprune import processes
+from headprune import devices, processes
 from headprune.errors import HeadpruneError, TrainingError
 from headprune.training.checkpoints import (
     FOR_TRAINER,
@@ -377,7 +378,8 @@ def resumable_arguments(
     Raises:
         HeadpruneError: If the batch cannot be shared by the processes that were started.
     """
-    arguments = TrainingArguments(
+    device, alone = devices.chosen(), processes.count() == 1
+    settings = dict[str, Any](
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=processes.share_of(batch_size),
@@ -388,14 +390,32 @@ def resumable_arguments(
         report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_pin_memory=device.type == "cuda",
         ddp_timeout=processes.PATIENCE_S,
-        use_cpu=processes.on_cpu(),
+        use_cpu=device.type == "cpu",
         **others,
     )
+    with _told_accelerate(device) if alone else nullcontext():  # of several each has its own
+        arguments = TrainingArguments(**settings)
+    if alone:  # Trainer would take the first GPU
+        arguments.__dict__["_setup_devices"] = device
     # several GPUs are for accelerate launch; DataParallel would copy the model away from its hooks
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
+
+
+@contextmanager
+def _told_accelerate(device: torch.device) -> Iterator[None]:
+    """Has accelerate take a device, which it reads from the environment."""
+    name = "ACCELERATE_TORCH_DEVICE"
+    before = os.environ.get(name)
+    os.environ[name] = str(device)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def procrustes(heads: HeadWeights, groups: Groups, context: MergeContext) -> Hea
 def _rotations(heads: Tensor, pairs: RotaryPairs | None) -> Tensor:
     """Orthogonal maps, shape (heads, head_dim, head_dim), that bring the heads together."""
     width = heads.shape[1]
-    rotations = torch.eye(width, dtype=heads.dtype).repeat(len(heads), 1, 1)
+    rotations = torch.eye(width, dtype=heads.dtype, device=heads.device).repeat(len(heads), 1, 1)
     for _ in range(_ROUNDS):
         target = (rotations @ heads).mean(0)
         for position, head in enumerate(heads):
