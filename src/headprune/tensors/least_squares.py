@@ -11,6 +11,7 @@ eq. 3; here for whole blocks of columns, and with a bias where there is one).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,27 +181,27 @@ def removal_costs(
     """
     if not gram.isfinite().all():
         raise ValueError("the second moments are not finite")
-    gram, weight = gram.double(), weight.double().clone()
+    gram, weight = gram.double(), weight.double()
     scale = ridge * gram.diagonal().mean() + torch.finfo(torch.float64).tiny
-    left, costs, highest = list(range(len(blocks))), [0.0] * len(blocks), 0.0
-    while left:
-        columns = [torch.tensor(blocks[b], device=gram.device) for b in left]
-        every = torch.cat(columns)
-        eye = torch.eye(len(every), dtype=gram.dtype, device=gram.device)
-        inverse = torch.linalg.inv(gram[every[:, None], every] + scale * eye)
-        best, start = None, 0
-        for b, own in zip(left, columns, strict=True):
-            place = slice(start, start + len(own))
-            part = torch.linalg.solve(inverse[place, place], weight[:, own].T)
-            cost = float((weight[:, own] * part.T).sum())
-            if best is None or cost < best[0]:
-                best = (cost, b, own, part.T @ inverse[place])
-            start += len(own)
-        assert best is not None
-        cost, b, own, change = best
-        highest = max(highest, cost)
-        costs[b] = highest
-        weight[:, every] -= change
-        weight[:, own] = 0.0
-        left.remove(b)
+    order = torch.tensor([column for block in blocks for column in block], device=gram.device)
+    ridged = gram[order[:, None], order]
+    ridged.diagonal().add_(scale)
+    width, inverse = len(order), torch.cholesky_inverse(torch.linalg.cholesky(ridged))
+    # what a block has to do with the rest leaves the inverse and W_O alike; of the inverse, which
+    # is symmetric, what is right of the diagonal is kept
+    table = torch.cat([inverse, weight.T[order]], 1)
+    ends = list(itertools.accumulate(map(len, blocks)))
+    places = {b: slice(end - len(blocks[b]), end) for b, end in enumerate(ends)}
+    costs, highest = [0.0] * len(blocks), 0.0
+    while places:
+        needs = {b: torch.linalg.inv(table[own, own]) for b, own in places.items()}
+        outputs = {b: table[own, width:] for b, own in places.items()}
+        removed = [(need * (outputs[b] @ outputs[b].T)).sum() for b, need in needs.items()]
+        cost, best = min(zip(torch.stack(removed).tolist(), places, strict=True))
+        costs[best] = highest = max(highest, cost)
+        own = places.pop(best)
+        across = torch.cat([table[: own.start, own].T, table[own, own.start :]], 1)
+        for place in places.values():
+            change = across[:, place].T @ needs[best]
+            table[place, place.start :].addmm_(change, across[:, place.start :], alpha=-1)
     return costs
