@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Replacing, made_by
+from headprune.commands.shared import Cutting, OneModel, Replacing, Streamed, made_by
 from headprune.config import COMPUTED, WRITTEN, Dtype
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headprune.export.publish import Pruned
 
 
-class MigrateOptions(OneModel, Replacing, Cutting):
+class MigrateOptions(OneModel, Streamed, Replacing, Cutting):
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
 
     output: Path = option(
@@ -37,6 +37,9 @@ def run(options: MigrateOptions, context: Context) -> Pruned:
         out_dtype=options.out_dtype,
         **options.loading(),
         on_stage=context.stage,
+        on_tensor=context.step,
+        proof=options.proof,
+        max_shard_size=options.max_shard_size,
         made_by=made_by("migrate", options),
     )
 

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
+from headprune.commands.shared import (
+    Columns,
+    Cutting,
+    OneModel,
+    Replacing,
+    Streamed,
+    made_by,
+    output,
+)
 from headprune.config import (
     WRITTEN,
     CalibrationConfig,
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     from headprune.export.publish import Pruned
 
 
-class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
+class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}
@@ -113,6 +121,8 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
         on_stage=context.stage,
         made_by=made_by("prune", options),
         on_module=context.step,
+        proof=options.proof,
+        max_shard_size=options.max_shard_size,
         **what,
     )
 
@@ -166,11 +176,11 @@ def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> N
 
 
 def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
-    """Loaded, cut and read back."""
+    """Loaded, let go, cut on disk and read back."""
     from headprune.estimates import Estimate
 
     stored = sizes.stored(options.out_dtype)
-    return Estimate(sizes.writing(options.out_dtype), 2 * sizes.computed(options.dtype), stored)
+    return Estimate(sizes.writing(options.out_dtype), sizes.computed(options.dtype), stored)
 
 
 def _summary(result: Pruned | Preview) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headprune.config import DataConfig, Domain, Names, Place, data_configs
+from headprune.config import (
+    DataConfig,
+    Domain,
+    Names,
+    Place,
+    ProofOption,
+    ShardSize,
+    data_configs,
+)
 from headprune.declaration import Options, Panel, Slot, option
 from headprune.tensors.units import Unit
 
@@ -103,6 +111,22 @@ class Replacing(Options):
     """Whether an output may take the place of another."""
 
     overwrite: bool = option("Replace an existing output.", False, Panel.OUTPUT, in_recipes=False)
+
+
+class Streamed(Options):
+    """How weights that need not be in memory are written and proven."""
+
+    proof: ProofOption = option(
+        "outputs: the result, read back, computes what the gated original computes. tensors: every "
+        "tensor, read back, holds the slices of the original; in any memory, and nothing is run. "
+        "auto: outputs where the model fits into memory.",
+        ProofOption.AUTO,
+        Panel.OUTPUT,
+        in_recipes=False,
+    )
+    max_shard_size: ShardSize = option(
+        "Largest size of a file of weights.", "50GB", Panel.OUTPUT, in_recipes=False
+    )
 
 
 class Resuming(Replacing):

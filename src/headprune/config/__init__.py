@@ -1,7 +1,13 @@
 """What the stages of the work are asked to do: frozen, validated, written beside every result."""
 
 from headprune.config.compressing import CompressConfig
-from headprune.config.cutting import BudgetConfig, ConvertConfig, Grouping, LayoutOption
+from headprune.config.cutting import (
+    BudgetConfig,
+    ConvertConfig,
+    Grouping,
+    LayoutOption,
+    ProofOption,
+)
 from headprune.config.data import (
     AnyDomains,
     CalibrationConfig,
@@ -39,6 +45,7 @@ from headprune.config.values import (
     Place,
     Positive,
     Seed,
+    ShardSize,
     Steps,
     TaskNames,
     kv_head_counts,
@@ -82,8 +89,10 @@ __all__ = [
     "Objective",
     "Place",
     "Positive",
+    "ProofOption",
     "RecallConfig",
     "Seed",
+    "ShardSize",
     "Steps",
     "TaskNames",
     "Train",

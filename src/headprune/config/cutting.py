@@ -37,6 +37,14 @@ class LayoutOption(Choice):
         return {"auto": "per-layer", "native": "uniform"}
 
 
+class ProofOption(Choice):
+    """What shows that a result is right."""
+
+    AUTO = "auto"  # outputs where the model fits into memory, else tensors
+    OUTPUTS = "outputs"  # the result computes what the gated original computes
+    TENSORS = "tensors"  # every tensor of the result holds the slices of the original
+
+
 class Grouping(str, Enum):
     """Which KV heads share."""
 

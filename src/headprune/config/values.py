@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -67,6 +68,20 @@ def memory_bytes(text: object) -> object:
 
 
 Memory = Annotated[Count, BeforeValidator(memory_bytes)]
+
+
+def shard_size(text: object) -> object:
+    """The largest size of a file, as transformers takes it.
+
+    Raises:
+        ValueError: If it has no unit.
+    """
+    if re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", str(text).upper()) is None:
+        raise ValueError("give a number with its unit, such as 5GB (or KB, MB, TB)")
+    return str(text).upper()
+
+
+ShardSize = Annotated[str, BeforeValidator(shard_size)]
 
 
 def _as_text(place: object) -> object:

@@ -26,7 +26,7 @@ from headprune.distillation.trainer import (
     trainable,
 )
 from headprune.errors import DataError, HeadpruneError
-from headprune.export.publish import Changes, Pruned, Stage, refuse_unprovable, write_proven
+from headprune.export.publish import Changes, Order, Pruned, Stage, refuse_unprovable, write_proven
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
@@ -197,7 +197,8 @@ def heal(
                 seed=config.seed,
             )
             record = Changes(healing, made_by=made_by, history=work.history)
-            pruned = write_proven(net, source, model, plan, cuts, output, stored, record, on_stage)
+            order = Order(source, model, plan, output, stored, record)
+            pruned = write_proven(net, cuts, order, on_stage)
             work.remove()
             return Healed(pruned, before, after, steps)
 

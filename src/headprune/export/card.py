@@ -146,19 +146,31 @@ def load_needs(manifest: Manifest) -> str:
 def proof_sentence(manifest: Manifest) -> str:
     """What was compared."""
     original = _compared(manifest)[0]
+    if manifest.proof is None:
+        return (
+            "Every tensor of the result was read back from its folder and holds, to the bit, the "
+            "slices of the original that stay, times their gates. No outputs were compared."
+        )
+    in_memory = "" if manifest.proof.gated_vs_cut is None else ", the result in memory"
     return (
-        f"The {original}, the result in memory and the model read back from its folder gave the "
+        f"The {original}{in_memory} and the model read back from its folder gave the "
         "same outputs on probe inputs; differences are relative to the largest output."
     )
+
+
+def proof_columns(manifest: Manifest) -> tuple[str, str]:
+    """What the columns of ``proof_rows`` are called."""
+    return ("", "count" if manifest.proof is None else "difference")
 
 
 def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """The differences that were measured, what they were held to, and what a mistake would show."""
     proof, (original, result) = manifest.proof, _compared(manifest)
-    rows = [
-        (f"{original} - {result} in memory", f"{proof.gated_vs_cut:.1e}"),
-        (f"{original} - reloaded from disk", f"{proof.gated_vs_reloaded:.1e}"),
-    ]
+    if proof is None:
+        return _tensor_rows(manifest)
+    rows = [(f"{original} - reloaded from disk", f"{proof.gated_vs_reloaded:.1e}")]
+    if proof.gated_vs_cut is not None:
+        rows.insert(0, (f"{original} - {result} in memory", f"{proof.gated_vs_cut:.1e}"))
     if proof.rounding is not None:
         rows.append(("gates moved by one bit: rounding alone", f"{proof.rounding:.1e}"))
     rows.append((f"allowed in {proof.dtype}", f"{proof.tolerance:.0e}"))
@@ -167,6 +179,16 @@ def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
     if proof.cast:
         rows.append((f"cost of writing {manifest.dtype}", f"{proof.cast:.1e}"))
     return rows
+
+
+def _tensor_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    found = manifest.tensor_proof
+    assert found is not None
+    return [
+        ("tensors equal to the original's", f"{found.tensors:,}"),
+        ("of them without some heads", f"{found.cut:,}"),
+        ("bytes compared", f"{found.bytes:,}"),
+    ]
 
 
 def _compared(manifest: Manifest) -> tuple[str, str]:
@@ -246,7 +268,7 @@ def card(title: str, plan: Plan, manifest: Manifest, measured: Sequence[Sequence
         needs=markdown_text(load_needs(manifest)),
         quality=quality_section(measured),
         proof=proof_sentence(manifest),
-        proof_rows=markdown_table(("", "difference"), proof_rows(manifest)),
+        proof_rows=markdown_table(proof_columns(manifest), proof_rows(manifest)),
         kept=KEPT,
         gone=GONE,
         id=manifest.id,

@@ -17,6 +17,7 @@ from headprune.export.opened import Opened, open_for_merging, weighs
 from headprune.export.publish import (
     Changes,
     OnModule,
+    Order,
     Pruned,
     Stage,
     check_shape,
@@ -190,7 +191,8 @@ def convert_gqa(
     )
     kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
     work = Changes(merging, made_by=made_by)
-    pruned = write_proven(net, opened.source, model, plan, cuts, output, stored, work, on_stage)
+    order = Order(opened.source, model, plan, output, stored, work)
+    pruned = write_proven(net, cuts, order, on_stage)
     grouping = config.grouping.value
     return Converted(pruned, merger.name, grouping, kv_heads, tuple(own_keys), tokens, planned)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption
+from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption, ProofOption
 from headprune.data.calibration import calibration as calibration_of
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.export.publish import (
     Changes,
     OnModule,
+    Order,
     Pruned,
     Stage,
     check_shape,
@@ -24,7 +26,9 @@ from headprune.export.publish import (
     write_proven,
 )
 from headprune.export.refitting import JudgedRefit, judged_refit
+from headprune.export.streamed import Streaming, write_streamed
 from headprune.io.outputs import claims_output
+from headprune.io.shards import SHARD
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates
 from headprune.model.legacy import has_pruned_heads
@@ -111,6 +115,8 @@ def prune(
     on_stage: Stage = lambda stage: None,
     on_module: OnModule = lambda done, total: None,
     made_by: MadeBy | None = None,
+    proof: ProofOption = ProofOption.AUTO,
+    max_shard_size: str = SHARD,
 ) -> Pruned:
     """Cuts heads out of a model and writes the result, proven, to ``output``.
 
@@ -134,8 +140,11 @@ def prune(
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
         on_stage: Called with a few words before every stage.
-        on_module: Called after every attention module whose W_O is refitted.
+        on_module: Called after every attention module whose W_O is refitted, and after every
+            tensor that is written or compared.
         made_by: The command, for the record, if it was one.
+        proof: What shows that the result is right.
+        max_shard_size: Largest size of a file of weights, such as "5GB".
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
@@ -143,12 +152,27 @@ def prune(
     """
     asked = PlanSource(gates, plan, scores, criterion, keep)
     refuse_source(asked, refit)
-    on_stage("loading the model")
-    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
-    stored = result_dtypes(net, model, out_dtype)
+    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
+    on_stage("reading the headers")
+    net, source = load(model, *loading, weights=False)
     chosen, evidence, weights = plan_from(net, source, asked, layout)
-    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
+    ragged = layout is LayoutOption.RAGGED
+    cuts = resolve(chosen, net, ragged)
     check_shape(layout, result_shape(cuts, net.config))
+    stored = result_dtypes(net, model, out_dtype)
+
+    if refit is None and not weights:
+        done = Pruning(evidence=evidence)
+        order = Order(
+            source, model, chosen, output, stored, Changes(done, made_by=made_by), max_shard_size
+        )
+        how = Streaming(proof, on_stage, on_module)
+        pruned = write_streamed(net, cuts, order, how, partial(_whole, model, loading, out_dtype))
+        return replace(pruned, warnings=(*pruned.warnings, *_warnings(evidence, chosen)))
+    _refuse_tensors(proof)
+    on_stage("loading the model")
+    net = _whole(model, loading, out_dtype)
+    cuts = resolve(chosen, net, ragged)
     _load_weights(net, weights)
     judged = JudgedRefit(None, None)
     if refit is not None:
@@ -164,9 +188,32 @@ def prune(
         refit_left_out=None if judged.taken else judged.worth,
     )
     work = Changes(done, judged.taken, made_by)
-    pruned = write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
+    order = Order(source, model, chosen, output, stored, work, max_shard_size)
+    pruned = write_proven(net, cuts, order, on_stage)
     said = judged.warnings if refit is not None else _warnings(evidence, chosen)
     return replace(pruned, warnings=(*pruned.warnings, *said))
+
+
+def _whole(
+    model: str | Path, loading: tuple[Dtype, bool, bool, bool], out_dtype: Dtype
+) -> PreTrainedModel:
+    """The model with its weights, which can be written."""
+    net, _ = load(model, *loading)
+    result_dtypes(net, model, out_dtype)
+    return net
+
+
+def _refuse_tensors(proof: ProofOption) -> None:
+    """Refuses to compare tensors with weights that are others by now.
+
+    Raises:
+        PlanError: Saying so.
+    """
+    if proof is ProofOption.TENSORS:
+        raise PlanError(
+            "--proof tensors compares the result with the checkpoint, and --refit and gates with "
+            "trained weights change weights. Leave it out."
+        )
 
 
 def _warnings(evidence: Evidence, chosen: Plan) -> tuple[str, ...]:
@@ -187,7 +234,10 @@ def migrate(
     assume_supported: bool = False,
     drop_unexpected: bool = False,
     on_stage: Stage = lambda stage: None,
+    on_tensor: OnModule = lambda done, total: None,
     made_by: MadeBy | None = None,
+    proof: ProofOption = ProofOption.AUTO,
+    max_shard_size: str = SHARD,
 ) -> Pruned:
     """Rewrites a folder in which transformers 4 pruned heads, so that transformers 5 loads it.
 
@@ -202,7 +252,10 @@ def migrate(
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
         on_stage: Called with a few words before every stage.
+        on_tensor: Called after every tensor that is written or compared.
         made_by: The command, for the record, if it was one.
+        proof: What shows that the result is right.
+        max_shard_size: Largest size of a file of weights, such as "5GB".
 
     Raises:
         CheckpointError: If nothing was pruned in it, or it cannot be read or written.
@@ -214,14 +267,16 @@ def migrate(
             f"The config of '{model}' has no 'pruned_heads': it needs no migration, and loads as "
             "it is."
         )
-    on_stage("loading the model")
-    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
+    on_stage("reading the headers")
+    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
+    net, source = load(model, *loading, weights=False)
     stored = result_dtypes(net, model, out_dtype)
-    attentions = attention_of(net)
-    chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attentions)
-    cuts = resolve(chosen, net)
+    chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
     work = Changes(Migration(), made_by=made_by)
-    return write_proven(net, source, model, chosen, cuts, output, stored, work, on_stage)
+    order = Order(source, model, chosen, output, stored, work, max_shard_size)
+    how = Streaming(proof, on_stage, on_tensor)
+    whole = partial(_whole, model, loading, out_dtype)
+    return write_streamed(net, resolve(chosen, net), order, how, whole)
 
 
 def preview(
@@ -240,7 +295,8 @@ def preview(
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
     asked = PlanSource(gates, plan, scores, criterion, keep)
     refuse_source(asked)
-    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
+    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
+    net, source = load(model, *loading, weights=False)
     chosen, _, _ = plan_from(net, source, asked, layout)
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     stored = result_shape(cuts, net.config)

@@ -18,6 +18,7 @@ from headprune.export.card import write_card
 from headprune.io import hub
 from headprune.io.folders import copy_companions
 from headprune.io.outputs import whole_folder
+from headprune.io.shards import SHARD
 from headprune.model import probes
 from headprune.model.identity import id_of_model
 from headprune.model.loading import auto_class_of, from_pretrained, uneven_heads_are_known
@@ -28,12 +29,12 @@ from headprune.proof import equivalence
 from headprune.schemas.manifest import HISTORY, Manifest, read_lineage, write_manifest
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.records import Done, MadeBy, Refit
-from headprune.surgery.cut import Cut, cut_heads, fold_gates, resolve
+from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.transfer import native_twin
 
 Stage = Callable[[str], None]
 OnModule = Callable[[int, int], None]
-"""Called with how many attention modules are done, and how many there are."""
+"""Called with how many modules, or tensors, are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -74,91 +75,139 @@ class Changes:
     history: Path | None = None
 
 
-def write_proven(
-    net: PreTrainedModel,
-    source: ModelIdentity,
-    origin: str | Path,
-    plan: Plan,
-    cuts: list[Cut],
-    output: Path,
-    stored: StoredDtypes,
-    work: Changes,
-    on_stage: Stage,
-) -> Pruned:
-    """Cuts a loaded model, writes it and proves the folder; the end of every command that cuts.
+@dataclass(frozen=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        source: Who the model is.
+        origin: Folder or hub id it came from; tokenizer files are taken from there.
+        plan: What stays.
+        output: Folder to write.
+        stored: Element types to write.
+        work: What was done to the model, and is done with this cut.
+        max_shard_size: Largest size of a file of weights.
+    """
+
+    source: ModelIdentity
+    origin: str | Path
+    plan: Plan
+    output: Path
+    stored: StoredDtypes
+    work: Changes
+    max_shard_size: str = SHARD
+
+
+def write_proven(net: PreTrainedModel, cuts: list[Cut], order: Order, on_stage: Stage) -> Pruned:
+    """Cuts a model in memory, writes it and proves the folder; the end of commands that change it.
 
     Args:
         net: The model, uncut.
-        source: Who it is.
-        origin: Folder or hub id it came from; tokenizer files are taken from there.
-        plan: What stays.
-        cuts: The plan, resolved on ``net``.
-        output: Folder to write.
-        stored: Element types to write.
-        work: What was done to ``net``, and is done with this cut.
+        cuts: The plan, resolved on it.
+        order: What is written.
         on_stage: Called with a few words before every stage.
 
     Raises:
         CheckpointError: If the folder cannot be written.
         ProofError: If the result does not compute what the gated ``net`` computes.
     """
-    home = _source_folder(origin)
-    lineage = read_lineage(home)
-    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-
+    stored = order.stored
+    before = counts(net, cuts)
     on_stage("probing the gated original")
-    inputs = probes.probe_inputs(widened(net))
-    exact = equivalence.probe_gated(net, cuts, inputs) if stored.narrows(net) else None
-    cuts = fold_gates(cuts)
-    changed = stored.round(net)
-    expected = equivalence.expect(net, cuts, inputs)
-    expected.refuse_inconclusive()
-    cast = equivalence.difference(exact, expected.wanted) if exact is not None and changed else 0.0
-
+    expected, cuts = equivalence.expect_stored(net, cuts, stored)
     on_stage("cutting")
     shape = cut_heads(net, cuts)
-    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    layout = {cut.attention.path: cut.heads_left() for cut in cuts}
-    cut_outputs = probes.probe(net, inputs)
+    facts = described(net, order, shape, before, cuts)
+    outputs = probes.probe(net, expected.inputs)
     twin = native_twin(net)
     if twin is not None:
-        net, shape = twin, Shape.NATIVE
-
-    with whole_folder(output) as folder:
+        net, facts = twin, {**facts, "shape": Shape.NATIVE, "auto_class": auto_class_of(twin)}
+    with whole_folder(order.output) as folder:
         on_stage("writing")
         with uneven_heads_are_known():
-            stored.save(net, folder)
-        copy_companions(home, folder)
-        plan.write(folder / "plan.json")
-        if work.history is not None:
-            shutil.copyfile(work.history, folder / HISTORY)
-        auto_class, left_out = auto_class_of(net), passed_over(net, stored_tensors(origin))
+            stored.save(net, folder, max_shard_size=order.max_shard_size)
+        left_out = passed_over(net, stored_tensors(order.origin))
         del net
-
+        take_over(folder, order)
         on_stage("verifying the folder")
-        reloaded = probes.probe(from_pretrained(folder, dtype=expected.dtype), inputs)
-        proven = equivalence.conclude(expected, cut_outputs, reloaded, cast)
-        manifest = write_manifest(
-            folder,
-            made_by=work.made_by,
-            source=source,
-            parent=id_of_model(origin),
-            lineage=lineage,
-            shape=shape,
-            auto_class=auto_class,
-            dtype=stored.names,
-            weight_bytes=(stored_bytes(origin), stored_bytes(folder)),
-            query_heads=(plan.query_heads, plan.kept_heads),
-            kv_heads=(before[1], after[1]),
-            parameters=(before[0], after[0]),
-            layout=layout,
-            done=work.done,
-            refit=work.refit,
-            proof=proven,
-            probe=equivalence.sample(inputs, expected.wanted),
-        )
-        write_card(folder, output.name, plan, manifest)
-    return Pruned(output, plan, manifest, tuple(_said_of(manifest, left_out)))
+        facts |= proven_outputs(folder, expected, outputs)
+        return finished(folder, order, facts, left_out)
+
+
+def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
+    """Parameters and KV heads of a model."""
+    return net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts)
+
+
+def described(
+    net: PreTrainedModel, order: Order, shape: Shape, before: tuple[int, int], cuts: Sequence[Cut]
+) -> dict[str, Any]:
+    """What the manifest says of a model that was cut.
+
+    Args:
+        net: The model, after the cut.
+        order: What is written.
+        shape: How it must be stored.
+        before: Its ``counts`` before the cut.
+        cuts: What it lost.
+    """
+    parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
+    return {
+        "shape": shape,
+        "auto_class": auto_class_of(net),
+        "query_heads": (order.plan.query_heads, order.plan.kept_heads),
+        "kv_heads": kv_heads,
+        "parameters": parameters,
+        "layout": {cut.attention.path: cut.heads_left() for cut in cuts},
+    }
+
+
+def take_over(folder: Path, order: Order) -> None:
+    """Puts beside the weights of a result what it has of its source, its plan and its history."""
+    copy_companions(_source_folder(order.origin), folder)
+    order.plan.write(folder / "plan.json")
+    if order.work.history is not None:
+        shutil.copyfile(order.work.history, folder / HISTORY)
+
+
+def proven_outputs(
+    folder: Path, expected: equivalence.Expectation, cut: probes.Outputs | None
+) -> dict[str, Any]:
+    """Reads a result back and compares its outputs with those expected, for the manifest.
+
+    Raises:
+        ProofError: If they differ.
+    """
+    reloaded = probes.probe(from_pretrained(folder, dtype=expected.dtype), expected.inputs)
+    return {
+        "proof": equivalence.conclude(expected, cut, reloaded),
+        "probe": equivalence.sample(expected.inputs, expected.wanted),
+    }
+
+
+def finished(folder: Path, order: Order, facts: dict[str, Any], left_out: Sequence[str]) -> Pruned:
+    """Writes the manifest and the card of a result.
+
+    Args:
+        folder: The result.
+        order: What was to be written.
+        facts: What its manifest says of it.
+        left_out: Tensors of the source that its class passes over.
+    """
+    manifest = write_manifest(
+        folder,
+        made_by=order.work.made_by,
+        source=order.source,
+        parent=id_of_model(order.origin),
+        lineage=read_lineage(_source_folder(order.origin)),
+        dtype=order.stored.names,
+        weight_bytes=(stored_bytes(order.origin), stored_bytes(folder)),
+        done=order.work.done,
+        refit=order.work.refit,
+        **facts,
+    )
+    write_card(folder, order.output.name, order.plan, manifest)
+    return Pruned(order.output, order.plan, manifest, tuple(_said_of(manifest, left_out)))
 
 
 def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:

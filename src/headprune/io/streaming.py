@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
@@ -28,25 +30,35 @@ def write(tensors: dict[str, Tensor], file: IO[bytes]) -> dict[str, list[Any]]:
     Returns:
         What ``describe`` says of each.
     """
-    # the largest elements first: all are aligned then
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        offsets = [start, end]
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    text, order = header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+    file.write(text)
     described = {}
-    for name, tensor in ordered:
+    for name in order:
+        tensor = tensors[name]
         raw = bytes_of(tensor)
         described[name] = describe(tensor, raw)
         file.write(raw.numpy().data)
     file.flush()
     return described
+
+
+def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
+    """The header of a file, as safetensors writes it, and the order of the tensors behind it.
+
+    Args:
+        tensors: Element type and shape by name.
+    """
+    # the largest elements first: all are aligned then
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        content[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

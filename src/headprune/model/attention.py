@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.family import COMMON_SETTINGS, FAMILIES, Family
 from headprune.model.ids import with_restored_ids
+from headprune.model.skeleton import sample_of
 from headprune.model.unknown import why_unknown
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
@@ -155,6 +156,6 @@ def fingerprint(attentions: list[Attention]) -> str:
         geometry = (attention.query_ids, attention.kv_ids, attention.head_dim)
         digest.update(repr(geometry).encode())
         weight: Tensor = attention.output_projection.get_parameter("weight")
-        sample = weight.detach().flatten()[:64]
+        sample = sample_of(weight)
         digest.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

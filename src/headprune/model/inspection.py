@@ -105,7 +105,7 @@ def inspect(
         HeadpruneError: If it cannot be loaded or its family is not supported.
     """
     net = from_pretrained(
-        model, trust_remote_code=trust_remote_code, drop_unexpected=drop_unexpected
+        model, trust_remote_code=trust_remote_code, drop_unexpected=drop_unexpected, weights=False
     )
     attentions = attention_of(net)
     sizes = cost.model_cost(net)

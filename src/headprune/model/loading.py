@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from headprune.errors import CheckpointError
 from headprune.family import FAMILIES
 from headprune.io import hub
+from headprune.io.shards import StoredTensor
 from headprune.io.writing import refuse_strange_name
 from headprune.model.ids import restore_ids
 from headprune.model.legacy import has_pruned_heads, layout_of_pruned_heads
@@ -37,6 +39,7 @@ from headprune.model.sizes import (
     refuse_larger_than_weights,
     without_weights,
 )
+from headprune.model.skeleton import Unmapped, built
 from headprune.model.stored import stored_tensors
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
@@ -61,7 +64,8 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
         **kwargs: As for ``AutoModel.from_pretrained``, for instance ``dtype``, ``device_map``,
             ``attn_implementation``. ``auto_class="AutoModelForSequenceClassification"`` asks for
             another head than the one in the config; ``drop_unexpected=True`` goes on where the
-            checkpoint has tensors that the class does not take.
+            checkpoint has tensors that the class does not take; ``weights=False`` builds the
+            model from the headers of its files, on the meta device, where names allow it.
 
     Returns:
         The model in eval mode; with ``output_loading_info=True`` the loading info beside it.
@@ -71,7 +75,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
             are there that would be thrown away.
     """
     auto_class, dropping = kwargs.pop("auto_class", None), kwargs.pop("drop_unexpected", False)
-    wants_info = kwargs.pop("output_loading_info", False)
+    wants_info, weights = kwargs.pop("output_loading_info", False), kwargs.pop("weights", True)
     if "torch_dtype" in kwargs:
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     if not kwargs.pop("use_safetensors", True):
@@ -100,7 +104,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     refused = damage_is(lambda why: _does_not_load(model, cls, why))
     with refused, hub.asked_once(model), uneven_heads_are_known():
-        net, info = cls.from_pretrained(str(model), config=config, **options)
+        net, info = _loaded(cls, model, config, options, {} if weights else tensors)
     # another head than the checkpoint's starts anew, and many encoders come without a pooler
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
@@ -115,6 +119,21 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     if record is not None and config.model_type in FAMILIES:
         restore_ids(net, record.layout, FAMILIES[config.model_type].for_runtime())
     return (net.eval(), info) if wants_info else net.eval()
+
+
+def _loaded(
+    cls: type[PreTrainedModel],
+    model: str | Path,
+    config: PreTrainedConfig,
+    options: dict[str, Any],
+    headers: Mapping[str, StoredTensor],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model, from the headers of its files if these are given and say enough."""
+    if headers:
+        with suppress(Unmapped):
+            return built(cls, model, copy.deepcopy(config), headers, options)
+    net, info = cls.from_pretrained(str(model), config=config, **options)
+    return net, info
 
 
 def _does_not_load(model: str | Path, cls: type, why: str) -> str:

@@ -34,6 +34,7 @@ def load(
     assume_supported: bool,
     drop_unexpected: bool = False,
     keep_bfloat16: bool = False,
+    weights: bool = True,
 ) -> tuple[PreTrainedModel, ModelIdentity]:
     """Loads a model to be worked on, and says who it is.
 
@@ -45,6 +46,7 @@ def load(
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
         keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
+        weights: Whether its weights are needed; the headers of its files are enough to plan a cut.
 
     Raises:
         HeadpruneError: If it cannot be loaded as a whole, or does not compute finite numbers.
@@ -61,11 +63,13 @@ def load(
         dtype=computing,
         trust_remote_code=trust_remote_code,
         drop_unexpected=drop_unexpected,
+        weights=weights,
     )
     net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
     if not assume_supported:
         refuse_unknown_settings(net.config)
-    refuse_not_finite(net, model)
+    if weights:
+        refuse_not_finite(net, model)
     return net, identity(net, model)
 
 
@@ -83,5 +87,6 @@ def result_dtypes(net: PreTrainedModel, model: str | Path, out_dtype: Dtype) -> 
     stored = stored_dtypes(net, stored_tensors(model))
     if out_dtype is not Dtype.AUTO:
         stored = StoredDtypes(getattr(torch, out_dtype.value))
-    refuse_unwritable(net, model, stored)
+    if net.device.type != "meta":
+        refuse_unwritable(net, model, stored)
     return stored

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
+from headprune.io.shards import StoredTensor
 from headprune.model.reading import damage_is
-from headprune.model.stored import StoredTensor, stored_tensors
+from headprune.model.stored import stored_tensors
 
 _LAYERS = re.compile("(layers?|blocks?|stages?|depths?)$")
 _ENTRIES = re.compile("(heads?|experts?|labels)$")

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,33 +25,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
 from headprune.io.parsing import read_json, validated
+from headprune.io.shards import StoredTensor, tensors_in
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: Element type as safetensors names it ("BF16").
-        shape: Its shape.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """How many numbers it holds."""
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on disk."""
-        known = SAFETENSORS.get(self.dtype)
-        return self.elements * (known.itemsize if known is not None else 1)
 
 
 def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTensor]:
@@ -65,16 +41,9 @@ def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTe
     Raises:
         CheckpointError: If a file is damaged.
     """
-    found = {}
+    found: dict[str, StoredTensor] = {}
     for file in _weight_files(model, subfolder):
-        try:
-            with safe_open(file, "pt") as content:
-                names = content.keys()
-                for name in names:
-                    part = content.get_slice(name)
-                    found[name] = StoredTensor(part.get_dtype(), tuple(part.get_shape()))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"'{file}' is damaged: {error}. Get it again.") from None
+        found |= tensors_in(file)
     return found
 
 
@@ -202,10 +171,10 @@ class StoredDtypes:
         for config in _configs(net):
             config.dtype = self.default
 
-    def save(self, net: PreTrainedModel, folder: Path) -> None:
+    def save(self, net: PreTrainedModel, folder: Path, **how: Any) -> None:
         """Casts a model and writes it; its config names the type of most weights."""
         self.cast(net)
-        net.save_pretrained(folder)
+        net.save_pretrained(folder, **how)
         path = folder / "config.json"
         config = read_json(path)
         if config.get("dtype") != dtype_name(self.default):  # transformers goes by the first weight

@@ -104,7 +104,9 @@ def plan(
     refuse_target(budget.keep)
     watch.stage("loading the model")
     dtype = metadata.calibration.dtype
-    net, source = load(model, dtype, trust_remote_code, assume_supported, drop_unexpected)
+    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
+    runs = rounds > 1 or budget.min_speedup is not None
+    net, source = load(model, *loading, weights=runs)
     found = read_scores(scores, source)
     planned = make_plan(
         net, source, model, found, budget, criterion, rounds, refit, watch, trust_remote_code

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from headprune.errors import ProofError
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
+from headprune.model.precision import widened
 from headprune.model.probes import Outputs, probe, probe_inputs
+from headprune.model.stored import StoredDtypes
 from headprune.schemas.records import PROBE_SEED, Proof, Sample, StoredOutput
-from headprune.surgery.cut import Cut, uncut
+from headprune.surgery.cut import Cut, fold_gates, uncut
 from headprune.tensors.dtypes import dtype_name
 
 # Largest difference allowed, relative to the largest output, in a well-conditioned model. Summation
@@ -168,6 +170,7 @@ class Expectation:
         control: Outputs of a wrong cut; None where no heads are left.
         rounding: How far the outputs move when gates move by one bit.
         dtype: Element type that the original ran in.
+        cast: What rounding the weights to what is stored of them cost before that.
     """
 
     inputs: dict[str, Tensor]
@@ -175,6 +178,7 @@ class Expectation:
     control: Outputs | None
     rounding: float
     dtype: torch.dtype
+    cast: float = 0.0
 
     @property
     def tolerance(self) -> float:
@@ -216,14 +220,40 @@ def expect(
     return Expectation(inputs, wanted, control, rounding, model.dtype)
 
 
-def conclude(expected: Expectation, cut: Outputs, reloaded: Outputs, cast: float = 0.0) -> Proof:
+def expect_stored(
+    model: PreTrainedModel, cuts: Sequence[Cut], stored: StoredDtypes
+) -> tuple[Expectation, list[Cut]]:
+    """Measures what a cut must lead to once it is stored, which the model is rounded to.
+
+    Args:
+        model: The model, uncut; afterwards its gates are folded in.
+        cuts: What is going to be cut.
+        stored: The element types that are written.
+
+    Returns:
+        What must come out, and the cuts without gates.
+
+    Raises:
+        ProofError: If a proof would show nothing.
+    """
+    inputs = probe_inputs(widened(model))
+    exact = probe_gated(model, cuts, inputs) if stored.narrows(model) else None
+    folded = fold_gates(cuts)
+    changed = stored.round(model)
+    expected = expect(model, folded, inputs)
+    expected.refuse_inconclusive()
+    if exact is not None and changed:
+        expected = replace(expected, cast=difference(exact, expected.wanted))
+    return expected, folded
+
+
+def conclude(expected: Expectation, cut: Outputs | None, reloaded: Outputs) -> Proof:
     """Compares a result with what was expected of it.
 
     Args:
         expected: What the gated original computes.
-        cut: Outputs of the cut model in memory.
+        cut: Outputs of the cut model in memory; None where it was cut on disk.
         reloaded: Outputs of the model read back from disk.
-        cast: What rounding the weights cost before that.
 
     Raises:
         ProofError: If they do not agree, or rounding hides whether they do.
@@ -231,21 +261,21 @@ def conclude(expected: Expectation, cut: Outputs, reloaded: Outputs, cast: float
     expected.refuse_inconclusive()
     wanted, control = expected.wanted, expected.control
     proof = Proof(
-        gated_vs_cut=difference(wanted, cut),
+        gated_vs_cut=None if cut is None else difference(wanted, cut),
         gated_vs_reloaded=difference(wanted, reloaded),
         largest_output=largest_output(wanted),
         control=None if control is None else difference(wanted, control),
         rounding=expected.rounding,
         tolerance=expected.tolerance,
         dtype=dtype_name(expected.dtype),
-        cast=cast,
+        cast=expected.cast,
         probes=tuple(wanted),
     )
     if not proof.passed:
         raise ProofError(
             "The proof failed, and nothing was written: the gated original and the cut model "
-            f"differ by {proof.gated_vs_cut:.2e}, the reloaded one by "
-            f"{proof.gated_vs_reloaded:.2e} of the largest output; {proof.tolerance:.0e} is "
-            "allowed. Please report this model and plan; computing in float64 rules out rounding."
+            f"differ by {_worst(proof.differences):.2e} of the largest output; "
+            f"{proof.tolerance:.0e} is allowed. Please report this model and plan; computing in "
+            "float64 rules out rounding."
         )
     return proof

@@ -16,21 +16,24 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.config import Dtype
+from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.io.folders import sha256_of
 from headprune.io.markup import sentence
 from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
 from headprune.model.loading import auto_class_of, from_pretrained, parse_dtype
+from headprune.model.precision import compute_dtype
 from headprune.model.probes import Outputs
-from headprune.model.stored import stored_dtypes, stored_tensors
-from headprune.proof import equivalence
+from headprune.model.stored import commonest_dtype, stored_dtypes, stored_tensors
+from headprune.proof import equivalence, tensors
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
 from headprune.schemas.records import Sample
 from headprune.surgery.cut import fold_gates, resolve
+from headprune.surgery.streamed import cut_pieces
 
 Stage = Callable[[str], None]
 
@@ -97,13 +100,18 @@ def verify(
     manifest = read_manifest(folder)
     on_stage("hashing the files")
     checks = [_files(folder, manifest)]
-    dtype = parse_dtype(manifest.proof.dtype)
+    if manifest.proof is None or manifest.probe is None:
+        on_stage("comparing tensors")
+        checks += _tensors(folder, manifest, against, trust_remote_code)
+        said = "No outputs were stored: the result was proven by its tensors, as it is verified."
+        return Verification(str(folder), tuple(checks), said)
+    stored, dtype = manifest.probe, parse_dtype(manifest.proof.dtype)
     assert isinstance(dtype, torch.dtype)
     trust = {"trust_remote_code": True} if trust_remote_code else {}
 
     def compare(route: str, load: Callable[[], PreTrainedModel]) -> _Probed | None:
         on_stage(f"loading by {route}")
-        check, probed = _compared(route, load, manifest.probe)
+        check, probed = _compared(route, load, stored)
         checks.append(check)
         return probed
 
@@ -236,6 +244,35 @@ def _files(folder: Path, manifest: Manifest) -> Check:
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     listed = "; ".join([*found[:_SHOWN], *more])
     return Check("hashes", not found, listed or f"{len(manifest.files)} files unchanged")
+
+
+def _tensors(
+    folder: Path, manifest: Manifest, against: str | Path | None, trust_remote_code: bool
+) -> Iterator[Check]:
+    """Whether the weights are those that the class takes, and hold slices of the original."""
+    trust = {"trust_remote_code": True} if trust_remote_code else {}
+    try:
+        from_pretrained(folder, weights=False, **trust)
+    except HeadpruneError as error:
+        yield Check("headers", False, sentence(str(error)))
+        return
+    found = stored_tensors(folder)
+    yield Check("headers", True, f"{len(found)} tensors of the sizes that the config describes")
+    if against is None:
+        return
+    asked = Dtype((manifest.made_by.options if manifest.made_by else {}).get("dtype", "auto"))
+    source = stored_tensors(against)
+    dtype = compute_dtype(asked, commonest_dtype(source))
+    base = from_pretrained(against, dtype=dtype, drop_unexpected=True, weights=False)
+    _refuse_ancestor(folder, manifest, against, base)
+    cuts = resolve(read_plan(folder / "plan.json", {}), base, ragged=True)
+    try:
+        pieces, _ = cut_pieces(base, cuts, stored_dtypes(base, found), source)
+        proven = tensors.compare(folder, pieces)
+    except ProofError as error:
+        yield Check(f"against {against}", False, sentence(str(error)))
+        return
+    yield Check(f"against {against}", True, f"{proven.tensors} tensors equal to its slices")
 
 
 def _against(

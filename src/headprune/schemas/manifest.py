@@ -32,6 +32,7 @@ from headprune.schemas.records import (
     Recorded,
     Refit,
     Sample,
+    TensorProof,
 )
 
 CARD = "README.md"
@@ -62,7 +63,8 @@ class LineageStep(BaseModel):
         done: What was done.
         refit: How W_O made up for the heads that went, if it did.
         choice: What it was chosen among, if it was; None in older manifests.
-        proof: What the proof measured.
+        proof: What the proof measured; None where tensors were compared in its place.
+        tensor_proof: What that comparison showed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,7 +87,8 @@ class LineageStep(BaseModel):
     done: Done
     refit: Refit | None = None
     choice: ModelChoice | None = None
-    proof: Proof
+    proof: Proof | None = None
+    tensor_proof: TensorProof | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -103,6 +106,19 @@ class LineageStep(BaseModel):
                 done = {"kind": kind, **part} if isinstance(part, dict) else part
         known = {n: v for n, v in content.items() if n not in (*earlier, "trained_weights")}
         return {**known, "done": done}
+
+    @model_validator(mode="after")
+    def _proven(self) -> LineageStep:
+        if self.proof is None and self.tensor_proof is None:
+            raise ValueError("it holds no proof")
+        return self
+
+    @property
+    def proven(self) -> str:
+        """What the proof came to, in a few words."""
+        if self.proof is not None:
+            return f"{self.proof.gated_vs_reloaded:.1e}"
+        return "tensors equal"
 
     @property
     def evidence(self) -> Evidence | None:
@@ -132,13 +148,14 @@ class Manifest(Recorded, LineageStep):
 
     Attributes:
         lineage: The steps that lead to the source, oldest first, if headprune made that.
-        probe: Some of the gated original's outputs on the proof's inputs, for ``verify``.
+        probe: Some of the gated original's outputs on the proof's inputs, for ``verify``; None
+            where tensors were compared.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lineage: tuple[LineageStep, ...]
-    probe: Sample
+    probe: Sample | None = None
 
     def digest(self) -> str:
         """What the id is: SHA-256 of what the result is and what it was made of.

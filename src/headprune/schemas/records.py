@@ -76,7 +76,7 @@ class Proof(BaseModel):
     """What a proof measured; differences are relative to the largest output.
 
     Attributes:
-        gated_vs_cut: Gated original against the cut model in memory.
+        gated_vs_cut: Gated original against the cut model in memory; None where it was cut on disk.
         gated_vs_reloaded: Gated original against the cut model read back from disk.
         largest_output: Largest absolute output of the gated original.
         control: Gated original against itself with every gate shifted by one head or, where that
@@ -94,7 +94,7 @@ class Proof(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    gated_vs_cut: float
+    gated_vs_cut: float | None = None
     gated_vs_reloaded: float
     largest_output: float
     control: float | None
@@ -106,9 +106,34 @@ class Proof(BaseModel):
     seed: Count = PROBE_SEED
 
     @property
+    def differences(self) -> tuple[float, ...]:
+        """Those that were measured."""
+        known = (self.gated_vs_cut, self.gated_vs_reloaded)
+        return tuple(difference for difference in known if difference is not None)
+
+    @property
     def passed(self) -> bool:
-        """Whether both differences are within the tolerance; NaN is not."""
-        return all(d <= self.tolerance for d in (self.gated_vs_cut, self.gated_vs_reloaded))
+        """Whether the differences are within the tolerance; NaN is not."""
+        return all(difference <= self.tolerance for difference in self.differences)
+
+
+class TensorProof(BaseModel):
+    """What a comparison of tensors showed, where no outputs were compared.
+
+    Every tensor of the result was read back and held, to the bit, the slices of the original that
+    stay, times their gates.
+
+    Attributes:
+        tensors: How many were compared.
+        cut: How many of them lost heads.
+        bytes: What they take on disk.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensors: Count
+    cut: Count
+    bytes: Count
 
 
 class StoredOutput(BaseModel):

@@ -1,0 +1,260 @@
+"""Reading tensors of safetensors files in blocks, and writing them so: never a whole one in memory.
+
+Files are read with pread: a mapped file would count as memory of the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from headprune.errors import CheckpointError
+from headprune.io.streaming import bytes_of, header
+from headprune.tensors.dtypes import SAFETENSORS, dtype_name
+from headprune.tensors.index_maps import IndexMap
+
+BLOCK = 4 << 20  # bytes
+SHARD = "50GB"  # the largest file, as transformers has it
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Element type as safetensors names it ("BF16").
+        shape: Its shape.
+        file: The file.
+        start: Where its numbers begin there.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on disk."""
+        known = SAFETENSORS.get(self.dtype)
+        return self.elements * (known.itemsize if known is not None else 1)
+
+
+@contextmanager
+def _damage_is(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"'{file}' is damaged: {error}. Get it again.") from None
+
+
+def tensors_in(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, from its header.
+
+    Raises:
+        CheckpointError: If it is damaged.
+    """
+    with _damage_is(file), safe_open(file, "pt"), file.open("rb") as content:  # safe_open checks it
+        length = int.from_bytes(content.read(8), "little")
+        entries = json.loads(content.read(length))
+    entries.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
+        )
+        for name, entry in entries.items()
+    }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of a result, and what it is made of.
+
+    Attributes:
+        name: Its name.
+        source: The tensor that it is a part of.
+        kept: Which part, and times what; None for all of it.
+        computed: Element type that it is computed in.
+        dtype: Element type that it is written in.
+    """
+
+    name: str
+    source: StoredTensor
+    kept: IndexMap | None
+    computed: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        shape = list(self.source.shape)
+        if self.kept is not None:
+            shape[self.kept.dim] = len(self.kept.indices)
+        return tuple(shape)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Its numbers, some rows after the others; a block is overwritten by the next.
+
+        Raises:
+            CheckpointError: If they cannot be read, or written in the type that is asked for.
+        """
+        kept = self.kept
+        rows: Sequence[int] = range(self.source.shape[0] if self.source.shape else 1)
+        if kept is not None and kept.dim == 0:
+            rows = kept.indices.tolist()
+        done = 0
+        for block in _read(self.source, rows):
+            part = None
+            if kept is not None and kept.dim == 0:
+                scale = None if kept.scale is None else kept.scale[done : done + len(block)]
+                part = IndexMap(self.name, 0, torch.arange(len(block)), scale)
+            elif kept is not None:
+                part = kept
+            done += len(block)
+            yield self._written(block, part)
+
+    def _written(self, block: Tensor, part: IndexMap | None) -> Tensor:
+        """Rows as they are written: cut and scaled in what is computed in, float32 at least."""
+        columns = None if part is None or part.dim == 0 else part
+        if part is None or part.scale is None:
+            block = block if columns is None else columns.apply(block)
+            exact = torch.promote_types(block.dtype, self.computed) is self.computed
+            if exact and block.dtype is self.dtype:
+                return block
+            block = block.to(self.computed)
+        else:
+            wide = torch.promote_types(self.computed, torch.float32)
+            block = part.apply(block.to(self.computed).to(wide))
+        written = block.to(self.dtype)
+        if written.is_floating_point() and bool((written.isinf() & block.isfinite()).any()):
+            largest = float(block[block.isfinite()].abs().amax())
+            raise CheckpointError(
+                f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
+                f"{torch.finfo(self.dtype).max:,.6g}: the weight would overflow. Write another "
+                "type: --out-dtype bfloat16 or float32."
+            )
+        return written
+
+
+def _read(source: StoredTensor, rows: Sequence[int]) -> Iterator[Tensor]:
+    """Rows of a tensor, neighbours read at once, at most a block of them."""
+    dtype, count = SAFETENSORS[source.dtype], max(source.shape[0] if source.shape else 1, 1)
+    width = source.bytes // count
+    most, start = max(1, BLOCK // max(width, 1)), 0
+    if not width:
+        yield torch.empty((len(rows), *source.shape[1:]), dtype=dtype)
+        return
+    with _damage_is(source.file):
+        file = os.open(source.file, os.O_RDONLY)
+    try:
+        buffer = torch.empty(min(most, max(len(rows), 1)) * width, dtype=torch.uint8)
+        while start < len(rows):
+            end = start + 1
+            while end < len(rows) and end - start < most and rows[end] == rows[end - 1] + 1:
+                end += 1
+            part = buffer[: (end - start) * width]
+            with _damage_is(source.file):
+                _fill(file, part, source.start + rows[start] * width)
+            yield part.view(dtype).view(end - start, *source.shape[1:])
+            start = end
+    finally:
+        os.close(file)
+
+
+def _fill(file: int, part: Tensor, offset: int) -> None:
+    view = part.numpy().data
+    while view:
+        count = os.preadv(file, [view], offset)
+        if not count:
+            raise ValueError("it ends too early")
+        view, offset = view[count:], offset + count
+
+
+def bytes_between(source: StoredTensor, start: int, end: int) -> Tensor:
+    """Some bytes of a tensor.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    part = torch.empty(end - start, dtype=torch.uint8)
+    with _damage_is(source.file), source.file.open("rb") as file:
+        _fill(file.fileno(), part, source.start + start)
+    return part
+
+
+def first_numbers(source: StoredTensor, count: int) -> Tensor:
+    """The first numbers of a tensor.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    dtype = SAFETENSORS[source.dtype]
+    return bytes_between(source, 0, min(count, source.elements) * dtype.itemsize).view(dtype)
+
+
+def write_shards(
+    pieces: Sequence[Piece],
+    folder: Path,
+    parameters: int,
+    max_shard_size: str = SHARD,
+    on_tensor: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Writes tensors as transformers does: one file, or several and an index.
+
+    Args:
+        pieces: The tensors.
+        folder: Where.
+        parameters: Parameters of the model, for the index.
+        max_shard_size: Largest size of a file, such as "50GB".
+        on_tensor: Called with tensors done and tensors in all.
+
+    Raises:
+        CheckpointError: If a source cannot be read.
+        OSError: If writing fails.
+    """
+    named = {piece.name: piece for piece in pieces}
+    sizes = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in named.items()}
+    split = split_torch_state_dict_into_shards(
+        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    done = itertools.count(1)
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: named[name] for name in names}
+        _write(folder / file, shard, lambda: on_tensor(next(done), len(pieces)))
+    if split.is_sharded:
+        metadata = {"total_parameters": parameters, **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def _write(file: Path, pieces: Mapping[str, Piece], on_tensor: Callable[[], None]) -> None:
+    text, order = header({name: (piece.dtype, piece.shape) for name, piece in pieces.items()})
+    with file.open("wb", buffering=0) as out:
+        _write_all(out.fileno(), memoryview(text))
+        for name in order:
+            for block in pieces[name].blocks():
+                _write_all(out.fileno(), bytes_of(block).numpy().data)
+            on_tensor()
+
+
+def _write_all(file: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(file, view) :]

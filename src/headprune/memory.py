@@ -1,0 +1,21 @@
+"""How much memory a process may still take."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available() -> int | None:
+    """Bytes that are free, within the limit of a container; None where the system does not say."""
+    found: list[int] = []
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(line for line in lines if line.startswith("MemAvailable:"))
+        found.append(1024 * int(free.split()[1]))
+    with suppress(OSError, ValueError):  # the limit may be "max"
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(max(0, limit - used))
+    return min(found, default=None)

@@ -1,0 +1,149 @@
+"""Models without weights, built from config and headers alone, and what their tensors are on disk.
+
+transformers' own loader builds them, from tensors without numbers: what it renames, fuses, misses
+and finds superfluous is the same as when it reads the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from headprune.errors import HeadpruneError
+from headprune.family import FAMILIES
+from headprune.io.shards import StoredTensor, first_numbers
+from headprune.runtime.modeling_headprune import find_attention
+from headprune.tensors.dtypes import SAFETENSORS
+
+SAMPLE = 64  # numbers of every output projection that tell models apart
+
+
+class Unmapped(HeadpruneError):
+    """A tensor of a model that is no tensor of its checkpoint, but made of several."""
+
+
+def built(
+    cls: type[PreTrainedModel],
+    model: str | Path,
+    config: PreTrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    options: Mapping[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Builds a model on the meta device, and says what its checkpoint lacks and has beyond it.
+
+    Args:
+        cls: Its class.
+        model: Folder or hub id.
+        config: Its config.
+        tensors: What its checkpoint holds.
+        options: Other arguments of ``from_pretrained``.
+
+    Raises:
+        Unmapped: If an output projection is no tensor of the checkpoint.
+    """
+    empty = {
+        name: torch.empty(tensor.shape, dtype=SAFETENSORS[tensor.dtype], device="meta")
+        for name, tensor in tensors.items()
+    }
+    placed = {"config": config, "state_dict": empty, "device_map": {"": "meta"}}
+    net, info = cls.from_pretrained(None, **{**options, **placed, "output_loading_info": True})
+    if net.can_generate():
+        with suppress(OSError):  # where there is none, the one that was made of its config stays
+            net.generation_config = GenerationConfig.from_pretrained(str(model))
+    family = FAMILIES.get(config.model_type)
+    if family is not None:
+        _sample_outputs(net, family.for_runtime(), tensors)
+    return net, info
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """The first numbers of a weight, which a model without weights has noted."""
+    if weight.is_meta:
+        noted: Tensor = weight.headprune_sample  # type: ignore[attr-defined]
+        return noted
+    return weight.detach().flatten()[:SAMPLE]
+
+
+def _sample_outputs(
+    net: PreTrainedModel, family: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Notes the numbers of every output projection that tell models apart."""
+    try:
+        attentions = find_attention(net, family)
+    except ValueError:  # attention_of says it better
+        return
+    names = Names.of(net)
+    for attention in attentions:
+        path = next(p.path for p in attention.projections if p.holds == "o")
+        source = names.source(net, f"{path}.weight", tensors)
+        weight = attention.output_projection.get_parameter("weight")
+        weight.headprune_sample = first_numbers(source, SAMPLE)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the tensors of a model are called on disk, once it is saved.
+
+    Attributes:
+        tensors: The tensors that are saved, by their names there.
+        disk: These names by those in the model; without tensors that are fused or split on the way.
+    """
+
+    tensors: dict[str, Tensor]
+    disk: dict[str, str]
+
+    @classmethod
+    def of(cls, net: PreTrainedModel) -> Names:
+        """The names of a model that was loaded, and is saved as ``save_pretrained`` does."""
+        state = net.state_dict()
+        for name in net._keys_to_ignore_on_save or ():
+            state.pop(name, None)
+        state = remove_tied_weights_from_state_dict(state, net)
+        names = {id(tensor): name for name, tensor in state.items()}
+        tensors = revert_weight_conversion(net, state)
+        return cls(tensors, {names[id(t)]: n for n, t in tensors.items() if id(t) in names})
+
+    def source(
+        self, net: PreTrainedModel, live: str, tensors: Mapping[str, StoredTensor]
+    ) -> StoredTensor:
+        """The tensor of the checkpoint that one of the model is.
+
+        Args:
+            net: The model.
+            live: Its name in the model.
+            tensors: What the checkpoint holds.
+
+        Raises:
+            Unmapped: If there is none.
+        """
+        if live not in self.disk:
+            raise Unmapped(f"'{live}' is made of several tensors of the checkpoint.")
+        disk = self.disk[live]
+        return stored_as(net, disk, tuple(self.tensors[disk].shape), tensors)
+
+
+def stored_as(
+    net: PreTrainedModel, disk: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
+) -> StoredTensor:
+    """The tensor of a checkpoint that would be saved under a name.
+
+    Checkpoints of a model without its head lack the prefix that the whole model has, and the other
+    way round.
+
+    Raises:
+        Unmapped: If there is none of that shape.
+    """
+    prefix = f"{net.base_model_prefix}."
+    for name in (disk, disk.removeprefix(prefix), prefix + disk):
+        if name in tensors and tensors[name].shape == shape:
+            return tensors[name]
+    raise Unmapped(f"The checkpoint has no tensor '{disk}' of shape {list(shape)}.")

@@ -1,0 +1,64 @@
+"""The other proof: every tensor of a result, read back, holds the slices of the original that stay.
+
+It runs nothing, so it fits in any memory; what it cannot show is that the class of the result
+computes with them what the original does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from headprune.errors import ProofError
+from headprune.io.shards import Piece, StoredTensor, bytes_between
+from headprune.io.streaming import DTYPES, bytes_of
+from headprune.model.loading import from_pretrained
+from headprune.model.stored import stored_tensors
+from headprune.schemas.records import TensorProof
+
+
+def compare(
+    folder: Path,
+    pieces: Sequence[Piece],
+    on_tensor: Callable[[int, int], None] = lambda done, total: None,
+) -> TensorProof:
+    """Compares a result with what it was to be made of.
+
+    Args:
+        folder: The result.
+        pieces: Its tensors, and what of the original each is.
+        on_tensor: Called with tensors done and tensors in all.
+
+    Raises:
+        CheckpointError: If the folder does not load, or cannot be read.
+        ProofError: Naming the first tensor that differs.
+    """
+    from_pretrained(folder, weights=False)  # its class takes all of them, and misses none
+    found = stored_tensors(folder)
+    for done, piece in enumerate(pieces, start=1):
+        if piece.name not in found or not _same(piece, found.pop(piece.name)):
+            raise ProofError(
+                f"The proof failed: '{piece.name}', read back, is not what stays of the "
+                "original's. Check the disk; if it is sound, please report this model and plan."
+            )
+        on_tensor(done, len(pieces))
+    assert not found
+    return TensorProof(
+        tensors=len(pieces),
+        cut=sum(piece.kept is not None for piece in pieces),
+        bytes=sum(tensor.bytes for tensor in stored_tensors(folder).values()),
+    )
+
+
+def _same(piece: Piece, found: StoredTensor) -> bool:
+    if (found.dtype, found.shape) != (DTYPES[piece.dtype], piece.shape):
+        return False
+    start = 0
+    for block in piece.blocks():
+        raw = bytes_of(block)
+        if not torch.equal(raw, bytes_between(found, start, start + len(raw))):
+            return False
+        start += len(raw)
+    return start == found.bytes

@@ -1,0 +1,70 @@
+"""A cut of a checkpoint on disk: the tensors of the result, each a part of one that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.io.shards import Piece, StoredTensor
+from headprune.model.attention import family_of
+from headprune.model.skeleton import Names, stored_as
+from headprune.model.stored import StoredDtypes
+from headprune.schemas.plan import Shape
+from headprune.surgery.cut import Cut, cut_heads, index_maps
+
+
+def cut_pieces(
+    net: PreTrainedModel,
+    cuts: Sequence[Cut],
+    stored: StoredDtypes,
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[list[Piece], Shape]:
+    """Cuts a model without weights, and says what every tensor of the result is made of.
+
+    Args:
+        net: The model, on the meta device; it becomes the result, in its element types.
+        cuts: What it loses.
+        stored: The element types to write.
+        tensors: What its checkpoint holds.
+
+    Returns:
+        The tensors in their order, and how the result must be stored.
+
+    Raises:
+        Unmapped: If a tensor that is cut is no tensor of the checkpoint, but fused or split when
+            the model is loaded.
+    """
+    before, old = Names.of(net), _state(net)
+    types = {name: tensor.dtype for name, tensor in old.items()}
+    family = family_of(net.config)
+    maps = {each.tensor: each for cut in cuts for each in index_maps(cut, family)}
+    for name in maps:
+        before.source(net, name, tensors)
+    shape = cut_heads(net, cuts)
+    stored.cast(net)
+    names = {id(tensor): name for name, tensor in old.items()}
+    was = {  # entries of lists are counted anew where some are gone
+        name: name if name in maps or old.get(name) is tensor else names[id(tensor)]
+        for name, tensor in _state(net).items()
+    }
+    after, pieces = Names.of(net), list[Piece]()
+    live = {disk: name for name, disk in after.disk.items()}
+    for disk, tensor in after.tensors.items():
+        size, kept = tuple(tensor.shape), maps.get(live.get(disk, ""))
+        if disk in live:
+            source = before.source(net, was[live[disk]], tensors)
+            computed = types[was[live[disk]]]
+        else:  # one of several that are a single tensor of the model, which is not cut
+            source = stored_as(net, disk, size, tensors)
+            computed = before.tensors[disk].dtype
+        pieces.append(Piece(disk, source, kept, computed, tensor.dtype))
+        assert pieces[-1].shape == size
+    return pieces, shape
+
+
+def _state(net: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a model themselves."""
+    state: dict[str, Tensor] = net.state_dict(keep_vars=True)
+    return state
