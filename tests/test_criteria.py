@@ -607,7 +607,7 @@ def test_every_criterion_says_where_it_comes_from() -> None:
         assert len(criterion.source) > 10, name
         assert len(criterion.sees) > 5, name
     evidence = UnitEvidence(
-        "a", weight, activations=Activations(torch.ones(2, 4), torch.ones(2, 4), 1)
+        "a", lambda: weight, activations=Activations(torch.ones(2, 4), torch.ones(2, 4), 1)
     )
     assert CRITERIA["wanda"].score(evidence, []).shape == (0,)
     assert members(Unit.HEAD, (1, 1)) == [[0], [1]]

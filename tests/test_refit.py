@@ -120,6 +120,42 @@ def test_the_cost_of_the_first_removal_is_that_of_least_squares() -> None:
     assert max(first, second) < min(costs[1 - cheapest], direct[2])  # one may go, not both
 
 
+def _solved_anew(
+    gram: torch.Tensor, weight: torch.Tensor, blocks: list[list[int]], ridge: float
+) -> list[float]:
+    """The costs of removals, every block that is left fitted from the first weights each time."""
+    gram = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).double()
+    wanted, power = weight @ gram, float((weight @ gram * weight).sum())
+
+    def lost(left: list[int]) -> float:
+        kept = [column for b in left for column in blocks[b]]
+        part = wanted[:, kept]
+        return power - float((torch.linalg.solve(gram[kept][:, kept], part.T).T * part).sum())
+
+    left, costs, highest, before = list(range(len(blocks))), [0.0] * len(blocks), 0.0, 0.0
+    while left:
+        without = {b: lost([other for other in left if other != b]) - before for b in left}
+        gone = min(left, key=without.__getitem__)
+        highest = max(highest, without[gone])
+        costs[gone], before = highest, before + without[gone]
+        left.remove(gone)
+    return costs
+
+
+@pytest.mark.parametrize("downdated", [True, False])
+def test_removals_cost_what_they_do_when_every_fit_is_made_anew(
+    downdated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    x, weight = torch.randn(80, 12).double() @ torch.randn(12, 12).double(), torch.randn(5, 12)
+    blocks = [[3, 7, 0], [1], [2, 10], [11, 4, 5, 6], [8, 9]]
+    if not downdated:  # the rest keeps what it had to do with the block
+        monkeypatch.setattr(torch.Tensor, "addmm_", lambda rest, *others, **factors: rest)
+    costs = removal_costs(x.T @ x, weight, blocks)
+    wanted = _solved_anew(x.T @ x, weight.double(), blocks, ridge=1e-2)
+    assert (costs == pytest.approx(wanted, rel=1e-9)) == downdated
+
+
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
     model = tiny.model(case)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,10 +57,7 @@ def collect(
         DataError: If an example has nothing to score, or a number is not finite.
         PlanError: If attention weights are asked for and the model does not give them.
     """
-    evidence = [
-        UnitEvidence(a.path, read_output(a)[0].cpu(), seed=seed) if a.query_heads else _empty(a)
-        for a in attentions
-    ]
+    evidence = [UnitEvidence(a.path, partial(_output_weight, a), seed=seed) for a in attentions]
     streamed = needs & {"gradients", "activations", "attention", "curvature"}
     backward = bool(needs & {"gradients", "curvature"})
     if not streamed:
@@ -170,13 +168,15 @@ class _Collector:
             )
         if "curvature" in needs:
             summed, tokens = self.curvature[position], self.tokens[position]
-            nothing = torch.zeros(part.output_weight.shape[1], dtype=torch.float64)
-            part = replace(part, curvature=nothing if summed is None else summed / max(tokens, 1))
+            if summed is None:  # a module that does not run
+                summed = torch.zeros(part.output_weight.shape[1], dtype=torch.float64)
+            part = replace(part, curvature=summed / max(tokens, 1))
         if "activations" in needs:
-            width = part.output_weight.shape[-1]
-            nothing = torch.zeros(heads, width, dtype=torch.float64)
             seen = self.activations[position]
-            part = replace(part, activations=seen or Activations(nothing, nothing, 0))
+            if seen is None:
+                nothing = torch.zeros(heads, part.output_weight.shape[-1], dtype=torch.float64)
+                seen = Activations(nothing, nothing, 0)
+            part = replace(part, activations=seen)
         if "attention" in needs:
             total, count = self.weights[position]
             part = replace(part, attention=total / max(count, 1))
@@ -253,5 +253,7 @@ def _refuse_not_finite(values: Tensor, what: str) -> None:
         )
 
 
-def _empty(attention: Attention) -> UnitEvidence:
-    return UnitEvidence(attention.path, torch.zeros(0, 1, 1))
+def _output_weight(attention: Attention) -> Tensor:
+    if not attention.query_heads:
+        return torch.zeros(0, 1, 1)
+    return read_output(attention)[0].cpu()

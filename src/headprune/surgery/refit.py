@@ -20,7 +20,7 @@ from headprune.model.batch import Batch, doubled, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.streams import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
-from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
+from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
@@ -125,35 +125,25 @@ def _fitted(
         own = None if mask is None else mask[part]
         x = real_tokens(mine[part], own)[:, kept]
         both.append(Moments.of(x, real_tokens(wanted[part] - offset, own)))
-    fitted, judged = (m.centred() if bias is not None else m for m in both)
-    whole = both[0] + both[1]
-    refuse_singular(attention, whole.tokens, int(kept.sum()), "cut without a refit")
-    target = whole.centred() if bias is not None else whole
+    tokens = both[0].tokens + both[1].tokens
+    refuse_singular(attention, tokens, int(kept.sum()), "cut without a refit")
     try:
-        ridge, error = best_ridge(fitted, judged, start[:, kept], RIDGES)
-        (weight,) = ridge_path(target, start[:, kept], [ridge])
+        fit = fit_held_out((both[0], both[1]), start[:, kept], RIDGES, bias is not None)
     except ValueError:
         raise DataError(
             f"What enters the output projection of '{attention.path}' is not finite. Try --dtype "
             "float32."
         ) from None
-    if not bool(weight.isfinite().all()):
+    if not bool(fit.weight.isfinite().all()):
         raise DataError(
             f"The least squares of '{attention.path}' have no finite solution: its weights, or "
             "what they make of the text, are too large to multiply. Cut without a refit."
         )
     new = start.clone()
-    new[:, kept] = weight
-    if bias is not None:
-        gap = whole.output_sum - weight @ whole.input_sum
-        bias = bias + (gap / max(whole.tokens, 1)).to(bias)
+    new[:, kept] = fit.weight
+    if bias is not None and fit.shift is not None:
+        bias = bias + fit.shift.to(bias)
     write_output(attention, new.unflatten(1, (len(gate), width)).transpose(0, 1).float(), bias)
-    power = max(target.output_power, 1e-30)
-    before = whole.error(start[:, kept]) / power
-    return ModuleRefit(
-        attention.path,
-        ridge,
-        before,
-        target.error(weight) / power,
-        error / max(judged.output_power, 1e-30),
-    )
+    power = max(fit.moments.output_power, 1e-30)
+    before, after = fit.whole.error(start[:, kept]), fit.moments.error(fit.weight)
+    return ModuleRefit(attention.path, fit.ridge, before / power, after / power, fit.held_out)

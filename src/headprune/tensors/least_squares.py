@@ -11,7 +11,8 @@ eq. 3; here for whole blocks of columns, and with a bias where there is one).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,7 +106,7 @@ class Moments:
 
 def ridge_path(
     moments: Moments, start: Float[Tensor, "out width"], ridges: Sequence[float]
-) -> list[Float[Tensor, "out width"]]:
+) -> Iterator[Float[Tensor, "out width"]]:
     """The weights for every ridge, which is a share of the mean of E[x x^T]'s diagonal.
 
     Args:
@@ -120,11 +121,13 @@ def ridge_path(
         raise ValueError("the second moments are not finite")
     scale = float(moments.inputs.diagonal().mean()) if len(moments.inputs) else 0.0
     if scale == 0.0:
-        return [start for _ in ridges]
+        yield from (start for _ in ridges)
+        return
     values, vectors = torch.linalg.eigh(moments.inputs)
     values = values.clamp(min=0.0)
     rest = (moments.cross - start @ moments.inputs) @ vectors
-    return [start + (rest / (values + max(r, _FLOOR) * scale)) @ vectors.T for r in ridges]
+    for ridge in ridges:
+        yield start + (rest / (values + max(ridge, _FLOOR) * scale)) @ vectors.T
 
 
 def best_ridge(
@@ -144,6 +147,56 @@ def best_ridge(
     errors = [judged.error(weight) for weight in ridge_path(fitted, start, ridges)]
     best = min(range(len(ridges)), key=errors.__getitem__)
     return ridges[best], errors[best]
+
+
+@dataclass(frozen=True)
+class HeldOutFit:
+    """Weights fitted to all sequences, by the ridge that those held out chose.
+
+    Attributes:
+        weight: The weights, in float64.
+        shift: What a bias takes up beside them; None where there is none.
+        ridge: The ridge.
+        held_out: Share of the power of the held-out outputs that weights of it, fitted on the
+            others, miss.
+        moments: Those of all sequences; with a bias, about their means.
+        whole: Those of all sequences.
+    """
+
+    weight: Float[Tensor, "out width"]
+    shift: Float[Tensor, " out"] | None
+    ridge: float
+    held_out: float
+    moments: Moments
+    whole: Moments
+
+
+def fit_held_out(
+    parts: tuple[Moments, Moments],
+    start: Float[Tensor, "out width"],
+    ridges: Sequence[float],
+    biased: bool,
+) -> HeldOutFit:
+    """Fits weights to all sequences, as near as those that are held out allow.
+
+    Args:
+        parts: Moments of the sequences to fit on, and of those that choose the ridge.
+        start: The weights that the ridge pulls towards, in float64.
+        ridges: Those to choose from.
+        biased: Whether a bias takes care of the means.
+
+    Raises:
+        ValueError: If the moments are not finite.
+    """
+    whole = parts[0] + parts[1]
+    fitted, judged, every = (m.centred() if biased else m for m in (*parts, whole))
+    ridge, error = best_ridge(fitted, judged, start, ridges)
+    (weight,) = ridge_path(every, start, [ridge])
+    shift = None
+    if biased:
+        shift = (whole.output_sum - weight @ whole.input_sum) / max(whole.tokens, 1)
+    missed = error / max(judged.output_power, 1e-30)
+    return HeldOutFit(weight, shift, ridge, missed, every, whole)
 
 
 def held_out(count: int) -> Bool[Tensor, " count"]:
@@ -180,27 +233,27 @@ def removal_costs(
     """
     if not gram.isfinite().all():
         raise ValueError("the second moments are not finite")
-    gram, weight = gram.double(), weight.double().clone()
+    gram, weight = gram.double(), weight.double()
     scale = ridge * gram.diagonal().mean() + torch.finfo(torch.float64).tiny
-    left, costs, highest = list(range(len(blocks))), [0.0] * len(blocks), 0.0
-    while left:
-        columns = [torch.tensor(blocks[b], device=gram.device) for b in left]
-        every = torch.cat(columns)
-        eye = torch.eye(len(every), dtype=gram.dtype, device=gram.device)
-        inverse = torch.linalg.inv(gram[every[:, None], every] + scale * eye)
-        best, start = None, 0
-        for b, own in zip(left, columns, strict=True):
-            place = slice(start, start + len(own))
-            part = torch.linalg.solve(inverse[place, place], weight[:, own].T)
-            cost = float((weight[:, own] * part.T).sum())
-            if best is None or cost < best[0]:
-                best = (cost, b, own, part.T @ inverse[place])
-            start += len(own)
-        assert best is not None
-        cost, b, own, change = best
-        highest = max(highest, cost)
-        costs[b] = highest
-        weight[:, every] -= change
-        weight[:, own] = 0.0
-        left.remove(b)
+    order = torch.tensor([column for block in blocks for column in block], device=gram.device)
+    ridged = gram[order[:, None], order]
+    ridged.diagonal().add_(scale)
+    width, inverse = len(order), torch.cholesky_inverse(torch.linalg.cholesky(ridged))
+    # what a block has to do with the rest leaves the inverse and W_O alike; of the inverse, which
+    # is symmetric, what is right of the diagonal is kept
+    table = torch.cat([inverse, weight.T[order]], 1)
+    ends = list(itertools.accumulate(map(len, blocks)))
+    places = {b: slice(end - len(blocks[b]), end) for b, end in enumerate(ends)}
+    costs, highest = [0.0] * len(blocks), 0.0
+    while places:
+        needs = {b: torch.linalg.inv(table[own, own]) for b, own in places.items()}
+        outputs = {b: table[own, width:] for b, own in places.items()}
+        removed = [(need * (outputs[b] @ outputs[b].T)).sum() for b, need in needs.items()]
+        cost, best = min(zip(torch.stack(removed).tolist(), places, strict=True))
+        costs[best] = highest = max(highest, cost)
+        own = places.pop(best)
+        across = torch.cat([table[: own.start, own].T, table[own, own.start :]], 1)
+        for place in places.values():
+            change = across[:, place].T @ needs[best]
+            table[place, place.start :].addmm_(change, across[:, place.start :], alpha=-1)
     return costs

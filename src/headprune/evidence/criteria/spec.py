@@ -43,7 +43,7 @@ class UnitEvidence:
 
     Attributes:
         path: The module's path.
-        output_weight: W_O, shape (query heads, hidden, head_dim).
+        read_output: Reads W_O, which lies in the model: ``output_weight``.
         gradients: Per example, d loss / d gate of every query head, shape (examples, query heads);
             the loss of an example is the mean over its scored tokens.
         activations: What enters W_O.
@@ -59,7 +59,7 @@ class UnitEvidence:
     """
 
     path: str
-    output_weight: Float[Tensor, "heads hidden head_dim"]
+    read_output: Callable[[], Tensor]
     gradients: Float[Tensor, "examples heads"] | None = None
     activations: Activations | None = None
     gram: Float[Tensor, "width width"] | None = None
@@ -69,6 +69,11 @@ class UnitEvidence:
     gates: Float[Tensor, " units"] | None = None
     scored: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0
+
+    @property
+    def output_weight(self) -> Float[Tensor, "heads hidden head_dim"]:
+        """W_O; a copy in float32, for as long as it is used."""
+        return self.read_output()
 
 
 @dataclass(frozen=True)

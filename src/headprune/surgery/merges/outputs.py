@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headprune.model.heads import HeadWeights
 from headprune.surgery.merges.spec import MergeActivations
-from headprune.tensors.least_squares import Moments, best_ridge, held_out, ridge_path
+from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
 RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)  # held-out sequences choose
 
@@ -66,15 +66,8 @@ def _fitted(
     fitted, judged = (
         Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
     )
-    whole = fitted + judged
-    if bias is not None:  # it takes care of the means
-        fitted, judged = fitted.centred(), judged.centred()
-    start = weight.double()
-    ridge, _ = best_ridge(fitted, judged, start, RIDGES)
-    (found,) = ridge_path(whole if bias is None else whole.centred(), start, [ridge])
-    if bias is not None:
-        bias = ((whole.output_sum - found @ whole.input_sum) / whole.tokens).to(bias)
-    return found.to(weight), bias
+    fit = fit_held_out((fitted, judged), weight.double(), RIDGES, bias is not None)
+    return fit.weight.to(weight), None if fit.shift is None else fit.shift.to(bias)
 
 
 def output_errors(heads: HeadWeights, activations: MergeActivations) -> Float[Tensor, " out"]:
