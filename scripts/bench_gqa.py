@@ -32,7 +32,7 @@ from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.distillation.heal import heal
 from headprune.evaluation.quality import embeddings
-from headprune.export.convert_gqa import convert_gqa
+from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.surgery.merges import NEEDS_CALIBRATION
 

@@ -30,7 +30,7 @@ from headprune.evaluation.last_words import last_word_columns, rows_of
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
 from headprune.evaluation.samples import Samples
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.loading import load_tokenizer
 from headprune.tensors.units import Unit

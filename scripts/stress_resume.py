@@ -39,7 +39,7 @@ from transformers.utils import logging
 
 from headprune.config import ConvertConfig, DataConfig, HealConfig, Train, TrainGatesConfig
 from headprune.distillation.heal import heal
-from headprune.export.convert_gqa import convert_gqa
+from headprune.exporting.convert_gqa import convert_gqa
 from headprune.gates.train_gates import train_gates
 
 COMMANDS = ("train-gates", "heal")

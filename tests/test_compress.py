@@ -22,7 +22,7 @@ from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.config import BudgetConfig, CompressConfig, HealConfig
 from headprune.console.compressed import contenders
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
-from headprune.export.refitting import JudgedRefit
+from headprune.exporting.refitting import JudgedRefit
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
@@ -98,7 +98,7 @@ def test_a_refit_that_makes_it_worse_is_not_taken(
             write_output(attention, -3 * heads, bias)
         return JudgedRefit(None, None)
 
-    monkeypatch.setattr("headprune.export.prune.judged_refit", spoiling)
+    monkeypatch.setattr("headprune.exporting.prune.judged_refit", spoiling)
     result = compressed(encoder, sentences, tmp_path / "spoilt", keep=0.75)
     assert [one.name for one in result.choice.contenders] == ["heads, fisher", sound.chosen.name]
     assert result.pruned.manifest.refit is None
@@ -288,7 +288,7 @@ def test_a_name_says_that_a_refit_was_left_out(
         return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
 
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
-    monkeypatch.setattr("headprune.export.prune.judged_refit", leaving)
+    monkeypatch.setattr("headprune.exporting.prune.judged_refit", leaving)
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.chosen.name == "KV groups, fisher, refit (left out)"
 

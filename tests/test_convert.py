@@ -25,8 +25,8 @@ from headprune.config import (
 )
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
-from headprune.export.convert_gqa import Converted, convert_gqa
-from headprune.export.prune import prune
+from headprune.exporting.convert_gqa import Converted, convert_gqa
+from headprune.exporting.prune import prune
 from headprune.family import FAMILIES
 from headprune.model import probes
 from headprune.model.attention import attention_of

@@ -30,7 +30,7 @@ from headprune.evidence.collection import collect
 from headprune.evidence.criteria import CRITERIA, Activations, UnitEvidence
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import gather, needs_of, score, scores_of
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.cost import STUB, model_cost

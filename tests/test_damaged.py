@@ -16,7 +16,7 @@ import headprune
 from headprune.config import CalibrationConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
-from headprune.export.prune import preview, prune
+from headprune.exporting.prune import preview, prune
 from headprune.io.markup import sentence
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity

@@ -35,7 +35,7 @@ from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate
-from headprune.export.convert_gqa import convert_gqa
+from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.heads import HeadWeights
 from headprune.surgery.merges.spec import Groups, MergeContext
 from tests import tiny

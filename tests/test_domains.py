@@ -18,8 +18,8 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import label, parted, within
 from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
-from headprune.export.card import quality_section
-from headprune.export.prune import prune
+from headprune.exporting.card import quality_section
+from headprune.exporting.prune import prune
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.recipe import options_of

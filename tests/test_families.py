@@ -20,7 +20,7 @@ import headprune
 from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
 from headprune.errors import DataError, FamilyError, PlanError, ProofError
 from headprune.evaluation.evaluate import evaluate
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.family import COMMON_SETTINGS, FAMILIES
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes

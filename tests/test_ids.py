@@ -26,8 +26,8 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.evaluation.sweep import sweep
 from headprune.evidence.score import score
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import prune
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.identity import id_of_model
 from headprune.proof.verify import verify

@@ -22,7 +22,7 @@ from headprune.declaration import COMMANDS
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.regression.check import CheckReport, check, update_baseline

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import PlanError
-from headprune.export.convert_gqa import Converted, KvPreview
-from headprune.export.prune import prune
+from headprune.exporting.convert_gqa import Converted, KvPreview
+from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.planning.kv_heads import Way, choose
@@ -214,7 +214,7 @@ def test_of_ways_to_one_number_the_cheapest_counts() -> None:
 
 def test_measuring_leaves_the_weights_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that is proven against weights that the measuring has changed proves nothing."""
-    from headprune.export import opened
+    from headprune.exporting import opened
 
     tiny.save(tiny.model("llama-gqa"), folder / "model")
     seen: list[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = []

@@ -23,7 +23,7 @@ from headprune.data.calibration import calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep
-from headprune.export.convert_gqa import convert_gqa
+from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.lengths import most_tokens, usable_length
 from tests import tiny
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.errors import CheckpointError
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.surgery.cut import resolve

@@ -28,10 +28,10 @@ from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError, ProofError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
-from headprune.export import prune as pruning
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import migrate, prune
-from headprune.export.publish import Pruned
+from headprune.exporting import prune as pruning
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import migrate, prune
+from headprune.exporting.publish import Pruned
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
 from headprune.model.attention import attention_of
@@ -451,7 +451,7 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
         raise AssertionError("it went to work")
 
     monkeypatch.setattr(pruning, "judged_refit", worked)
-    monkeypatch.setattr("headprune.export.convert_gqa.convert_in_sequence", worked)
+    monkeypatch.setattr("headprune.exporting.convert_gqa.convert_in_sequence", worked)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(ProofError, match="would show nothing"):
         prune(base, tmp_path / "out", plan=plan, refit=data, calibration=SMALL)
@@ -519,7 +519,7 @@ def test_a_checkpoint_of_the_hub_that_is_not_found_again_keeps_its_type(
 ) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
-    monkeypatch.setattr("headprune.export.publish.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.exporting.publish.stored_tensors", lambda *_: {})
     monkeypatch.setattr("headprune.model.opening.stored_tensors", lambda *_: {})
     monkeypatch.setattr("headprune.model.stored.stored_tensors", lambda *_: {})
     result = prune(base, tmp_path / "out", plan=plan)

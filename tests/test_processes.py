@@ -20,8 +20,8 @@ from headprune.cli import app as cli
 from headprune.config import ConvertConfig, DataConfig, HealConfig, Method, Train, TrainGatesConfig
 from headprune.distillation.heal import heal
 from headprune.errors import HeadpruneError
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import prune
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata

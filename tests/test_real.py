@@ -23,8 +23,8 @@ from headprune.config import (
 from headprune.distillation.heal import heal
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import prune
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.loading import from_pretrained, load_tokenizer

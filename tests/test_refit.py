@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError, PlanError
-from headprune.export.prune import prune
-from headprune.export.refitting import judged_refit
+from headprune.exporting.prune import prune
+from headprune.exporting.refitting import judged_refit
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.heads import read_heads, read_output, write_heads

@@ -25,8 +25,8 @@ from headprune.config import (
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import prune
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.reports.report import report
 from headprune.schemas.gates import GatesMetadata, write_gates
@@ -481,7 +481,7 @@ def test_what_cannot_be_reported_on(
 
 def test_a_check_is_shown_with_what_it_is_about(tmp_path: Path) -> None:
     from headprune.config import CheckConfig
-    from headprune.export.prune import prune
+    from headprune.exporting.prune import prune
     from headprune.regression.check import check as run_check
     from tests.cutting import uneven_plan
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig
 from headprune.errors import HeadpruneError
-from headprune.export.prune import preview, prune
+from headprune.exporting.prune import preview, prune
 from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.config import ConvertConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import migrate, prune
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import migrate, prune
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.proof import equivalence

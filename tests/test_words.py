@@ -19,7 +19,7 @@ from headprune.config import CalibrationConfig, DataConfig
 from headprune.console import tables
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.io import hub
 from headprune.model.attention import attention_of
 from headprune.model.loading import load_config

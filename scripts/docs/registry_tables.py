@@ -16,6 +16,7 @@ from headprune.evidence.criteria import CRITERIA
 from headprune.family.capabilities import capabilities
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
+from headprune.schemas.exports import ExportRecord
 from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Plan
@@ -33,6 +34,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "The report of `check`": CheckReport,
     "The baseline of `check`": Baseline,
     "`run.json`, of a recipe": RunRecord,
+    "`export.json`, in an export": ExportRecord,
 }
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from headprune.distillation.heal import Healed
     from headprune.estimates import Estimate, Sizes
-    from headprune.export.convert_gqa import Converted, KvPreview
+    from headprune.exporting.convert_gqa import Converted, KvPreview
 
 _HEAL = HealConfig(steps=1)  # for its other settings
 
@@ -134,7 +134,7 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPre
 
 def _preview(options: ConvertOptions, context: Context) -> KvPreview:
     from headprune.evidence.score import Watch
-    from headprune.export.convert_gqa import preview
+    from headprune.exporting.convert_gqa import preview
 
     return preview(
         options.model,
@@ -147,7 +147,7 @@ def _preview(options: ConvertOptions, context: Context) -> KvPreview:
 
 
 def _converted(options: ConvertOptions, output: Path, context: Context) -> Converted:
-    from headprune.export.convert_gqa import convert_gqa
+    from headprune.exporting.convert_gqa import convert_gqa
 
     return convert_gqa(
         options.model,
@@ -167,7 +167,7 @@ def show(result: Converted | Healed | KvPreview, options: ConvertOptions, consol
     """Prints how many KV heads are left, and what it cost."""
     from headprune.console import results
     from headprune.distillation.heal import Healed
-    from headprune.export.convert_gqa import KvPreview
+    from headprune.exporting.convert_gqa import KvPreview
 
     if isinstance(result, Healed):
         results.healed(console, result)
@@ -183,7 +183,7 @@ def _warnings(result: Converted | Healed | KvPreview) -> Iterable[str]:
 
 
 def _summary(result: Converted | Healed | KvPreview) -> str:
-    from headprune.export.convert_gqa import KvPreview
+    from headprune.exporting.convert_gqa import KvPreview
 
     if isinstance(result, KvPreview):
         return f"{result.kv_heads[1]} of {result.kv_heads[0]} KV heads, not written"

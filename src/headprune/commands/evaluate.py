@@ -46,7 +46,7 @@ class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading):
 def run(options: EvaluateOptions, context: Context) -> Report:
     """Measures it, and writes the report if that was asked for."""
     from headprune.evaluation.evaluate import evaluate
-    from headprune.export.card import rewrite_card
+    from headprune.exporting.card import rewrite_card
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import EVALUATION
     from headprune.schemas.manifest import read_manifest

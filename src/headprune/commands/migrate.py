@@ -12,7 +12,7 @@ from headprune.declaration import Chapter, Command, Context, Panel, declare, opt
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.export.publish import Pruned
+    from headprune.exporting.publish import Pruned
 
 
 class MigrateOptions(OneModel, Replacing, Cutting):
@@ -27,7 +27,7 @@ class MigrateOptions(OneModel, Replacing, Cutting):
 
 def run(options: MigrateOptions, context: Context) -> Pruned:
     """Rewrites it."""
-    from headprune.export.prune import migrate
+    from headprune.exporting.prune import migrate
 
     return migrate(
         options.model,

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.export.prune import Preview
-    from headprune.export.publish import Pruned
+    from headprune.exporting.prune import Preview
+    from headprune.exporting.publish import Pruned
 
 
 class PruneOptions(OneModel, CalibrationConfig, Columns, Replacing, Cutting):
@@ -96,7 +96,7 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
-    from headprune.export import prune
+    from headprune.exporting import prune
 
     evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "dtype")
     what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
@@ -157,7 +157,7 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
 def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
     """Prints what was cut, or would be."""
     from headprune.console import results
-    from headprune.export.prune import Preview
+    from headprune.exporting.prune import Preview
 
     if isinstance(result, Preview):
         results.preview(console, result)

@@ -17,9 +17,9 @@ from headprune.config import (
 )
 from headprune.declaration import Context
 from headprune.evidence.score import Watch, score
-from headprune.export.convert_gqa import convert_gqa
-from headprune.export.prune import prune
-from headprune.export.publish import Pruned
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
+from headprune.exporting.publish import Pruned
 from headprune.planning.plan import plan
 from headprune.schemas.records import MadeBy
 from headprune.tensors.units import Unit

@@ -19,8 +19,8 @@ from headprune.config import CompressConfig, DataConfig, HealConfig
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
 from headprune.errors import DataError, HeadpruneError, PlanError, TrainingError
-from headprune.export.card import write_card
-from headprune.export.publish import Pruned
+from headprune.exporting.card import write_card
+from headprune.exporting.publish import Pruned
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, reserved
 from headprune.model.attention import attention_of

@@ -11,6 +11,7 @@ from headprune.config.data import (
     data_configs,
     domain_name,
 )
+from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
 from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
 from headprune.config.training import (
     HealConfig,
@@ -68,6 +69,9 @@ __all__ = [
     "Domains",
     "Dtype",
     "EvaluateConfig",
+    "ExportConfig",
+    "ExportDtype",
+    "ExportProofBy",
     "Few",
     "Grouping",
     "HealConfig",

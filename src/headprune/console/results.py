@@ -13,9 +13,10 @@ from headprune.schemas.plan import Shape
 
 if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
-    from headprune.export.convert_gqa import Converted, KvPreview
-    from headprune.export.prune import Preview
-    from headprune.export.publish import Pruned
+    from headprune.exporting.convert_gqa import Converted, KvPreview
+    from headprune.exporting.export import Exported
+    from headprune.exporting.prune import Preview
+    from headprune.exporting.publish import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.gates.trainer import GateStep
     from headprune.pickles.import_pickle import Imported
@@ -175,7 +176,7 @@ def healed(console: Console, result: Healed) -> None:
 
 def proof(console: Console, manifest: Manifest) -> None:
     """What the verification measured."""
-    from headprune.export.card import proof_rows
+    from headprune.exporting.card import proof_rows
 
     console.print(
         "[bold green]verified[/]: outputs match; differences relative to the largest output"
@@ -187,9 +188,21 @@ def proof(console: Console, manifest: Manifest) -> None:
 
 
 def _sizes(console: Console, manifest: Manifest) -> None:
-    from headprune.export.card import sizes
+    from headprune.exporting.card import sizes
 
     console.print(before_after(sizes(manifest)))
+
+
+def exported(console: Console, result: Exported) -> None:
+    """What was written, and how it was proven."""
+    record = result.record
+    for change in record.changes:
+        console.print(f"[yellow]note:[/] {escape(change)}")
+    console.print(f"[bold green]verified[/], {escape(str(record.proof))}")
+    console.print(
+        f"Written to {escape(str(result.output))}: {escape(', '.join(record.files))} "
+        f"({result.bytes:,} bytes)."
+    )
 
 
 def verification(console: Console, result: Verification) -> None:

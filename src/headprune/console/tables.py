@@ -106,7 +106,7 @@ def folded(rows: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 def head_picture(part: AttentionPlan) -> Text:
     """One layer's heads by id, kept and gone, with a gap between KV groups: ``■■■ ··· ■■■``."""
-    from headprune.export.card import KEPT, heads_line  # with torch: not for every table
+    from headprune.exporting.card import KEPT, heads_line  # with torch: not for every table
 
     picture = Text()
     for sign in heads_line(part):

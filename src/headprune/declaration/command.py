@@ -28,6 +28,7 @@ class Chapter(str, Enum):
     CHOOSE = "Choose heads"
     CUT = "Make a model smaller"
     JUDGE = "Prove and measure"
+    SERVE = "Serve it"
     JOBS = "Whole jobs"
 
 
@@ -39,6 +40,7 @@ class Made(str, Enum):
     SCORES = "scores"
     PLAN = "plan"
     REPORT = "report"
+    EXPORT = "export"
 
 
 Result = TypeVar("Result")

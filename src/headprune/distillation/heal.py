@@ -26,7 +26,7 @@ from headprune.distillation.trainer import (
     trainable,
 )
 from headprune.errors import DataError, HeadpruneError
-from headprune.export.publish import Changes, Pruned, Stage, refuse_unprovable, write_proven
+from headprune.exporting.publish import Changes, Pruned, Stage, refuse_unprovable, write_proven
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of

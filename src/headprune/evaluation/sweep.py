@@ -28,7 +28,7 @@ from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Metric, ModelReport
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import Watch, score
-from headprune.export.prune import prune
+from headprune.exporting.prune import prune
 from headprune.io import ownership
 from headprune.io.figures import Series, curve, pareto, save
 from headprune.io.outputs import Input, claimed, whole_folder

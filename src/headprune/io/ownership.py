@@ -19,6 +19,7 @@ from headprune.io.parsing import read_json, read_yaml
 from headprune.runtime import MANIFEST
 
 IMPORTED = "import.json"
+EXPORTED = "export.json"
 _ANYWHERE = (".DS_Store", "Thumbs.db", "desktop.ini", ".gitattributes")  # of file managers and hubs
 # what a dead run of this or an older version left, and a download from the hub
 _LEFTOVERS = ("*.partial/new/*", "*.partial/old/*", "*.partial", ".cache/huggingface/*")
@@ -95,6 +96,12 @@ KINDS = (
         frozenset({"name", "versions", "steps"}),
         ("recipe.yaml", "requirements.lock", ".lock", ".partial/*"),
         _of_run,
+    ),
+    FolderKind(
+        EXPORTED,
+        frozenset({"versions", "format", "model", "proof", "files"}),
+        (),
+        _of_manifest,
     ),
     FolderKind(IMPORTED, frozenset({"headprune_version", "files"}), (), _of_import),
 )

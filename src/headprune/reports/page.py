@@ -14,7 +14,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from headprune._version import __version__
-from headprune.export import card
+from headprune.exporting import card
 from headprune.io.markup import xml_safe
 from headprune.reports import charts, words
 from headprune.reports.charts import Chart

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headprune.export.card import chosen_by
+from headprune.exporting.card import chosen_by
 from headprune.reports.charts import short_name
 from headprune.reports.discovery import (
     Found,

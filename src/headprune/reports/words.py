@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headprune.evaluation.metrics import label
-from headprune.export import card
+from headprune.exporting import card
 from headprune.reports.charts import mebibytes, short_name, speeds
 from headprune.reports.view import Facts, Quality, ShownEvaluation, ShownRun, ShownSweep
 from headprune.schemas.manifest import LineageStep

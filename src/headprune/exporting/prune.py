@@ -14,7 +14,7 @@ from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption
 from headprune.data.calibration import calibration as calibration_of
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
-from headprune.export.publish import (
+from headprune.exporting.publish import (
     Changes,
     OnModule,
     Pruned,
@@ -23,7 +23,7 @@ from headprune.export.publish import (
     refuse_unprovable,
     write_proven,
 )
-from headprune.export.refitting import JudgedRefit, judged_refit
+from headprune.exporting.refitting import JudgedRefit, judged_refit
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates

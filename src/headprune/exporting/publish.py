@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import LayoutOption
 from headprune.errors import PlanError
-from headprune.export.card import write_card
+from headprune.exporting.card import write_card
 from headprune.io import hub
 from headprune.io.folders import copy_companions
 from headprune.io.outputs import whole_folder

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import Watch
-from headprune.export.opened import Opened, open_for_merging, weighs
-from headprune.export.publish import (
+from headprune.exporting.opened import Opened, open_for_merging, weighs
+from headprune.exporting.publish import (
     Changes,
     OnModule,
     Pruned,

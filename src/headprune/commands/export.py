@@ -1,0 +1,66 @@
+"""headprune export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headprune.commands.shared import Replacing, Trust, made_by, model, output
+from headprune.config import ExportConfig, Place
+from headprune.declaration import Chapter, Command, Context, InRecipe, Made, declare
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.estimates import Estimate, Sizes
+    from headprune.exporting.export import Exported
+
+
+class ExportOptions(Replacing, Trust, ExportConfig):
+    """Write a model for an engine (llama.cpp), proven there or by reading it back."""
+
+    model: Place = model(metavar="FOLDER")
+    output: Path = output("Folder for the result.")
+
+
+def run(options: ExportOptions, context: Context) -> Exported:
+    """Writes and proves it."""
+    from headprune.exporting.export import export
+
+    return export(
+        options.model,
+        options.output,
+        options.part(ExportConfig),
+        overwrite=options.overwrite,
+        trust_remote_code=options.trust_remote_code,
+        made_by=made_by("export", options),
+        context=context,
+    )
+
+
+def show(result: Exported, options: ExportOptions, console: Console) -> None:
+    """Prints what was written, and how it was proven."""
+    from headprune.console.results import exported
+
+    exported(console, result)
+
+
+def _estimate(options: ExportOptions, sizes: Sizes) -> Estimate:
+    """Read and written tensor by tensor, and run once in both."""
+    from headprune.estimates import Estimate
+
+    dtype = options.out_dtype.value
+    stored = sizes.stored(dtype)
+    return Estimate(sizes.writing(dtype), sizes.computed() + stored, stored)
+
+
+declare(
+    Command(
+        "export",
+        Chapter.SERVE,
+        ExportOptions,
+        run,
+        show,
+        step=InRecipe(Made.EXPORT, lambda result: str(result.record.proof), _estimate),
+    ),
+)

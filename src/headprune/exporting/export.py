@@ -1,0 +1,122 @@
+"""headprune export: a model as an engine takes it, proven before it appears."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from headprune.config import ExportConfig, ExportDtype
+from headprune.declaration import Context
+from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
+from headprune.exporting.formats import FORMATS
+from headprune.exporting.formats.spec import Format, open_source
+from headprune.io.folders import sha256_of
+from headprune.io.outputs import claims_output, whole_folder
+from headprune.io.ownership import EXPORTED
+from headprune.model.identity import id_of_model
+from headprune.schemas.exports import ExportRecord
+from headprune.schemas.manifest import versions
+from headprune.schemas.records import MadeBy
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export.
+
+    Attributes:
+        output: The folder.
+        record: The record in it.
+        bytes: Bytes of its files, but for the record.
+    """
+
+    output: Path
+    record: ExportRecord
+    bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``: the record, and the size."""
+        return {**self.record.model_dump(mode="json"), "bytes": self.bytes}
+
+
+@claims_output("model")
+def export(
+    model: str | Path,
+    output: Path,
+    config: ExportConfig,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    made_by: MadeBy | None = None,
+    context: Context | None = None,
+) -> Exported:
+    """Writes a model for an engine and proves what was written.
+
+    Args:
+        model: A model folder.
+        output: Folder to write; it appears whole or not at all.
+        config: What is written.
+        overwrite: Replace an existing output.
+        trust_remote_code: Allow code that comes with the model.
+        made_by: The command, for the record, if it was one.
+        context: Who is told how it goes on.
+
+    Raises:
+        HeadpruneError: If the format cannot hold the model, or something that it needs is missing.
+        ProofError: If what was written computes something else.
+    """
+    context, form = context or Context(), FORMATS[config.to]
+    _refuse_missing(form, config)
+    if not Path(model).is_dir():
+        raise CheckpointError(f"There is no folder '{model}'. Give the folder of a model.")
+    context.stage("reading the model's facts")
+    source = open_source(Path(model), trust_remote_code)
+    reason = form.refusal(source, config)
+    if reason is not None:
+        raise PlanError(f"--to {config.to} cannot hold '{model}': {reason}")
+    with whole_folder(output) as folder:
+        context.stage(f"writing {config.to}")
+        changes = form.write(source, folder, config, context.step)
+        context.stage("proving what was written")
+        proof = form.prove(source, folder, config)
+        if not proof.passed:
+            raise ProofError(
+                f"--to {config.to}: what was written computes something else than '{model}': "
+                f"{proof}. Nothing was left there."
+            )
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        record = ExportRecord(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=versions(),
+            made_by=made_by,
+            format=config.to,
+            model=Path(model).name,
+            id=id_of_model(model),
+            changes=changes,
+            proof=proof,
+            files={file.relative_to(folder).as_posix(): sha256_of(file) for file in files},
+        )
+        (folder / EXPORTED).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        size = sum(file.stat().st_size for file in files)
+    return Exported(output, record, size)
+
+
+def _refuse_missing(form: Format, config: ExportConfig) -> None:
+    """Refuses a format whose packages are not installed, and an element type that it has not.
+
+    Raises:
+        HeadpruneError: Naming the extra, or the types.
+    """
+    missing = [name for name in form.modules if find_spec(name) is None]
+    if missing:
+        raise HeadpruneError(
+            f"--to {config.to} needs the package {' and '.join(missing)}, which is not installed: "
+            f"it comes with the extra '{form.extra}' of headprune."
+        )
+    if config.out_dtype not in (ExportDtype.AUTO, *form.dtypes):
+        known = ", ".join(dtype.value for dtype in (ExportDtype.AUTO, *form.dtypes))
+        raise HeadpruneError(
+            f"--to {config.to} has no weights in {config.out_dtype.value}. Give --out-dtype one of "
+            f"{known}."
+        )

@@ -1,0 +1,12 @@
+"""Formats: how a model is written for an engine. One file each; a new one is a row here."""
+
+from headprune.errors import PlanError
+from headprune.exporting.formats.gguf import gguf
+from headprune.exporting.formats.spec import ExportSource, Format
+from headprune.registry import Registry
+
+__all__ = ["FORMATS", "ExportSource", "Format"]
+
+FORMATS: Registry[Format] = Registry("format", PlanError)
+FORMATS.add("gguf", gguf)
+FORMATS.freeze()

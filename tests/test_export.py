@@ -1,0 +1,98 @@
+"""headprune export: what every format promises."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import headprune
+from headprune.errors import HeadpruneError, PlanError, ProofError
+from headprune.exporting import export as exporting
+from headprune.exporting.formats import FORMATS
+from headprune.registry import Registry
+from headprune.schemas.exports import read_export
+from tests import tiny
+from tests.test_cli import run
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.model("llama-gqa").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_help_names_every_format() -> None:
+    description = str(headprune.export.options.model_fields["to"].description)
+    assert all(name in description for name in FORMATS)
+    assert all(FORMATS[name].what for name in FORMATS)
+
+
+def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    line = ("export", folder, "--to", "gguf", "--output", out)
+    code, text, err = run(capsys, *line, "--json")
+    assert code == 0, err
+    record = read_export(out)
+    assert json.loads(text)["files"] == record.files
+    assert record.proof.passed and record.format == "gguf"
+    assert set(record.files) == {file.name for file in out.iterdir()} - {"export.json"}
+    code, _, err = run(capsys, *line)
+    assert code == 2 and "already exists" in err
+    assert run(capsys, *line, "--overwrite")[0] == 0
+    (out / "mine.txt").write_text("x")
+    code, _, err = run(capsys, *line, "--overwrite")
+    assert code == 2 and "mine.txt" in err
+
+
+def test_a_proof_that_fails_leaves_nothing(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = FORMATS["gguf"]
+
+    def nan(*given: object) -> object:
+        proof = right.prove(*given)  # type: ignore[arg-type]
+        return proof.model_copy(update={"difference": float("nan")})
+
+    registry: Registry[object] = Registry("format", PlanError)
+    registry.add("gguf", replace(right, prove=nan))  # type: ignore[arg-type]
+    monkeypatch.setattr(exporting, "FORMATS", registry)
+    with pytest.raises(ProofError, match=r"computes something else.*nan apart"):
+        headprune.export(folder, tmp_path / "out", to="gguf")
+    code, _, err = run(capsys, "export", folder, "--to", "gguf", "--output", tmp_path / "out")
+    assert code == 1 and "Nothing was left there" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"to": "guf"}, "No format named 'guf'. Did you mean 'gguf'"),
+        ({"to": "gguf", "model": "nope"}, "There is no folder 'nope'"),
+        ({"to": "gguf", "out_dtype": "q4"}, "out_dtype"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    settings: dict[str, str], message: str, folder: Path, tmp_path: Path
+) -> None:
+    given = {"model": str(folder), "output": tmp_path / "out", **settings}
+    with pytest.raises(HeadpruneError, match=message):
+        headprune.export(**given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named_with_its_extra(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    with pytest.raises(HeadpruneError, match="needs the package gguf.*extra 'llama-cpp'"):
+        headprune.export(folder, tmp_path / "out", to="gguf")
