@@ -14,6 +14,7 @@ from headprune.model.units import default_unit
 from headprune.proof import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads
+from headprune.tensors.units import Unit
 
 
 def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
@@ -40,6 +41,17 @@ def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
             )
     unit = default_unit(attentions)
     return Plan(unit=unit, model=identity(model, "tiny"), attentions=parts)
+
+
+def ragged_plan(model: PreTrainedModel) -> Plan:
+    """One head less in the first group of every layer: KV heads with unequal numbers of queries."""
+    parts = {
+        a.path: AttentionPlan(
+            query_heads=a.query_heads, kv_heads=a.kv_heads, keep=tuple(range(1, a.query_heads))
+        )
+        for a in attention_of(model)
+    }
+    return Plan(unit=Unit.HEAD, model=identity(model, "tiny"), attentions=parts)
 
 
 def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> equivalence.Proof:

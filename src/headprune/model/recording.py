@@ -117,9 +117,10 @@ def _recorded_attention(
     scaling = arguments.pop("scaling", None) or query.shape[-1] ** -0.5
     owners, facts = None, getattr(module, "headprune", None)
     if module.config.headprune_repeats:
-        owners = module.headprune_kv_of_query
+        owners = module.headprune_kv_of_query.numbers
     if facts is not None and facts.repeats_output:  # undone, so that there is one key per KV head
-        owners, key, value = facts.owners, key[:, facts.firsts], value[:, facts.firsts]
+        owners = facts.owners.numbers
+        key, value = facts.firsts.pick(key, 1), facts.firsts.pick(value, 1)
     call = RecordedCall(
         module=module,
         query=query,

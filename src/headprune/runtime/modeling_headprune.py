@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, Cache, EncoderDecoderCache, PreTrainedModel
@@ -334,7 +335,7 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
         norm = attention.module.get_submodule(name)
         ids = attention.query_ids if role == "q" else attention.kv_ids
         _change_class(norm, NarrowedNorm)
-        norm.headprune_heads = (ids, attention.head_dim)  # type: ignore[assignment]
+        norm.headprune_heads = Positions(ids), attention.head_dim  # type: ignore[assignment]
     _write_sizes(attention, family)
     mixin = _mixin(attention, family)
     if mixin is None:
@@ -360,7 +361,7 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     own: dict[str, Any] = {key: sizes[size] for key, size in family["config_follows"].items()}
     if repeated:
         own["_attn_implementation"] = REPEATING
-        module.headprune_kv_of_query = _owners(attention)  # type: ignore[assignment]
+        module.headprune_kv_of_query = Positions(_owners(attention))  # type: ignore[assignment]
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)  # type: ignore[assignment]
 
@@ -406,8 +407,8 @@ def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
             module.bias = _narrowed(module.get_parameter("bias"), 0, size)
     names = ("nx", "nf") if isinstance(module, Conv1D) else ("in_features", "out_features")
     setattr(module, names[0 if is_output else 1], size)
-    if is_output and size == 0 and isinstance(module, Conv1D):
-        module.__class__ = EmptyConv1D
+    if is_output and size == 0 and type(module) in _EMPTY:
+        module.__class__ = _EMPTY[type(module)]
 
 
 def _repeat_output(projection: ProjectionModule, attention: Attention, repeat: bool) -> None:
@@ -432,7 +433,7 @@ def _repeat_output(projection: ProjectionModule, attention: Attention, repeat: b
             start += queries if role == "q" else kv_heads
     _change_class(projection.module, RepeatingProjection)
     positions = [slot * head_dim + i for slot in slots for i in range(head_dim)]
-    projection.module.headprune_positions = positions  # type: ignore[assignment]
+    projection.module.headprune_positions = Positions(positions)  # type: ignore[assignment]
 
 
 def _resize_per_head(attention: nn.Module, name: str, heads: int) -> None:
@@ -460,6 +461,41 @@ class EmptyConv1D(Conv1D):  # type: ignore[misc]
         return self.bias.expand(*x.shape[:-1], self.nf)
 
 
+class EmptyLinear(nn.Linear):
+    """A Linear without inputs: its bias. Some engines multiply by an empty matrix to garbage."""
+
+    def forward(self, x: Any) -> Any:
+        output = x.new_zeros(*x.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+_EMPTY: dict[type, type] = {Conv1D: EmptyConv1D, nn.Linear: EmptyLinear}
+
+
+class Positions:
+    """Positions that are picked along one dimension, on whatever device the tensor is.
+
+    A list would be copied to that device in every layer and for every token.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = list(numbers)
+        self._by_device: dict[torch.device, torch.Tensor] = {}
+
+    def __reduce__(self) -> Any:
+        return Positions, (self.numbers,)
+
+    def pick(self, tensor: Any, dim: int) -> Any:
+        """The entries of ``tensor`` at these positions."""
+        index = self._by_device.get(tensor.device)
+        if index is None:
+            index = torch.tensor(self.numbers, dtype=torch.long, device=tensor.device)
+            # tensors of a trace are none to go on with
+            if type(index) is torch.Tensor and not torch.compiler.is_compiling():
+                self._by_device[tensor.device] = index
+        return tensor.index_select(dim, index)
+
+
 class LayerConfig:
     """The model's config as one layer sees it: its own head counts, everything else shared."""
 
@@ -473,7 +509,8 @@ class LayerConfig:
         return getattr(self.__dict__["shared"], name)
 
 
-REPEATING = "headprune_repeating"
+# transformers has one table for all files of this name that lie beside results of other versions
+REPEATING = f"headprune_repeating_{SCHEMA}"
 
 
 def repeating_attention(
@@ -489,7 +526,7 @@ def repeating_attention(
     name = module.config.shared._attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     owners = module.headprune_kv_of_query
-    return attention(module, query, key[:, owners], value[:, owners], *args, **kwargs)
+    return attention(module, query, owners.pick(key, 1), owners.pick(value, 1), *args, **kwargs)
 
 
 AttentionInterface.register(REPEATING, repeating_attention)
@@ -498,14 +535,14 @@ AttentionInterface.register(REPEATING, repeating_attention)
 class _SharingCache:
     """A cache that holds every KV head once, for an attention that speaks of one per query head."""
 
-    def __init__(self, cache: Any, firsts: list[int], owners: list[int]) -> None:
+    def __init__(self, cache: Any, firsts: Positions, owners: Positions) -> None:
         self.cache, self.firsts, self.owners = cache, firsts, owners
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         """Stores each KV head once, and returns all that are stored once per query head."""
-        own = keys[:, self.firsts], values[:, self.firsts]
+        own = self.firsts.pick(keys, 1), self.firsts.pick(values, 1)
         keys, values = self.cache.update(*own, *args, **kwargs)
-        return keys[:, self.owners], values[:, self.owners]
+        return self.owners.pick(keys, 1), self.owners.pick(values, 1)
 
     @property
     def layers(self) -> Any:
@@ -515,7 +552,7 @@ class _SharingCache:
     def __getitem__(self, layer: int) -> Any:
         stored = self.cache.layers[layer]
         return SimpleNamespace(
-            keys=stored.keys[:, self.owners], values=stored.values[:, self.owners]
+            keys=self.owners.pick(stored.keys, 1), values=self.owners.pick(stored.values, 1)
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -524,7 +561,7 @@ class _SharingCache:
         return getattr(self.cache, name)
 
 
-def _sharing(cache: Any, firsts: list[int], owners: list[int]) -> Any:
+def _sharing(cache: Any, firsts: Positions, owners: Positions) -> Any:
     if isinstance(cache, EncoderDecoderCache):
         both = copy.copy(cache)
         for part in ("self_attention_cache", "cross_attention_cache"):
@@ -537,10 +574,11 @@ class _Facts:
     """What a changed attention class must know of its module."""
 
     def __init__(self, attention: Attention, family: Mapping[str, Any]) -> None:
-        self.query_ids = list(attention.query_ids)
+        owners = _owners(attention)
+        self.query_ids = Positions(attention.query_ids)
         self.repeats_output = _repeats_output(attention, family)
-        self.owners = _owners(attention)
-        self.firsts = [self.owners.index(kv) for kv in range(attention.kv_heads)]
+        self.owners = Positions(owners)
+        self.firsts = Positions([owners.index(kv) for kv in range(attention.kv_heads)])
         self.arguments = dict(family["head_arguments"])
         self.without_heads = family["without_heads"]
         inside = (
@@ -568,13 +606,13 @@ def _blank(mixin: type, native: type) -> Any:
 class NarrowedNorm(_Changed):
     """A norm over all heads of the original model, of whose output some heads are used."""
 
-    headprune_heads: tuple[tuple[int, ...], int]
+    headprune_heads: tuple[Positions, int]
 
     def forward(self, hidden_states: Any) -> Any:
         heads, head_dim = self.headprune_heads
         whole = super().forward(hidden_states)  # type: ignore[misc]
         by_head = whole.view(*whole.shape[:-1], -1, head_dim)
-        return by_head[..., list(heads), :].flatten(-2)
+        return heads.pick(by_head, -2).flatten(-2)
 
 
 class RepeatingProjection(_Changed):
@@ -583,7 +621,8 @@ class RepeatingProjection(_Changed):
     headprune_positions: Any
 
     def forward(self, hidden_states: Any) -> Any:
-        return super().forward(hidden_states)[..., self.headprune_positions]  # type: ignore[misc]
+        whole = super().forward(hidden_states)  # type: ignore[misc]
+        return self.headprune_positions.pick(whole, -1)
 
 
 class PartOfHeads(_Changed):
@@ -620,11 +659,11 @@ class PartOfHeads(_Changed):
         ids = self.headprune.query_ids
         if dim == "batch":
             if tensor.shape[0] == batch and tensor.dim() > 3:  # not folded together after all
-                return tensor[:, ids]
-            return tensor.unflatten(0, (batch, -1))[:, ids].flatten(0, 1)
+                return ids.pick(tensor, 1)
+            return ids.pick(tensor.unflatten(0, (batch, -1)), 1).flatten(0, 1)
         if tensor.shape[dim] == 1:  # the same for all heads
             return tensor
-        return tensor[(slice(None),) * int(dim) + (ids,)]
+        return ids.pick(tensor, int(dim))
 
 
 class PartOfSharedBias(PartOfHeads):
@@ -795,6 +834,7 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
         native.__init__(self, config, *inputs, **kwargs)
         apply_layout(self, config.headprune)
 
+    __init__.__annotations__ = {}  # strings here; vLLM asks isinstance of what is annotated
     body = {
         "__init__": __init__,
         # transformers renames old checkpoint keys for its own classes only, and this is one of them
