@@ -2,6 +2,8 @@
 
 from headprune.errors import PlanError
 from headprune.exporting.formats.gguf import gguf
+from headprune.exporting.formats.onnx import onnx
+from headprune.exporting.formats.openvino import openvino
 from headprune.exporting.formats.spec import ExportSource, Format
 from headprune.registry import Registry
 
@@ -9,4 +11,6 @@ __all__ = ["FORMATS", "ExportSource", "Format"]
 
 FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf)
+FORMATS.add("onnx", onnx)
+FORMATS.add("openvino", openvino)
 FORMATS.freeze()

@@ -1,0 +1,1 @@
+"""Engines that run exported models: each is a file, and a row of ``spec.ENGINES``."""

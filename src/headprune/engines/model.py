@@ -1,0 +1,149 @@
+"""An exported model that is called as its class in transformers is, and runs in an engine.
+
+What probes, measures and times a model so does the same with an exported one. The class without its
+weights says what the model is; its graphs say what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.engines.spec import DECODER, ENCODER, ENGINES, MODEL, PAST, PRESENT, LoadedGraph
+from headprune.errors import CheckpointError
+from headprune.model.loading import load_config, native_of
+from headprune.model.sizes import without_weights
+from headprune.runtime.modeling_headprune import pruned_class
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a decoder has read.
+
+    Attributes:
+        ids: The tokens, shape (batch, length).
+        cache: Its keys and values by their names as inputs; empty where a graph has no cache and
+            reads all tokens again.
+    """
+
+    ids: Tensor
+    cache: Mapping[str, Tensor]
+
+
+class Outputs(dict[str, Any]):
+    """Outputs by name, which are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class RunByEngine:
+    """Mixed into a model class, whose weights are never asked for."""
+
+    config: Any
+    headprune_graphs: dict[str, LoadedGraph]
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        """Itself: an engine is where it is."""
+        return self
+
+    def get_output_embeddings(self) -> None:
+        """None that could be called by itself."""
+
+    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Outputs:
+        """Runs the graphs; arguments are those of the class, ``past_key_values`` a ``Past``."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        past = given.pop("past_key_values", None)
+        if DECODER in self.headprune_graphs:
+            return self._encoded_and_decoded(input_ids, given, past)
+        assert input_ids is not None
+        graph = self.headprune_graphs[MODEL]
+        if past is None:
+            past = Past(input_ids[:, :0], _empty_cache(graph, len(input_ids)))
+        ids = torch.cat([past.ids, input_ids], 1)
+        new = input_ids.shape[1]
+        known = {
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(ids.shape[1]).expand(len(ids), -1)[:, -new:],
+            "token_type_ids": torch.zeros_like(ids),
+            **given,
+            **past.cache,
+            "input_ids": input_ids,
+        }
+        return self._run(graph, known, ids)
+
+    def _run(self, graph: LoadedGraph, known: Mapping[str, Any], ids: Tensor) -> Outputs:
+        found = Outputs(graph.run({name: known[name] for name in graph.inputs}))
+        names = [name for name in found if name.startswith(f"{PRESENT}.")]
+        cache = {PAST + name.removeprefix(PRESENT): found.pop(name) for name in names}
+        return Outputs(found, past_key_values=Past(ids, cache))
+
+    def _encoded_and_decoded(
+        self, input_ids: Tensor | None, given: dict[str, Any], past: Past | None
+    ) -> Outputs:
+        target = given["decoder_input_ids"]
+        states = given.get("encoder_outputs", (None,))[0]
+        mask = given.get("attention_mask")
+        if states is None:
+            assert input_ids is not None
+            mask = torch.ones_like(input_ids) if mask is None else mask
+            source = {"input_ids": input_ids, "attention_mask": mask}
+            states = self.headprune_graphs[ENCODER].run(source)["last_hidden_state"]
+        if mask is None:
+            mask = torch.ones(states.shape[:2], dtype=torch.long)
+        ids = target if past is None else torch.cat([past.ids, target], 1)
+        known = {
+            "input_ids": ids,
+            "encoder_hidden_states": states,
+            "encoder_attention_mask": mask,
+        }
+        found = self._run(self.headprune_graphs[DECODER], known, ids)
+        logits = found.logits[:, -target.shape[1] :]
+        return Outputs(found, logits=logits, encoder_last_hidden_state=states)
+
+
+def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:
+    """A cache of no tokens: of its sizes that change, the first is the batch."""
+    return {
+        name: torch.zeros([batch, *(size or 0 for size in shape[1:])])
+        for name, shape in graph.inputs.items()
+        if name.startswith(PAST)
+    }
+
+
+def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
+    """Loads an exported model into an engine.
+
+    Args:
+        folder: What ``headprune export`` wrote.
+        engine: The engine.
+
+    Raises:
+        HeadpruneError: If it was written for another engine, or this one is not installed.
+    """
+    row = ENGINES[engine]
+    files = row.graphs_in(Path(folder))
+    if not files:
+        raise CheckpointError(
+            f"'{folder}' holds no {row.file.format(MODEL)}, so {engine} cannot run it. Give a "
+            "folder that 'headprune export' wrote for it."
+        )
+    config = load_config(folder)
+    native = native_of(config)
+    cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
+    net = without_weights(cls, config).eval()
+    net.__class__ = type(native.__name__, (RunByEngine, cls), {})
+    net.headprune_graphs = {name: row.load(file) for name, file in files.items()}
+    return net

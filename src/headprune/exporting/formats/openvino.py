@@ -1,0 +1,52 @@
+"""OpenVINO's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headprune.config import ExportConfig, ExportDtype
+from headprune.engines.spec import ENGINES
+from headprune.exporting.formats.spec import ExportSource, Format, OnStep
+from headprune.exporting.graphs import Graph
+from headprune.exporting.run_by_engine import prove, refusal, write_graphs
+from headprune.schemas.exports import ExportProof
+
+_ENGINE = "openvino"
+
+
+def _save(graph: Graph, folder: Path) -> None:
+    import openvino
+
+    shapes = [
+        openvino.PartialShape([-1 if i in graph.dims[name] else n for i, n in enumerate(one.shape)])
+        for name, one in graph.inputs.items()
+    ]
+    model = openvino.convert_model(
+        graph.module, example_input=tuple(graph.inputs.values()), input=shapes
+    )
+    for ports, names in ((model.inputs, graph.inputs), (model.outputs, graph.outputs)):
+        for port, name in zip(ports, names, strict=True):
+            port.get_tensor().set_names({name})
+    file = folder / ENGINES[_ENGINE].file.format(graph.name)
+    openvino.save_model(model, str(file), compress_to_fp16=False)
+
+
+def _write(
+    source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
+) -> tuple[str, ...]:
+    return write_graphs(source, folder, _save, on_step)
+
+
+def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
+    return prove(source, folder, _ENGINE)
+
+
+openvino = Format(
+    what="OpenVINO: encoders, decoders with their cache, encoder-decoders",
+    refusal=refusal,
+    write=_write,
+    prove=_prove,
+    dtypes=(ExportDtype.FLOAT32,),
+    modules=(_ENGINE,),
+    extra="openvino",
+)

@@ -1,0 +1,89 @@
+"""What the formats of graphs share: what lies beside the graphs, and their proof."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from headprune.config import ExportConfig, ExportProofBy
+from headprune.engines.model import open_exported
+from headprune.exporting.formats.spec import ExportSource, OnStep
+from headprune.exporting.graphs import Graph, graphs_of, unfit
+from headprune.io.folders import copy_companions
+from headprune.io.parsing import read_json
+from headprune.model.probes import probe, probe_inputs
+from headprune.proof.equivalence import allowed, difference
+from headprune.schemas.exports import ExportProof
+
+Save = Callable[[Graph, Path], None]
+
+
+def refusal(source: ExportSource, config: ExportConfig) -> str | None:
+    """Why graphs cannot hold a model; None if they can."""
+    if config.prove is ExportProofBy.READ_BACK:
+        return "what was written is proven by running it. Give --prove engine."
+    return unfit(source.net)
+
+
+@torch.no_grad()
+def write_graphs(
+    source: ExportSource, folder: Path, save: Save, on_step: OnStep, cached: bool = True
+) -> tuple[str, ...]:
+    """Writes the graphs of a model, its config and its tokenizer.
+
+    Args:
+        source: The model.
+        folder: Where to.
+        save: Writes one graph into the folder.
+        on_step: Told how many graphs are written, and how many there are.
+        cached: Whether a decoder takes and gives its cache.
+    """
+    net = source.load()
+    graphs = graphs_of(net, cached)
+    for done, graph in enumerate(graphs):
+        on_step(done, len(graphs))
+        with _quiet():
+            save(graph, folder)
+    config = read_json(source.folder / "config.json")
+    config.pop("auto_map", None)  # names code that stays behind
+    text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    copy_companions(source.folder, folder)
+    return ()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what exporters warn of: the proof finds what matters of it."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def prove(source: ExportSource, folder: Path, engine: str) -> ExportProof:
+    """Compares what an engine makes of an exported model with what torch makes of the model."""
+    net: PreTrainedModel = source.load()
+    inputs = probe_inputs(net)
+    wanted, found = probe(net, inputs), probe(open_exported(folder, engine), inputs)
+    gap = difference(wanted, found)
+    return ExportProof(
+        how="engine",
+        engine=f"{engine} {version(engine)}",
+        compared=", ".join(name.replace("_", " ") for name in wanted),
+        difference=gap,
+        tolerance=allowed(net, inputs, wanted, gap),
+    )
