@@ -67,7 +67,8 @@ def load(
         drop_unexpected=drop_unexpected,
         weights=weights,
     )
-    net = placed(net)
+    if weights:
+        net = placed(net)
     net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
     if not assume_supported:
         refuse_unknown_settings(net.config)
