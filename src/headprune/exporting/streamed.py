@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune import memory
@@ -23,7 +24,7 @@ from headprune.exporting.publish import (
     write_proven,
 )
 from headprune.io.outputs import whole_folder
-from headprune.io.shards import write_shards
+from headprune.io.shards import Piece, write_shards
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
 from headprune.model.skeleton import Unmapped
@@ -67,6 +68,7 @@ def write_streamed(
     order: Order,
     how: Streaming,
     whole: Callable[[], PreTrainedModel],
+    changed: Collection[str] = (),
 ) -> Pruned:
     """Cuts a checkpoint shard by shard and proves the folder.
 
@@ -78,27 +80,32 @@ def write_streamed(
         cuts: What it loses.
         order: What is written.
         how: How that goes.
-        whole: Loads the model with its weights.
+        whole: Gives the model with its weights.
+        changed: The weights that are others there than in the checkpoint.
 
     Raises:
         CheckpointError: If a file cannot be read or written.
         ProofError: If the result is not what it should be.
     """
     before, source = counts(net, cuts), stored_tensors(order.origin)
-    too_large, expected = how.too_large(net), None
+    too_large = None if changed else how.too_large(net)
     try:
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
+        if not set(changed) <= {piece.live for piece in pieces}:
+            raise Unmapped("What was trained is no tensor of the checkpoint.")
     except Unmapped as why:
         if how.proof is ProofOption.TENSORS:
             raise CheckpointError(
                 f"--proof tensors: {why} Such a model is cut in memory; leave out --proof."
             ) from None
         net = whole()
-        return write_proven(net, resolve(order.plan, net, ragged=True), order, how.on_stage)
+        return write_proven(net, _resolved(order, net), order, how.on_stage)
     facts = described(net, order, shape, before, cuts)
+    expected = None
     if how.proof is not ProofOption.TENSORS and too_large is None:
         how.on_stage("probing the gated original")
-        expected = _expected(whole(), order)  # nothing holds the model when that is done
+        expected, held = _expected(whole(), order, changed)  # then nothing holds the model
+        pieces = [_of_memory(piece, held) for piece in pieces]
     with whole_folder(order.output) as folder:
         how.on_stage("cutting shard by shard")
         with uneven_heads_are_known():
@@ -115,6 +122,24 @@ def write_streamed(
     return replace(pruned, warnings=warnings)
 
 
-def _expected(net: PreTrainedModel, order: Order) -> equivalence.Expectation:
-    cuts = resolve(order.plan, net, ragged=True)
-    return equivalence.expect_stored(net, cuts, order.stored)[0]
+def _resolved(order: Order, net: PreTrainedModel) -> list[Cut]:
+    """The cuts of a model that may have other weights by now than the one the plan names."""
+    return resolve(order.plan.model_copy(update={"model": None}), net, ragged=True)
+
+
+def _expected(
+    net: PreTrainedModel, order: Order, changed: Collection[str]
+) -> tuple[equivalence.Expectation, dict[str, Tensor]]:
+    """What the result must compute, and the weights that changed, as they are stored."""
+    expected, _ = equivalence.expect_stored(net, _resolved(order, net), order.stored)
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+    return expected, {name: parameters[name] for name in changed}
+
+
+def _of_memory(piece: Piece, held: Mapping[str, Tensor]) -> Piece:
+    """A piece of a weight that changed, which has taken up its gates."""
+    weight = held.get(piece.live or "")
+    if weight is None:
+        return piece
+    kept = None if piece.kept is None else replace(piece.kept, scale=None)
+    return replace(piece, source=weight, kept=kept, computed=weight.dtype)

@@ -89,14 +89,17 @@ class Piece:
 
     Attributes:
         name: Its name.
-        source: The tensor that it is a part of.
+        live: The name of what it is a part of in the model, uncut; None for one of several tensors
+            that are one there.
+        source: The tensor that it is a part of, in a file, or in memory if it was changed.
         kept: Which part, and times what; None for all of it.
         computed: Element type that it is computed in.
         dtype: Element type that it is written in.
     """
 
     name: str
-    source: StoredTensor
+    live: str | None
+    source: StoredTensor | Tensor
     kept: IndexMap | None
     computed: torch.dtype
     dtype: torch.dtype
@@ -153,11 +156,17 @@ class Piece:
         return written
 
 
-def _read(source: StoredTensor, rows: Sequence[int]) -> Iterator[Tensor]:
+def _read(source: StoredTensor | Tensor, rows: Sequence[int]) -> Iterator[Tensor]:
     """Rows of a tensor, neighbours read at once, at most a block of them."""
-    dtype, count = SAFETENSORS[source.dtype], max(source.shape[0] if source.shape else 1, 1)
-    width = source.bytes // count
+    count = max(source.shape[0] if source.shape else 1, 1)
+    width = (source.nbytes if isinstance(source, Tensor) else source.bytes) // count
     most, start = max(1, BLOCK // max(width, 1)), 0
+    if isinstance(source, Tensor):
+        held = source.detach() if source.shape else source.detach()[None]
+        for start in range(0, len(rows), most):
+            yield held[list(rows[start : start + most])]
+        return
+    dtype = SAFETENSORS[source.dtype]
     if not width:
         yield torch.empty((len(rows), *source.shape[1:]), dtype=dtype)
         return
@@ -197,6 +206,19 @@ def bytes_between(source: StoredTensor, start: int, end: int) -> Tensor:
     with _damage_is(source.file), source.file.open("rb") as file:
         _fill(file.fileno(), part, source.start + start)
     return part
+
+
+def same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
+    """Whether two tensors are the same to the bit.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    starts = range(0, one.bytes, BLOCK)
+    parts = ((start, min(start + BLOCK, one.bytes)) for start in starts)
+    return all(torch.equal(bytes_between(one, *part), bytes_between(two, *part)) for part in parts)
 
 
 def first_numbers(source: StoredTensor, count: int) -> Tensor:
