@@ -11,6 +11,7 @@ from headprune.commands.shared import (
     Columns,
     Cutting,
     OneModel,
+    Placed,
     Replacing,
     Streamed,
     made_by,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from headprune.export.publish import Pruned
 
 
-class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting):
+class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting, Placed):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}
@@ -111,20 +112,21 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     if options.output is None or options.dry_run:
         return prune.preview(options.model, **what)
     output, options = options.output, _as_scored(options, context)
-    return prune.prune(
-        options.model,
-        output,
-        refit=options.source(options.refit),
-        calibration=options.part(CalibrationConfig),
-        overwrite=options.overwrite,
-        out_dtype=options.out_dtype,
-        on_stage=context.stage,
-        made_by=made_by("prune", options),
-        on_module=context.step,
-        proof=options.proof,
-        max_shard_size=options.max_shard_size,
-        **what,
-    )
+    with options.placing(context):
+        return prune.prune(
+            options.model,
+            output,
+            refit=options.source(options.refit),
+            calibration=options.part(CalibrationConfig),
+            overwrite=options.overwrite,
+            out_dtype=options.out_dtype,
+            on_stage=context.stage,
+            made_by=made_by("prune", options),
+            on_module=context.step,
+            proof=options.proof,
+            max_shard_size=options.max_shard_size,
+            **what,
+        )
 
 
 def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, Replacing, Units, model, output
+from headprune.commands.shared import Columns, Cutting, Placed, Replacing, Units, model, output
 from headprune.config import CalibrationConfig, Names, Place
 from headprune.declaration import (
     Chapter,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.schemas.scores import Scores
 
 
-class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting):
+class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting, Placed):
     """Score every head by one or more criteria, without training."""
 
     model: Place | None = model(None, "[MODEL]")
@@ -68,19 +68,20 @@ def run(options: ScoreOptions, context: Context) -> Scores:
         raise HeadpruneError("--figure goes with --show DIR, which draws scores.")
     from headprune.evidence.score import Watch, score
 
-    return score(
-        options.model,
-        options.output,
-        options.criterion,
-        options.source(options.data),
-        options.part(CalibrationConfig),
-        unit=options.unit,
-        attention=options.attention,
-        gates=options.gates,
-        overwrite=options.overwrite,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
-    )
+    with options.placing(context):
+        return score(
+            options.model,
+            options.output,
+            options.criterion,
+            options.source(options.data),
+            options.part(CalibrationConfig),
+            unit=options.unit,
+            attention=options.attention,
+            gates=options.gates,
+            overwrite=options.overwrite,
+            **options.loading(),
+            watch=Watch(stage=context.stage, step=context.step),
+        )
 
 
 def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:

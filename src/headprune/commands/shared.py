@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from headprune.config import (
@@ -14,7 +15,8 @@ from headprune.config import (
     ShardSize,
     data_configs,
 )
-from headprune.declaration import Options, Panel, Slot, option
+from headprune.declaration import Context, Options, Panel, Slot, option
+from headprune.placements import Placement, placing
 from headprune.tensors.units import Unit
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ def made_by(command: str, options: Options) -> MadeBy:
     """The record of a command in what it wrote: all that has a part in the result."""
     from headprune.schemas.records import MadeBy  # with torch
 
-    apart = {"output", "overwrite", "resume"}  # where it lies, and how it came to be there
+    # where it lies, and how it came to be there
+    apart = {"output", "overwrite", "resume", "placement"}
     return MadeBy(
         command=command, options=options.model_dump(mode="json", exclude=apart, exclude_none=True)
     )
@@ -67,6 +70,21 @@ class OneModel(Options):
     """What a command works on."""
 
     model: Place = model()
+
+
+class Placed(Options):
+    """How much of a model is in memory at once."""
+
+    placement: Placement = option(
+        "How much of a model is in memory at once. whole: all of it. layers: one layer, read from "
+        "the checkpoint as it runs, in any memory. auto: whole where it fits.",
+        Placement.AUTO,
+        in_recipes=False,
+    )
+
+    def placing(self, context: Context) -> AbstractContextManager[None]:
+        """Has models placed so for the time of a ``with`` block."""
+        return placing(self.placement, context.line)
 
 
 class Trust(Options):

@@ -23,10 +23,9 @@ from headprune.export.publish import (
     Stage,
     check_shape,
     refuse_unprovable,
-    write_proven,
 )
 from headprune.export.refitting import JudgedRefit, judged_refit
-from headprune.export.streamed import Streaming, write_streamed
+from headprune.export.streamed import Streaming, write_changed, write_streamed
 from headprune.io.outputs import claims_output
 from headprune.io.shards import SHARD
 from headprune.model.attention import attention_of
@@ -36,6 +35,7 @@ from headprune.model.loading import (
     load_config,
 )
 from headprune.model.opening import load, result_dtypes
+from headprune.model.residency import present
 from headprune.model.units import unit_sizes
 from headprune.planning.from_evidence import PlanSource, from_gates, plan_from, refuse_source
 from headprune.planning.from_scores import plan_from_scores
@@ -189,7 +189,7 @@ def prune(
     )
     work = Changes(done, judged.taken, made_by)
     order = Order(source, model, chosen, output, stored, work, max_shard_size)
-    pruned = write_proven(net, cuts, order, on_stage)
+    pruned = write_changed(net, cuts, order, Streaming(proof, on_stage, on_module))
     said = judged.warnings if refit is not None else _warnings(evidence, chosen)
     return replace(pruned, warnings=(*pruned.warnings, *said))
 
@@ -338,6 +338,8 @@ def _shape_costs(
 
 @torch.no_grad()
 def _load_weights(net: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    parameters = dict(net.named_parameters())
     for name, value in weights.items():
-        parameters[name].copy_(value)
+        owner, _, last = name.rpartition(".")
+        module = net.get_submodule(owner)
+        with present(module):
+            module.get_parameter(last).copy_(value)

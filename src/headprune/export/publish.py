@@ -21,7 +21,8 @@ from headprune.io.outputs import whole_folder
 from headprune.io.shards import SHARD
 from headprune.model import probes
 from headprune.model.identity import id_of_model
-from headprune.model.loading import auto_class_of, from_pretrained, uneven_heads_are_known
+from headprune.model.loading import auto_class_of, uneven_heads_are_known
+from headprune.model.opening import from_pretrained_placed
 from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
@@ -178,7 +179,8 @@ def proven_outputs(
     Raises:
         ProofError: If they differ.
     """
-    reloaded = probes.probe(from_pretrained(folder, dtype=expected.dtype), expected.inputs)
+    again = from_pretrained_placed(folder, expected.dtype)
+    reloaded = probes.probe(again, expected.inputs)
     return {
         "proof": equivalence.conclude(expected, cut, reloaded),
         "probe": equivalence.sample(expected.inputs, expected.wanted),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -23,16 +24,16 @@ from headprune.export.publish import (
     write_proven,
 )
 from headprune.io.outputs import whole_folder
-from headprune.io.shards import write_shards
+from headprune.io.shards import Piece, write_shards
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
+from headprune.model.residency import residency_of
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
+from headprune.placements import ROOM
 from headprune.proof import equivalence, tensors
 from headprune.surgery.cut import Cut, resolve
 from headprune.surgery.streamed import cut_pieces
-
-ROOM = 1.25  # times the weights, for what they compute
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,51 @@ def write_streamed(
     if how.proof is not ProofOption.TENSORS and too_large is None:
         how.on_stage("probing the gated original")
         expected = _expected(whole(), order)  # nothing holds the model when that is done
+    pruned = _written(net, pieces, order, how, facts, expected)
+    warnings = (*pruned.warnings, *([too_large] if too_large else []))
+    return replace(pruned, warnings=warnings)
+
+
+def write_changed(net: PreTrainedModel, cuts: list[Cut], order: Order, how: Streaming) -> Pruned:
+    """Cuts a model whose weights have changed, writes it and proves the folder.
+
+    In memory; or shard by shard, where the model runs layer by layer.
+
+    Args:
+        net: The model, uncut.
+        cuts: The plan, resolved on it.
+        order: What is written.
+        how: How that goes.
+
+    Raises:
+        CheckpointError: If a file cannot be read or written.
+        ProofError: If the result does not compute what the gated ``net`` computes.
+    """
+    residency = residency_of(net)
+    if residency is None:
+        return write_proven(net, cuts, order, how.on_stage)
+    before = counts(net, cuts)
+    how.on_stage("probing the gated original")
+    expected, cuts = equivalence.expect_stored(net, cuts, order.stored)
+    residency.detach()
+    source = {**stored_tensors(order.origin), **residency.changed}
+    try:
+        pieces, shape = cut_pieces(net, cuts, order.stored, source)
+    except Unmapped as why:
+        raise CheckpointError(f"--placement layers: {why} Use --placement whole.") from None
+    facts = described(net, order, shape, before, cuts)
+    return _written(net, pieces, order, how, facts, expected)
+
+
+def _written(
+    net: PreTrainedModel,
+    pieces: list[Piece],
+    order: Order,
+    how: Streaming,
+    facts: dict[str, Any],
+    expected: equivalence.Expectation | None,
+) -> Pruned:
+    """Writes the tensors of a result, and compares outputs, or tensors where none are expected."""
     with whole_folder(order.output) as folder:
         how.on_stage("cutting shard by shard")
         with uneven_heads_are_known():
@@ -110,9 +156,7 @@ def write_streamed(
             facts |= proven_outputs(folder, expected, None)
         else:
             facts["tensor_proof"] = tensors.compare(folder, pieces, how.on_tensor)
-        pruned = finished(folder, order, facts, passed_over(net, source))
-    warnings = (*pruned.warnings, *([too_large] if too_large else []))
-    return replace(pruned, warnings=warnings)
+        return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
 
 
 def _expected(net: PreTrainedModel, order: Order) -> equivalence.Expectation:
