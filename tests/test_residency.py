@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,73 @@ def test_refit(sharded: Path, tmp_path: Path, judged: bool) -> None:
         assert not torch.equal(written["layers"][name], _weights(sharded)[name])
     written["layers"][next(iter(written["layers"]))].view(torch.int16)[0, 0] += 1
     assert not _same(written["whole"], written["layers"])
+
+
+@pytest.mark.parametrize(
+    ("merge", "calibrated"), [("lowrank", True), ("mean", False), ("procrustes", False)]
+)
+def test_merges(sharded: Path, tmp_path: Path, merge: str, calibrated: bool) -> None:
+    text = {"calibrate": sharded / "text.txt", "calibration_tokens": 600, "seq_len": 32}
+    written = {}
+    for placement in ("whole", "layers"):
+        headprune.convert_gqa(
+            sharded,
+            kv_heads=1,
+            merge=merge,
+            **(text if calibrated else {}),
+            output=tmp_path / placement,
+            placement=placement,
+        )
+        written[placement] = _weights(tmp_path / placement)
+    assert _same(written["whole"], written["layers"])
+    written["layers"]["model.layers.1.self_attn.k_proj.weight"].view(torch.int16)[0, 0] += 1
+    assert not _same(written["whole"], written["layers"])
+
+
+def test_a_kv_budget(sharded: Path, tmp_path: Path) -> None:
+    written = {}
+    for placement in ("whole", "layers"):
+        headprune.convert_gqa(
+            sharded,
+            kv_budget=0.5,
+            calibrate=sharded / "text.txt",
+            calibration_tokens=600,
+            seq_len=32,
+            output=tmp_path / placement,
+            placement=placement,
+        )
+        written[placement] = _weights(tmp_path / placement)
+    assert _same(written["whole"], written["layers"])
+    written["layers"]["model.layers.1.self_attn.q_proj.weight"].view(torch.int16)[0, 0] += 1
+    assert not _same(written["whole"], written["layers"])
+
+
+def test_rounds_and_what_follows(sharded: Path, tmp_path: Path) -> None:
+    data = sharded / "text.txt"
+    some: dict[str, Any] = {"calibration_tokens": 600, "seq_len": 32}
+    scores = tmp_path / "scores"
+    headprune.score(sharded, data=data, criterion=("reconstruction",), output=scores, **some)
+    plans, quality, verified = {}, {}, {}
+    for placement in ("whole", "layers"):
+        plans[placement] = headprune.plan(
+            sharded, scores=scores, keep=0.5, rounds=2, refit=True, placement=placement
+        ).plan
+        report = headprune.evaluate(
+            sharded, data=data, seq_len=32, max_windows=4, speed=False, placement=placement
+        )
+        quality[placement] = [metric.value for metric in report.model.metrics]
+    assert plans["whole"] == plans["layers"]
+    assert quality["whole"] == quality["layers"]
+    out = tmp_path / "out"
+    headprune.prune(sharded, plan=plans["whole"], output=out)
+    for placement in ("whole", "layers"):
+        verified[placement] = headprune.verify(out, against=sharded, placement=placement)
+        assert verified[placement].passed
+    whole, layers = (len(verified[p].checks) for p in ("whole", "layers"))
+    assert (whole, layers) == (4, 3)  # transformers alone loads nothing layer by layer
+    first = next(out.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-64] + b"\x3f" * 64)
+    assert not headprune.verify(out, against=sharded, placement="layers").passed
 
 
 def test_what_is_written_stays_and_what_was_there_comes_back(sharded: Path) -> None:

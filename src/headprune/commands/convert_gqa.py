@@ -6,7 +6,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Replacing, made_by, output
+from headprune.commands.shared import (
+    Columns,
+    Cutting,
+    OneModel,
+    Placed,
+    Replacing,
+    made_by,
+    output,
+)
 from headprune.config import (
     ConvertConfig,
     HealConfig,
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
 _HEAL = HealConfig(steps=1)  # for its other settings
 
 
-class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting):
+class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Placed):
     """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
 
     renamed: ClassVar = {"shape": "layout"}
@@ -136,31 +144,33 @@ def _preview(options: ConvertOptions, context: Context) -> KvPreview:
     from headprune.evidence.score import Watch
     from headprune.export.convert_gqa import preview
 
-    return preview(
-        options.model,
-        options.part(ConvertConfig),
-        options.source(options.calibrate),
-        options.layout,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
-    )
+    with options.placing(context):
+        return preview(
+            options.model,
+            options.part(ConvertConfig),
+            options.source(options.calibrate),
+            options.layout,
+            **options.loading(),
+            watch=Watch(stage=context.stage, step=context.step),
+        )
 
 
 def _converted(options: ConvertOptions, output: Path, context: Context) -> Converted:
     from headprune.export.convert_gqa import convert_gqa
 
-    return convert_gqa(
-        options.model,
-        output,
-        options.part(ConvertConfig),
-        calibrate=options.source(options.calibrate),
-        layout=options.layout,
-        overwrite=options.overwrite,
-        **options.loading(),
-        on_stage=context.stage,
-        made_by=made_by("convert-gqa", options),
-        on_module=context.step,
-    )
+    with options.placing(context):
+        return convert_gqa(
+            options.model,
+            output,
+            options.part(ConvertConfig),
+            calibrate=options.source(options.calibrate),
+            layout=options.layout,
+            overwrite=options.overwrite,
+            **options.loading(),
+            on_stage=context.stage,
+            made_by=made_by("convert-gqa", options),
+            on_module=context.step,
+        )
 
 
 def show(result: Converted | Healed | KvPreview, options: ConvertOptions, console: Console) -> None:

@@ -8,7 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, NAMED, Columns, Loading, OneModel, output, split
+from headprune.commands.shared import (
+    DATA,
+    NAMED,
+    Columns,
+    Loading,
+    OneModel,
+    Placed,
+    output,
+    split,
+)
 from headprune.config import Domain, Domains, EvaluateConfig, Place
 from headprune.declaration import (
     Chapter,
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
     from headprune.evaluation.report import Report
 
 
-class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading):
+class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading, Placed):
     """Measure quality, size and speed, also against another model."""
 
     data: Domains = option(f"{DATA} {NAMED}", panel=Panel.MAIN, slot=Slot.DATA)
@@ -58,7 +67,7 @@ def run(options: EvaluateOptions, context: Context) -> Report:
     claim: AbstractContextManager[None] = nullcontext()
     if options.output is not None:
         claim = claimed_file(options.output, EVALUATION, overwrite=True, inputs=inputs)
-    with claim:
+    with claim, options.placing(context):
         report = evaluate(
             options.model,
             options.domains(options.data),

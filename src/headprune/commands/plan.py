@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Replacing, output
+from headprune.commands.shared import Cutting, OneModel, Placed, Replacing, output
 from headprune.config import BudgetConfig, Count
 from headprune.declaration import (
     Chapter,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.planning.plan import Planned
 
 
-class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting):
+class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting, Placed):
     """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
 
     scores: Path = option("Folder from score.", panel=Panel.MAIN, slot=Slot.SCORES)
@@ -46,18 +46,19 @@ def run(options: PlanOptions, context: Context) -> Planned:
     from headprune.evidence.score import Watch
     from headprune.planning.plan import plan
 
-    return plan(
-        options.model,
-        options.scores,
-        options.part(BudgetConfig),
-        options.output,
-        options.criterion,
-        options.rounds,
-        options.refit,
-        overwrite=options.overwrite,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
-    )
+    with options.placing(context):
+        return plan(
+            options.model,
+            options.scores,
+            options.part(BudgetConfig),
+            options.output,
+            options.criterion,
+            options.rounds,
+            options.refit,
+            overwrite=options.overwrite,
+            **options.loading(),
+            watch=Watch(stage=context.stage, step=context.step),
+        )
 
 
 def show(result: Planned, options: PlanOptions, console: Console) -> None:

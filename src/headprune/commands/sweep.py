@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
-from headprune.commands.shared import DATA, NAMED, Columns, Cutting, OneModel, Replacing, output
+from headprune.commands.shared import (
+    DATA,
+    NAMED,
+    Columns,
+    Cutting,
+    OneModel,
+    Placed,
+    Replacing,
+    output,
+)
 from headprune.config import (
     NUMBER,
     CalibrationConfig,
@@ -43,7 +52,7 @@ Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_shares), Field(min_length=1)]
 
 
-class SweepOptions(OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting):
+class SweepOptions(OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting, Placed):
     """Cut a model to several sizes and measure each: the curve of quality against size."""
 
     data: Place = option(DATA, panel=Panel.MAIN)
@@ -91,22 +100,23 @@ def run(options: SweepOptions, context: Context) -> Sweep:
     from headprune.evaluation.sweep import sweep
     from headprune.evidence.score import Watch
 
-    return sweep(
-        options.model,
-        options.examples(options.data),
-        options.output,
-        options.keep,
-        options.criterion,
-        test=options.tests(),
-        refit=options.refit,
-        rounds=options.rounds,
-        unit=options.unit,
-        config=options.part(CalibrationConfig),
-        evaluation=options.part(EvaluateConfig, speed=False),
-        overwrite=options.overwrite,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
-    )
+    with options.placing(context):
+        return sweep(
+            options.model,
+            options.examples(options.data),
+            options.output,
+            options.keep,
+            options.criterion,
+            test=options.tests(),
+            refit=options.refit,
+            rounds=options.rounds,
+            unit=options.unit,
+            config=options.part(CalibrationConfig),
+            evaluation=options.part(EvaluateConfig, speed=False),
+            overwrite=options.overwrite,
+            **options.loading(),
+            watch=Watch(stage=context.stage, step=context.step),
+        )
 
 
 def show(result: Sweep, options: SweepOptions, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Trust
+from headprune.commands.shared import Placed, Trust
 from headprune.config import Place
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headprune.proof.verify import Verification
 
 
-class VerifyOptions(Trust):
+class VerifyOptions(Trust, Placed):
     """Verify a result again: hashes, load routes, and outputs against the stored outputs."""
 
     folder: Path = option(
@@ -30,7 +30,8 @@ def run(options: VerifyOptions, context: Context) -> Verification:
     """Proves it."""
     from headprune.proof.verify import verify
 
-    return verify(options.folder, options.against, options.trust_remote_code, context.stage)
+    with options.placing(context):
+        return verify(options.folder, options.against, options.trust_remote_code, context.stage)
 
 
 def show(result: Verification, options: VerifyOptions, console: Console) -> None:

@@ -26,15 +26,16 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.model.identity import id_of_model
 from headprune.model.lengths import usable_length
 from headprune.model.loading import (
-    from_pretrained,
     load_config,
     load_tokenizer,
     parse_dtype,
     task_of,
     vocabulary_of,
 )
+from headprune.model.opening import from_pretrained_placed
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
+from headprune.model.residency import residency_of
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 _PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
@@ -149,15 +150,15 @@ def load(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nets = []
     for name in names:
-        net = from_pretrained(
+        net = from_pretrained_placed(
             name,
-            dtype=parse_dtype(config.dtype.value),
+            parse_dtype(config.dtype.value),
             trust_remote_code=trust_remote_code,
             drop_unexpected=drop_unexpected,
         )
         refuse_missing_dtype(net.dtype, device)
         refuse_without_text(net, "evaluate")
-        nets.append(net.to(device))
+        nets.append(net if residency_of(net) else net.to(device))
         refuse_not_finite(net, name)
     tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
     for examples in found:

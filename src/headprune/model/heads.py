@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import PlanError
-from headprune.model.residency import present
+from headprune.model.residency import present, residency_of
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
 from headprune.tensors.index_maps import role_slices
 
@@ -162,6 +162,25 @@ def write_output(
     weight.copy_(inwards.T if input_dim(module) == 0 else inwards)
     if own_bias is not None and bias is not None:
         own_bias.copy_(bias.to(own_bias))
+
+
+def keeping_outputs(model: nn.Module, attentions: Sequence[Attention]) -> Callable[[], None]:
+    """Keeps every W_O as it is now.
+
+    Returns:
+        What writes them back.
+    """
+    residency = residency_of(model)
+    if residency is not None:
+        return residency.restored()
+    some = [attention for attention in attentions if attention.query_heads]
+    kept = [read_output(attention) for attention in some]
+
+    def write_back() -> None:
+        for attention, (heads, bias) in zip(some, kept, strict=True):
+            write_output(attention, heads, bias)
+
+    return write_back
 
 
 def project_output(attention: Attention, x: Tensor) -> Tensor:

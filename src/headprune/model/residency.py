@@ -100,6 +100,17 @@ class Residency:
         self._forwards = []
         self._reader.shutdown()
 
+    def restored(self) -> Callable[[], None]:
+        """Notes what the weights are now, and returns what makes them so again."""
+        noted = {**self._sources}, {**self.changed}
+        self._spool.keep()
+
+        def restore() -> None:
+            self._coming = None  # read ahead, of what they were
+            self._sources, self.changed = ({**part} for part in noted)
+
+        return restore
+
     @contextmanager
     def holding(self, number: int) -> Iterator[None]:
         """Has the weights of a block there for the time of a ``with`` block."""
@@ -163,8 +174,7 @@ class Residency:
     def _keep(self, full: str, weight: Tensor) -> None:
         """Writes a weight to the file of those that changed, where its last version was if any."""
         before = self._sources[full]
-        disk = self._disk[before]
-        kept = self._spool.written(weight, before.start if disk in self.changed else None)
+        disk, kept = self._disk[before], self._spool.written(weight, before)
         self._sources[full] = self.changed[disk] = kept
         self._disk[kept] = disk
 
@@ -195,13 +205,17 @@ class _Spool:
 
     def __init__(self) -> None:
         self._file, name = tempfile.mkstemp(".weights", "headprune-")
-        self._path, self._end = Path(name), 0
+        self._path, self._end, self._kept = Path(name), 0, 0
         weakref.finalize(self, _discard, self._file, self._path)
 
-    def written(self, tensor: Tensor, start: int | None) -> StoredTensor:
-        """Writes a tensor; in the place of one of its size, or behind the others."""
-        content = bytes_of(tensor.cpu().contiguous()).numpy().data
-        if start is None:
+    def keep(self) -> None:
+        """Overwrites nothing of what is there."""
+        self._kept = self._end
+
+    def written(self, tensor: Tensor, before: StoredTensor) -> StoredTensor:
+        """Writes a tensor in the place of its last version, or behind all others."""
+        content, start = bytes_of(tensor.cpu().contiguous()).numpy().data, before.start
+        if before.file != self._path or start < self._kept:
             start, self._end = self._end, self._end + len(content)
         done = 0
         while done < len(content):
