@@ -13,8 +13,8 @@ from headprune.commands.shared import (
     NAMED,
     Columns,
     Loading,
-    OnDevice,
     OneModel,
+    Placed,
     output,
     split,
 )
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headprune.evaluation.report import Report
 
 
-class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading, OnDevice):
+class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading, Placed):
     """Measure quality, size and speed, also against another model."""
 
     data: Domains = option(f"{DATA} {NAMED}", panel=Panel.MAIN, slot=Slot.DATA)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OnDevice, OneModel, Replacing, output
+from headprune.commands.shared import Cutting, OneModel, Placed, Replacing, output
 from headprune.config import BudgetConfig, Count
 from headprune.declaration import (
     Chapter,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.planning.plan import Planned
 
 
-class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting, OnDevice):
+class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting, Placed):
     """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
 
     scores: Path = option("Folder from score.", panel=Panel.MAIN, slot=Slot.SCORES)

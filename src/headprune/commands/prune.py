@@ -10,8 +10,8 @@ from pydantic import model_validator
 from headprune.commands.shared import (
     Columns,
     Cutting,
-    OnDevice,
     OneModel,
+    Placed,
     Replacing,
     Streamed,
     made_by,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting, OnDevice):
+class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting, Placed):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, OnDevice, Replacing, Units, model, output
+from headprune.commands.shared import Columns, Cutting, Placed, Replacing, Units, model, output
 from headprune.config import CalibrationConfig, Names, Place
 from headprune.declaration import (
     Chapter,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.schemas.scores import Scores
 
 
-class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting, OnDevice):
+class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting, Placed):
     """Score every head by one or more criteria, without training."""
 
     model: Place | None = model(None, "[MODEL]")

@@ -16,6 +16,7 @@ from headprune.config import (
 )
 from headprune.declaration import Options, Panel, Slot, option
 from headprune.devices import AUTO
+from headprune.placements import Placement
 from headprune.tensors.units import Unit
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def made_by(command: str, options: Options) -> MadeBy:
     from headprune.schemas.records import MadeBy  # with torch
 
     # where it lies, and how it came to be there
-    apart = {"output", "overwrite", "resume", "device"}
+    apart = {"output", "overwrite", "resume", "device", "placement"}
     return MadeBy(
         command=command, options=options.model_dump(mode="json", exclude=apart, exclude_none=True)
     )
@@ -77,6 +78,17 @@ class OnDevice(Options):
     device: str = option(
         "Where models run: auto (the accelerator, if there is one), cpu, cuda, cuda:N or mps.",
         AUTO,
+        in_recipes=False,
+    )
+
+
+class Placed(OnDevice):
+    """Where models run, and how much of one is there at once."""
+
+    placement: Placement = option(
+        "How much of a model is in memory at once. whole: all of it. layers: one layer, read from "
+        "the checkpoint as it runs, in any memory. auto: whole where it fits.",
+        Placement.AUTO,
         in_recipes=False,
     )
 

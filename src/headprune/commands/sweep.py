@@ -12,8 +12,8 @@ from headprune.commands.shared import (
     NAMED,
     Columns,
     Cutting,
-    OnDevice,
     OneModel,
+    Placed,
     Replacing,
     output,
 )
@@ -52,9 +52,7 @@ Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_shares), Field(min_length=1)]
 
 
-class SweepOptions(
-    OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting, OnDevice
-):
+class SweepOptions(OneModel, CalibrationConfig, RecallConfig, Columns, Replacing, Cutting, Placed):
     """Cut a model to several sizes and measure each: the curve of quality against size."""
 
     data: Place = option(DATA, panel=Panel.MAIN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import OnDevice, Trust
+from headprune.commands.shared import Placed, Trust
 from headprune.config import Place
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headprune.proof.verify import Verification
 
 
-class VerifyOptions(Trust, OnDevice):
+class VerifyOptions(Trust, Placed):
     """Verify a result again: hashes, load routes, and outputs against the stored outputs."""
 
     folder: Path = option(

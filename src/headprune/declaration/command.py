@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headprune import devices
+from headprune import devices, placements
 from headprune.errors import HeadpruneError
 from headprune.registry import Registry
 
@@ -188,7 +188,7 @@ class Command(Generic[Asked, Result]):
             raise retold(error, self.options, Door.ARGUMENT) from error
 
     def start(self, options: Asked, context: Context) -> Result:
-        """Runs it, on the device that the options ask for.
+        """Runs it, with models where the options ask for, and as much of them at once.
 
         Raises:
             HeadpruneError: If there is no such device, or it has too little memory.
@@ -201,7 +201,8 @@ class Command(Generic[Asked, Result]):
             stages.append(what)
             context.stage(what)
 
-        with devices.running_on(asked, context.line):
+        placement = getattr(options, "placement", placements.Placement.WHOLE)
+        with devices.running_on(asked, context.line), placements.placing(placement, context.line):
             try:
                 return self.run(options, replace(context, stage=stage))
             except Exception as error:

@@ -29,6 +29,7 @@ from headprune.evaluation.samples import Samples
 from headprune.model.cost import longest_context, model_cost
 from headprune.model.loading import task_of
 from headprune.model.placement import alone_on_device
+from headprune.model.residency import residency_of
 from headprune.model.speed import Speed
 from headprune.model.speed import measure as timed
 from headprune.tensors.dtypes import dtype_name
@@ -91,7 +92,10 @@ def run(
     samples = tuple(one.samples for one in measured)
     quality_of = [one.metrics() for one in measured]  # before anything is timed
     speeds: list[Speed] | list[None] = [None] * count
-    if config.speed:
+    if config.speed and any(map(residency_of, loaded.nets)):
+        said = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
+        warnings.warn(said, HeadpruneWarning, stacklevel=2)
+    elif config.speed:
         speeds = timed(loaded.nets, batches=config.decode_batches)
     reports = [
         _report(loaded, index, quality_of[index], speeds[index], config.memory)

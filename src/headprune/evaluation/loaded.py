@@ -26,13 +26,13 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.model.identity import id_of_model
 from headprune.model.lengths import usable_length
 from headprune.model.loading import (
-    from_pretrained,
     load_config,
     load_tokenizer,
     parse_dtype,
     task_of,
     vocabulary_of,
 )
+from headprune.model.opening import as_it_fits
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
@@ -149,9 +149,9 @@ def load(
         load_config(name, trust_remote_code=trust_remote_code)
     nets = []
     for name in names:
-        net = from_pretrained(
+        net = as_it_fits(
             name,
-            dtype=parse_dtype(config.dtype.value),
+            parse_dtype(config.dtype.value),
             trust_remote_code=trust_remote_code,
             drop_unexpected=drop_unexpected,
         )

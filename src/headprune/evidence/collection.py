@@ -26,6 +26,7 @@ from headprune.model.forward import eager_attention, run_model
 from headprune.model.gating import apply_gate
 from headprune.model.heads import read_output
 from headprune.model.loading import Task
+from headprune.model.residency import recomputing
 from headprune.runtime.modeling_headprune import Attention
 
 
@@ -192,7 +193,9 @@ class _Collector:
             gate = self.gates[position].to(x.device, torch.float32)[None]
             if self.wants_gradients:
                 gate = gate.repeat(len(x), 1).requires_grad_(True)
-                self.live[position].append(gate)
+            if recomputing():
+                return apply_gate(x, gate), *args[1:]
+            self.live[position].append(gate)
             mask = token_mask(self.batch, attention.kind)
             with torch.no_grad():
                 heads = in_float32(real_tokens(x, mask)).unflatten(-1, (attention.query_heads, -1))
@@ -214,7 +217,7 @@ class _Collector:
             self.curvature[position] = new if seen is None else seen + new
 
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            if self.wants_curvature:
+            if self.wants_curvature and not recomputing():
                 output.register_hook(summed)
 
         return hook
@@ -225,7 +228,7 @@ class _Collector:
         @torch.no_grad()
         def hook(module: nn.Module, args: Any, outputs: Any) -> None:
             weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
-            if not isinstance(weights, Tensor) or weights.dim() != 4:
+            if not isinstance(weights, Tensor) or weights.dim() != 4 or recomputing():
                 return
             # what a head does with "nothing to say" is to look at a special token
             ids = self._keys(attention.kind, weights.shape[-1])
@@ -256,4 +259,5 @@ def _refuse_not_finite(values: Tensor, what: str) -> None:
 def _output_weight(attention: Attention) -> Tensor:
     if not attention.query_heads:
         return torch.zeros(0, 1, 1)
-    return read_output(attention)[0].cpu()
+    heads, _ = read_output(attention)
+    return heads.cpu()

@@ -22,13 +22,14 @@ from headprune.exporting.publish import (
     Stage,
     check_shape,
     refuse_unprovable,
-    write_proven,
 )
+from headprune.exporting.streamed import Streaming, write_changed
 from headprune.io.outputs import claims_output
 from headprune.model import probes
 from headprune.model.attention import attention_of, family_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.model.opening import result_dtypes
+from headprune.model.residency import residency_of
 from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way
 from headprune.runtime.modeling_headprune import Attention
@@ -145,6 +146,11 @@ def convert_gqa(
     if planned is None:
         wanted = _wanted(opened, config, layout, settings, on_stage)
     _check_native(layout, net, attentions, wanted)
+    if has_twin(net) and set(wanted.values()) == {1} and residency_of(net) is not None:
+        raise PlanError(
+            "With one KV head this model becomes one of another class, which is made of all its "
+            "weights at once. Give --placement whole."
+        )
     groups: dict[str, Groups] = {}
     own_keys: list[str] = []
     done = itertools.count(1)
@@ -192,7 +198,7 @@ def convert_gqa(
     kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
     work = Changes(merging, made_by=made_by)
     order = Order(opened.source, model, plan, output, stored, work)
-    pruned = write_proven(net, cuts, order, on_stage)
+    pruned = write_changed(net, cuts, order, Streaming(on_stage=on_stage))
     grouping = config.grouping.value
     return Converted(pruned, merger.name, grouping, kv_heads, tuple(own_keys), tokens, planned)
 

@@ -36,6 +36,7 @@ from headprune.model.loading import (
     load_config,
 )
 from headprune.model.opening import load, result_dtypes
+from headprune.model.residency import present
 from headprune.model.units import unit_sizes
 from headprune.planning.from_evidence import PlanSource, from_gates, plan_from, refuse_source
 from headprune.planning.from_scores import plan_from_scores
@@ -345,6 +346,8 @@ def _shape_costs(
 
 @torch.no_grad()
 def _load_weights(net: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    parameters = dict(net.named_parameters())
     for name, value in weights.items():
-        parameters[name].copy_(value)
+        owner, _, last = name.rpartition(".")
+        module = net.get_submodule(owner)
+        with present(module):
+            module.get_parameter(last).copy_(value)

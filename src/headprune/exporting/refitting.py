@@ -17,9 +17,8 @@ from headprune.evidence.losses import embedding
 from headprune.model.batch import Batch
 from headprune.model.forward import run_model
 from headprune.model.gating import fixed, gated
-from headprune.model.heads import read_output, write_output
+from headprune.model.heads import keeping_outputs
 from headprune.model.loading import task_of
-from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import Refit, RefitWorth
 from headprune.surgery.cut import Cut
 from headprune.surgery.refit import refit
@@ -78,8 +77,8 @@ def judged_refit(
         PlanError: If a module runs more than once.
     """
     cuts = [cut for cut in cuts if cut.attention.query_heads]  # of earlier cuts some have none
-    before = [read_output(cut.attention) for cut in cuts]
     attentions, gates = [cut.attention for cut in cuts], [cut.gate() for cut in cuts]
+    whole = keeping_outputs(net, attentions)
     modules = refit(net, attentions, gates, examples.whole(), on_module)
     taken = Refit(
         data=source,
@@ -93,15 +92,15 @@ def judged_refit(
     held_out = examples.held_out()
     if held_out is None or not modules:
         return JudgedRefit(taken, None)
-    versions = before, [read_output(attention) for attention in attentions]
+    versions = whole, keeping_outputs(net, attentions)
     sums = [0.0, 0.0]
     batches = held_out.batches()
     with torch.no_grad():
         for batch in batches:
-            _write(attentions, before)
+            whole()
             wanted = _outputs(net, batch)
-            for number, weights in enumerate(versions):
-                _write(attentions, weights)
+            for number, write_back in enumerate(versions):
+                write_back()
                 with gated(attentions, fixed(gates)):
                     sums[number] += float(_distance(_outputs(net, batch), wanted, batch))
     without, refitted = (total / len(batches) for total in sums)
@@ -118,7 +117,7 @@ def judged_refit(
     )
     if refitted <= without:
         return JudgedRefit(taken.model_copy(update={"held_out": worth}), worth)
-    _write(attentions, before)
+    whole()
     return JudgedRefit(None, worth)
 
 
@@ -133,10 +132,3 @@ def _distance(got: Any, wanted: Any, batch: Batch) -> Tensor:
         cosine: Tensor = (got * wanted).sum(-1).mean()
         return 1 - cosine
     return divergence(got, wanted, batch)
-
-
-def _write(
-    attentions: Sequence[Attention], weights: Sequence[tuple[Tensor, Tensor | None]]
-) -> None:
-    for attention, (heads, bias) in zip(attentions, weights, strict=True):
-        write_output(attention, heads, bias)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,16 +25,17 @@ from headprune.exporting.publish import (
     write_proven,
 )
 from headprune.io.outputs import whole_folder
-from headprune.io.shards import Piece, write_shards
+from headprune.io.shards import Piece, StoredTensor, write_shards
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
+from headprune.model.residency import Residency, residency_of
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
+from headprune.placements import ROOM, Placement, asked_placement
 from headprune.proof import equivalence, tensors
 from headprune.surgery.cut import Cut, resolve
 from headprune.surgery.streamed import cut_pieces
-
-ROOM = 1.25  # times the weights, for what they compute
+from headprune.tensors.dtypes import SAFETENSORS
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Streaming:
 
     def too_large(self, net: PreTrainedModel) -> str | None:
         """Why no outputs are compared, unless that was asked for."""
+        if asked_placement() is not Placement.WHOLE:
+            return None  # then it is proven layer by layer
         needed = ROOM * sum(weight.nbytes for weight in net.parameters())
         free = memory.available()
         if self.proof is not ProofOption.AUTO or free is None or needed <= free:
@@ -101,11 +105,57 @@ def write_streamed(
         net = whole()
         return write_proven(net, _resolved(order, net), order, how.on_stage)
     facts = described(net, order, shape, before, cuts)
-    expected = None
+    expected, residency = None, None
     if how.proof is not ProofOption.TENSORS and too_large is None:
         how.on_stage("probing the gated original")
-        expected, held = _expected(whole(), order, changed)  # then nothing holds the model
-        pieces = [_of_memory(piece, held) for piece in pieces]
+        # then nothing holds the model, but for a file of what changed
+        expected, pieces, residency = _expected(whole(), order, pieces, changed)
+    pruned = _written(net, pieces, order, how, facts, expected)
+    del residency
+    warnings = (*pruned.warnings, *([too_large] if too_large else []))
+    return replace(pruned, warnings=warnings)
+
+
+def write_changed(net: PreTrainedModel, cuts: list[Cut], order: Order, how: Streaming) -> Pruned:
+    """Cuts a model whose weights have changed, writes it and proves the folder.
+
+    In memory; or shard by shard, where the model runs layer by layer.
+
+    Args:
+        net: The model, uncut.
+        cuts: The plan, resolved on it.
+        order: What is written.
+        how: How that goes.
+
+    Raises:
+        CheckpointError: If a file cannot be read or written.
+        ProofError: If the result does not compute what the gated ``net`` computes.
+    """
+    residency = residency_of(net)
+    if residency is None:
+        return write_proven(net, cuts, order, how.on_stage)
+    before = counts(net, cuts)
+    how.on_stage("probing the gated original")
+    expected, cuts = equivalence.expect_stored(net, cuts, order.stored)
+    residency.detach()
+    source = {**stored_tensors(order.origin), **residency.changed}
+    try:
+        pieces, shape = cut_pieces(net, cuts, order.stored, source)
+    except Unmapped as why:
+        raise CheckpointError(f"--placement layers: {why} Use --placement whole.") from None
+    facts = described(net, order, shape, before, cuts)
+    return _written(net, pieces, order, how, facts, expected)
+
+
+def _written(
+    net: PreTrainedModel,
+    pieces: Sequence[Piece],
+    order: Order,
+    how: Streaming,
+    facts: dict[str, Any],
+    expected: equivalence.Expectation | None,
+) -> Pruned:
+    """Writes the tensors of a result, and compares outputs, or tensors where none are expected."""
     with whole_folder(order.output) as folder:
         how.on_stage("cutting shard by shard")
         with uneven_heads_are_known():
@@ -117,9 +167,7 @@ def write_streamed(
             facts |= proven_outputs(folder, expected, None)
         else:
             facts["tensor_proof"] = tensors.compare(folder, pieces, how.on_tensor)
-        pruned = finished(folder, order, facts, passed_over(net, source))
-    warnings = (*pruned.warnings, *([too_large] if too_large else []))
-    return replace(pruned, warnings=warnings)
+        return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
 
 
 def _resolved(order: Order, net: PreTrainedModel) -> list[Cut]:
@@ -128,18 +176,37 @@ def _resolved(order: Order, net: PreTrainedModel) -> list[Cut]:
 
 
 def _expected(
-    net: PreTrainedModel, order: Order, changed: Collection[str]
-) -> tuple[equivalence.Expectation, dict[str, Tensor]]:
-    """What the result must compute, and the weights that changed, as they are stored."""
+    net: PreTrainedModel, order: Order, pieces: Sequence[Piece], changed: Collection[str]
+) -> tuple[equivalence.Expectation, list[Piece], Residency | None]:
+    """What the result must compute, and its tensors, those that changed made of what they are now.
+
+    The last is what keeps these on disk, where the model runs layer by layer.
+
+    Args:
+        net: The model with its weights.
+        order: What is written.
+        pieces: The tensors of the result.
+        changed: The weights that are others than in the checkpoint.
+    """
     expected, _ = equivalence.expect_stored(net, _resolved(order, net), order.stored)
-    parameters = dict(net.named_parameters(remove_duplicate=False))
-    return expected, {name: parameters[name] for name in changed}
+    residency, parameters = residency_of(net), dict(net.named_parameters(remove_duplicate=False))
+    kept: Mapping[StoredTensor, StoredTensor] = {}
+    if residency is not None:
+        residency.detach()
+        source = stored_tensors(order.origin)
+        kept = {source[name]: now for name, now in residency.changed.items()}
 
+    def now(piece: Piece) -> Piece:
+        if piece.live not in changed:
+            return piece
+        held: Tensor | StoredTensor | None = parameters[piece.live]
+        if residency is not None:
+            assert isinstance(piece.source, StoredTensor)
+            held = kept.get(piece.source)
+        if held is None:
+            return piece
+        unscaled = None if piece.kept is None else replace(piece.kept, scale=None)
+        dtype = held.dtype if isinstance(held, Tensor) else SAFETENSORS[held.dtype]
+        return replace(piece, source=held, kept=unscaled, computed=dtype)
 
-def _of_memory(piece: Piece, held: Mapping[str, Tensor]) -> Piece:
-    """A piece of a weight that changed, which has taken up its gates."""
-    weight = held.get(piece.live or "")
-    if weight is None:
-        return piece
-    kept = None if piece.kept is None else replace(piece.kept, scale=None)
-    return replace(piece, source=weight, kept=kept, computed=weight.dtype)
+    return expected, [now(piece) for piece in pieces], residency

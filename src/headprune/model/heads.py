@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -13,8 +14,11 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import PlanError
+from headprune.model.residency import present, residency_of
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
 from headprune.tensors.index_maps import role_slices
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,18 @@ class HeadWeights:
         return [query for query, owner in enumerate(self.owners) if owner in group]
 
 
+def _there(function: Function) -> Function:
+    """Has a function work on an attention module whose weights are there."""
+
+    @wraps(function)
+    def called(attention: Attention, *others: Any) -> Any:
+        with present(attention.module):
+            return function(attention, *others)
+
+    return cast(Function, called)
+
+
+@_there
 def read_heads(attention: Attention) -> HeadWeights:
     """Reads the weights of one attention module.
 
@@ -100,6 +116,7 @@ def read_heads(attention: Attention) -> HeadWeights:
     )
 
 
+@_there
 @torch.no_grad()
 def write_heads(attention: Attention, heads: HeadWeights) -> None:
     """Writes weights back into the module they were read from; shapes are those it has."""
@@ -121,6 +138,7 @@ def write_heads(attention: Attention, heads: HeadWeights) -> None:
                 )
 
 
+@_there
 def read_output(
     attention: Attention,
 ) -> tuple[Float[Tensor, "heads hidden head_dim"], Float[Tensor, " hidden"] | None]:
@@ -132,6 +150,7 @@ def read_output(
     return heads.float().clone(), None if bias is None else bias.float().clone()
 
 
+@_there
 @torch.no_grad()
 def write_output(
     attention: Attention, heads: Float[Tensor, "heads hidden head_dim"], bias: Tensor | None
@@ -143,6 +162,25 @@ def write_output(
     weight.copy_(inwards.T if input_dim(module) == 0 else inwards)
     if own_bias is not None and bias is not None:
         own_bias.copy_(bias.to(own_bias))
+
+
+def keeping_outputs(model: nn.Module, attentions: Sequence[Attention]) -> Callable[[], None]:
+    """Keeps every W_O as it is now.
+
+    Returns:
+        What writes them back.
+    """
+    residency = residency_of(model)
+    if residency is not None:
+        return residency.restored()
+    some = [attention for attention in attentions if attention.query_heads]
+    kept = [read_output(attention) for attention in some]
+
+    def write_back() -> None:
+        for attention, (heads, bias) in zip(some, kept, strict=True):
+            write_output(attention, heads, bias)
+
+    return write_back
 
 
 def project_output(attention: Attention, x: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import Dtype
+from headprune.errors import CheckpointError
 from headprune.model.attention import identity, refuse_unknown_settings
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.placement import placed
@@ -19,6 +21,8 @@ from headprune.model.precision import (
     refuse_quantised,
     refuse_unwritable,
 )
+from headprune.model.residency import Residency
+from headprune.model.skeleton import Unmapped
 from headprune.model.stored import (
     StoredDtypes,
     commonest_dtype,
@@ -26,6 +30,7 @@ from headprune.model.stored import (
     stored_dtypes,
     stored_tensors,
 )
+from headprune.placements import Placement, asked_placement, by_layers
 from headprune.schemas.plan import ModelIdentity
 
 
@@ -60,21 +65,48 @@ def load(
     held = commonest_dtype(tensors) or getattr(config, "dtype", None)
     computing = compute_dtype(dtype, held, keep_bfloat16)
     refuse_missing_dtype(computing, devices.chosen())
-    net = from_pretrained(
-        model,
-        dtype=computing,
-        trust_remote_code=trust_remote_code,
-        drop_unexpected=drop_unexpected,
-        weights=weights,
-    )
+    options = {"trust_remote_code": trust_remote_code, "drop_unexpected": drop_unexpected}
     if weights:
-        net = placed(net)
+        net = placed(as_it_fits(model, computing, **options))
+    else:
+        net = from_pretrained(model, dtype=computing, weights=False, **options)
     net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
     if not assume_supported:
         refuse_unknown_settings(net.config)
     if weights:
         refuse_not_finite(net, model)
     return net, identity(net, model)
+
+
+def as_it_fits(model: str | Path, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    """Loads a model, whole or to be run layer by layer, as ``--placement`` says.
+
+    Args:
+        model: Folder or hub id.
+        dtype: Element type to compute in.
+        **options: Other arguments of ``headprune.from_pretrained``.
+
+    Raises:
+        CheckpointError: If it cannot be loaded, or be run as was asked for.
+    """
+    tensors = stored_tensors(model)
+    size = sum(tensor.bytes for tensor in tensors.values())
+    if isinstance(dtype, torch.dtype):
+        size = sum(tensor.elements for tensor in tensors.values()) * dtype.itemsize
+    if by_layers(size):
+        net = from_pretrained(model, dtype=dtype, weights=False, **options)
+        try:
+            if net.device.type != "meta":
+                raise Unmapped("Some output projections are no tensors of the checkpoint.")
+            Residency(net, tensors, devices.chosen()).attach()
+            return net
+        except Unmapped as why:
+            if asked_placement() is Placement.LAYERS:
+                raise CheckpointError(
+                    f"--placement layers: '{model}' cannot be read layer by layer. {why} Use "
+                    "--placement whole."
+                ) from None
+    return from_pretrained(model, dtype=dtype, **options)
 
 
 def result_dtypes(net: PreTrainedModel, model: str | Path, out_dtype: Dtype) -> StoredDtypes:

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from headprune import devices
 from headprune.errors import FamilyError
+from headprune.model.residency import residency_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def placed(model: Model) -> Model:
-    """Puts a loaded model on the device of the command."""
+    """Puts a loaded model on the device of the command; one that runs layer by layer is there."""
     devices.announce()
-    return model.to(devices.chosen())
+    return model if residency_of(model) else model.to(devices.chosen())
 
 
 @contextmanager
@@ -34,7 +35,8 @@ def alone_on_device(model: nn.Module) -> Iterator[None]:
         placed(model)
         yield
     finally:
-        model.to(before)
+        if not residency_of(model):
+            model.to(before)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -22,6 +22,7 @@ from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
 from headprune.model import probes
 from headprune.model.placement import on_device
+from headprune.model.residency import residency_of
 from headprune.model.stored import StoredDtypes
 from headprune.tensors.dtypes import dtype_name
 
@@ -96,7 +97,7 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
     if all(_finite(output) for output in result.values() if isinstance(output, Tensor)):
         return  # T5 in float16 has modules that overflow, and clamps what they give
     for name, parameter in net.named_parameters():
-        if not _finite(parameter):
+        if not parameter.is_meta and not _finite(parameter):
             raise CheckpointError(
                 f"'{name}' of '{model}' holds NaN or infinity: the checkpoint is damaged, or was "
                 "cast to a type that cannot hold it. Get it again."
@@ -124,7 +125,7 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
         CheckpointError: Naming the weight, or the module whose output is not finite.
     """
     stored.refuse_overflow(net)
-    if stored.default is not torch.float16 or net.dtype is torch.float16:
+    if stored.default is not torch.float16 or net.dtype is torch.float16 or residency_of(net):
         return
     trial, whole = copy.deepcopy(net), set(net._keep_in_fp32_modules or ())
     kept = {n: torch.float32 for n in trial.state_dict() if whole & set(n.split("."))}

@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from headprune.errors import CheckpointError
 from headprune.io.parsing import read_json, validated
 from headprune.io.shards import StoredTensor, tensors_in
+from headprune.model.residency import residency_of
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
@@ -139,7 +140,8 @@ class StoredDtypes:
         """
         for name, tensor in _floating(net):
             limit = torch.finfo(self.of(name)).max
-            largest = float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
+            there = tensor.numel() and not tensor.is_meta  # what is read later is looked at then
+            largest = float(tensor.detach().abs().amax()) if there else 0.0
             if limit < largest < math.inf:
                 raise CheckpointError(
                     f"'{name}' holds {largest:.3g}, and {dtype_name(self.of(name))} ends at "
@@ -155,9 +157,12 @@ class StoredDtypes:
             CheckpointError: If a weight overflows.
         """
         self.refuse_overflow(net)
-        changed = False
+        residency = residency_of(net)
+        changed = residency is not None
+        if residency is not None:
+            residency.stored_as = self.of
         for name, tensor in _floating(net):
-            if _bits(self.of(name)) < _bits(tensor.dtype):
+            if not tensor.is_meta and _bits(self.of(name)) < _bits(tensor.dtype):
                 rounded = tensor.to(self.of(name)).to(tensor.dtype)
                 changed |= not torch.equal(rounded, tensor)
                 tensor.copy_(rounded)

@@ -19,8 +19,9 @@ from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_scores
-from headprune.model.heads import read_output, write_output
+from headprune.model.heads import keeping_outputs
 from headprune.model.opening import load
+from headprune.model.residency import residency_of
 from headprune.model.speed import measure
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
@@ -259,7 +260,7 @@ class _Again:
         self.net, self.attentions, self.watch = net, attentions, watch
         self.criterion, self.metadata = criterion, scores.metadata
         self.refit = refit
-        self.originals = [read_output(a) for a in self.everything if a.query_heads]
+        self.back = keeping_outputs(net, self.everything)
         data = _refuse_rounds(criterion, self.metadata.data)
         self.examples = calibration(
             net, model, data, self.metadata.calibration, "plan", trust_remote_code
@@ -269,11 +270,9 @@ class _Again:
         """Scores of all units, with those that are not in ``kept`` closed."""
         gates = self._gates(kept)
         if self.refit:  # always from the original: the first stream must be that
-            present = [a for a in self.everything if a.query_heads]
             scored = {a.path: g for a, g in zip(self.attentions, gates, strict=True)}
             every = [scored.get(a.path, torch.ones(a.query_heads)) for a in self.everything]
-            for attention, (heads, bias) in zip(present, self.originals, strict=True):
-                write_output(attention, heads, bias)
+            self.back()
             refit_outputs(self.net, self.everything, every, self.examples.whole(), self.watch.step)
         evidence = gather(
             self.net,
@@ -320,6 +319,11 @@ def _limits(
             )
         )
     if budget.min_speedup is not None:
+        if residency_of(net) is not None:
+            raise PlanError(
+                "--min-speedup times the model as a whole, which --placement layers does not hold. "
+                "Give --placement whole, or another budget."
+            )
         watch.stage("measuring the speed")
         prices = time_prices(net, attentions, _prefill_seconds)
         present = [(a.query_heads, a.kv_heads) for a in attentions]

@@ -24,9 +24,11 @@ from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
 from headprune.model.loading import auto_class_of, from_pretrained, parse_dtype
+from headprune.model.opening import as_it_fits
 from headprune.model.placement import placed
 from headprune.model.precision import compute_dtype
 from headprune.model.probes import Outputs
+from headprune.model.residency import residency_of
 from headprune.model.stored import commonest_dtype, stored_dtypes, stored_tensors
 from headprune.proof import equivalence, tensors
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
@@ -116,9 +118,7 @@ def verify(
         checks.append(check)
         return probed
 
-    probed = compare(
-        "headprune.from_pretrained", lambda: from_pretrained(folder, dtype=dtype, **trust)
-    )
+    probed = compare("headprune.from_pretrained", lambda: as_it_fits(folder, dtype, **trust))
     not_run = None
     with nullcontext(folder) if trust_remote_code else _bare_copy(folder) as place:
         if not (trust_remote_code or _runs_only_ours(folder, place)):
@@ -127,6 +127,8 @@ def verify(
                 f"that is not the {RUNTIME} of this headprune (another version, or edited); "
                 "--trust-remote-code runs it."
             )
+        elif probed is not None and probed.by_layers:
+            not_run = "transformers alone was not tried: it loads no model layer by layer."
         elif probed is not None:
             auto, remote = getattr(transformers, probed.auto_class), manifest.shape is Shape.RUNTIME
             extra = {"trust_remote_code": True} if remote else {}
@@ -145,10 +147,11 @@ def verify(
 
 @dataclass(frozen=True)
 class _Probed:
-    """What a model computed, and the Auto class that leads to it."""
+    """What a model computed, the Auto class that leads to it, and whether it ran layer by layer."""
 
     outputs: Outputs
     auto_class: str
+    by_layers: bool
 
 
 def _compared(
@@ -168,7 +171,8 @@ def _compared(
     found = f"{gap:.1e} from the stored outputs, {allowed:.0e} allowed"
     if not same_inputs:
         found = "this torch makes other probe inputs from the same seed"
-    return Check(route, same_inputs and gap <= allowed, found), _Probed(outputs, auto_class_of(net))
+    probed = _Probed(outputs, auto_class_of(net), residency_of(net) is not None)
+    return Check(route, same_inputs and gap <= allowed, found), probed
 
 
 @contextmanager
@@ -280,7 +284,7 @@ def _against(
     folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
 ) -> Check:
     # what no class takes is in neither: outputs are compared
-    base = placed(from_pretrained(against, dtype=dtype, drop_unexpected=True))
+    base = placed(as_it_fits(against, dtype, drop_unexpected=True))
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)

@@ -15,6 +15,7 @@ from headprune.errors import PlanError
 from headprune.family import Family
 from headprune.model.attention import attention_of, family_of, fingerprint
 from headprune.model.loading import native_class
+from headprune.model.residency import present
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, check_heads, check_module
@@ -204,9 +205,10 @@ def fold_gates(cuts: Sequence[Cut]) -> list[Cut]:
             gate[list(cut.query_positions)] = torch.tensor(cut.scale)
             gate = gate.repeat_interleave(cut.attention.head_dim)
             shape = (-1, 1) if input_dim(module) == 0 else (1, -1)
-            weight = module.get_parameter("weight")
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            weight.copy_(weight.to(wide) * gate.to(weight.device, wide).view(shape))
+            with present(module):
+                weight = module.get_parameter("weight")
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                weight.copy_(weight.to(wide) * gate.to(weight.device, wide).view(shape))
         folded.append(replace(cut, scale=None))
     return folded
 

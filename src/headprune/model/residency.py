@@ -1,0 +1,295 @@
+"""One block of a model in memory at a time: weights come when it runs, and go when it is through.
+
+The forward pass is the model's own. A block is what transformers never splits over devices, mostly
+a layer; all else (embeddings, the last norm, the head) stays. What is written into a block is kept
+in a file of its own, from which the block is filled from then on.
+
+Where gradients are wanted, a block runs as a checkpoint: of its forward pass its inputs alone are
+kept, and it runs again, with weights read again, when the gradients come by.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from headprune.io.shards import StoredTensor, bytes_between
+from headprune.io.streaming import bytes_of
+from headprune.model.skeleton import Names, Unmapped
+from headprune.tensors.dtypes import SAFETENSORS
+
+OnRelease = Callable[[str, Tensor], None]
+"""Called with the name and the numbers of a weight that was written to."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place for a weight: its module, its name there, and what stands there without one."""
+
+    owner: nn.Module
+    name: str
+    empty: nn.Parameter
+
+
+class Residency:
+    """Fills the blocks of a model without weights as they run.
+
+    Args:
+        net: The model, on the meta device; its blocks stay there.
+        tensors: What its checkpoint holds.
+        device: Where it computes.
+        on_release: Told of what was written, beside the file in which it is kept.
+
+    Raises:
+        Unmapped: If a weight is no tensor of the checkpoint, or no module is a block.
+    """
+
+    def __init__(
+        self,
+        net: PreTrainedModel,
+        tensors: Mapping[str, StoredTensor],
+        device: torch.device,
+        on_release: OnRelease = lambda name, tensor: None,
+    ) -> None:
+        self.device, self.on_release = device, on_release
+        self.changed: dict[str, StoredTensor] = {}
+        self.stored_as: Callable[[str], torch.dtype] | None = None
+        self._sources = _sources(net, tensors)
+        self._disk = {source: name for name, source in tensors.items()}
+        self.blocks = _blocks(net)
+        self._slots = [_slots(net, block) for block in self.blocks]
+        self._forwards: list[Any] = []
+        self._held: Counter[int] = Counter()
+        self._filled: dict[str, tuple[nn.Parameter, int]] = {}
+        self._reader, self._last = ThreadPoolExecutor(1), -1
+        self._coming: tuple[int, Future[dict[str, Tensor]]] | None = None
+        self._spool = _Spool()
+        self._fill_rest(net)
+
+    def attach(self) -> None:
+        """Has the blocks of the model come and go from now on."""
+        for number, block in enumerate(self.blocks):
+            self._forwards.append(block.__dict__.get("forward"))
+            block.forward = partial(self._run, number, block.forward)
+            for module in block.modules():
+                module.__dict__[_PLACE] = (self, number)
+
+    def detach(self) -> None:
+        """Gives the model back its own forward passes."""
+        for block, forward in zip(self.blocks, self._forwards, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward
+            for module in block.modules():
+                del module.__dict__[_PLACE]
+        self._forwards = []
+        self._reader.shutdown()
+
+    def restored(self) -> Callable[[], None]:
+        """Notes what the weights are now, and returns what makes them so again."""
+        noted = {**self._sources}, {**self.changed}
+        self._spool.keep()
+
+        def restore() -> None:
+            self._coming = None  # read ahead, of what they were
+            self._sources, self.changed = ({**part} for part in noted)
+
+        return restore
+
+    @contextmanager
+    def holding(self, number: int) -> Iterator[None]:
+        """Has the weights of a block there for the time of a ``with`` block."""
+        if not self._held[number]:
+            self._fill(number)
+        self._held[number] += 1
+        try:
+            yield
+        finally:
+            self._held[number] -= 1
+            if not self._held[number]:
+                self._release(number)
+
+    def _run(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def held(*args: Any, **kwargs: Any) -> Any:
+            with self.holding(number):
+                return forward(*args, **kwargs)
+
+        if not torch.is_grad_enabled() or _RECOMPUTING:
+            return held(*args, **kwargs)
+        # a cache would get the same keys twice
+        without = dict.fromkeys({"past_key_values", "past_key_value", "layer_past"} & set(kwargs))
+        contexts = lambda: (nullcontext(), _recomputed())  # noqa: E731
+        return checkpoint(
+            held, *args, use_reentrant=False, context_fn=contexts, **{**kwargs, **without}
+        )
+
+    def _fill(self, number: int) -> None:
+        coming, self._coming = self._coming, None
+        asked = coming is not None and coming[0] == number
+        values = coming[1].result() if coming is not None and asked else self._read(number)
+        for full, slot in self._slots[number].items():
+            weight = nn.Parameter(self._rounded(full, values.pop(full)), slot.empty.requires_grad)
+            slot.owner._parameters[slot.name] = weight
+            self._filled[full] = weight, weight._version
+        step = 1 if number > self._last else -1  # backwards through the model, where gradients are
+        self._last = number
+        if 0 <= number + step < len(self.blocks):
+            self._coming = number + step, self._reader.submit(self._read, number + step)
+
+    def _release(self, number: int) -> None:
+        for full, slot in self._slots[number].items():
+            weight, version = self._filled.pop(full)
+            if weight._version != version:
+                self._keep(full, weight.detach())
+                self.on_release(full, weight.detach())
+            slot.owner._parameters[slot.name] = slot.empty
+
+    def _read(self, number: int) -> dict[str, Tensor]:
+        slots = self._slots[number]
+        return {full: self._value(full, slot.empty.dtype) for full, slot in slots.items()}
+
+    def _value(self, full: str, dtype: torch.dtype) -> Tensor:
+        source = self._sources[full]
+        flat = bytes_between(source, 0, source.bytes).view(SAFETENSORS[source.dtype])
+        return flat.view(source.shape).to(self.device, dtype)
+
+    def _rounded(self, full: str, value: Tensor) -> Tensor:
+        return value if self.stored_as is None else value.to(self.stored_as(full)).to(value.dtype)
+
+    def _keep(self, full: str, weight: Tensor) -> None:
+        """Writes a weight to the file of those that changed, where its last version was if any."""
+        before = self._sources[full]
+        disk, kept = self._disk[before], self._spool.written(weight, before)
+        self._sources[full] = self.changed[disk] = kept
+        self._disk[kept] = disk
+
+    def _fill_rest(self, net: PreTrainedModel) -> None:
+        """Gives weights to what is in no block, and numbers to all buffers."""
+        inside = {full for slots in self._slots for full in slots}
+        filled: dict[int, nn.Parameter] = {}  # tied ones stay tied
+        for full, weight in net.named_parameters(remove_duplicate=False):
+            if full in inside:
+                continue
+            owner, name = net.get_submodule(full.rpartition(".")[0]), full.rpartition(".")[2]
+            if id(weight) not in filled:
+                value = self._value(full, weight.dtype)
+                filled[id(weight)] = nn.Parameter(value, weight.requires_grad)
+            owner._parameters[name] = filled[id(weight)]
+        with init_empty_weights(include_buffers=False):
+            fresh = dict(type(net)(net.config).named_buffers())
+        for full, buffer in list(net.named_buffers()):
+            value = fresh[full].to(buffer.dtype)
+            if full in self._sources:
+                value = self._value(full, buffer.dtype)
+            owner, name = net.get_submodule(full.rpartition(".")[0]), full.rpartition(".")[2]
+            owner._buffers[name] = value.to(self.device)
+
+
+class _Spool:
+    """A temporary file of tensors, gone with the object."""
+
+    def __init__(self) -> None:
+        self._file, name = tempfile.mkstemp(".weights", "headprune-")
+        self._path, self._end, self._kept = Path(name), 0, 0
+        weakref.finalize(self, _discard, self._file, self._path)
+
+    def keep(self) -> None:
+        """Overwrites nothing of what is there."""
+        self._kept = self._end
+
+    def written(self, tensor: Tensor, before: StoredTensor) -> StoredTensor:
+        """Writes a tensor in the place of its last version, or behind all others."""
+        content, start = bytes_of(tensor.cpu().contiguous()).numpy().data, before.start
+        if before.file != self._path or start < self._kept:
+            start, self._end = self._end, self._end + len(content)
+        done = 0
+        while done < len(content):
+            done += os.pwrite(self._file, content[done:], start + done)
+        name = next(name for name, dtype in SAFETENSORS.items() if dtype is tensor.dtype)
+        return StoredTensor(name, tuple(tensor.shape), self._path, start)
+
+
+def _discard(file: int, path: Path) -> None:
+    os.close(file)
+    path.unlink(missing_ok=True)
+
+
+_PLACE = "headprune_place"  # of a module: what fills it, and which block it is in
+_RECOMPUTING: list[bool] = []
+
+
+@contextmanager
+def present(module: nn.Module) -> Iterator[None]:
+    """Has the weights of a module there for the time of a ``with`` block, wherever they are."""
+    place: tuple[Residency, int] | None = module.__dict__.get(_PLACE)
+    with nullcontext() if place is None else place[0].holding(place[1]):
+        yield
+
+
+def recomputing() -> bool:
+    """Whether a block runs a second time, for its gradients alone."""
+    return bool(_RECOMPUTING)
+
+
+@contextmanager
+def _recomputed() -> Iterator[None]:
+    _RECOMPUTING.append(True)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.pop()
+
+
+def residency_of(net: nn.Module) -> Residency | None:
+    """What fills the blocks of a model; None for one that is in memory as a whole."""
+    return next((m.__dict__[_PLACE][0] for m in net.modules() if _PLACE in m.__dict__), None)
+
+
+def _blocks(net: PreTrainedModel) -> list[nn.Module]:
+    """The modules that are not split, without those inside of others, and the embeddings."""
+    kinds, embeddings = set(net._no_split_modules or ()), None
+    with suppress(NotImplementedError):  # a model of images may have none
+        embeddings = net.get_input_embeddings()
+    found: dict[str, nn.Module] = {}
+    for name, module in net.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if type(module).__name__ in kinds and not inside and embeddings not in module.modules():
+            found[name] = module
+    if not found:
+        raise Unmapped(f"{type(net).__name__} does not say which of its modules are layers.")
+    return list(found.values())
+
+
+def _slots(net: PreTrainedModel, block: nn.Module) -> dict[str, _Slot]:
+    path = next(name for name, module in net.named_modules() if module is block)
+    slots = {}
+    for name, weight in block.named_parameters():
+        owner, _, last = name.rpartition(".")
+        slots[f"{path}.{name}"] = _Slot(block.get_submodule(owner), last, weight)
+    return slots
+
+
+def _sources(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Where the checkpoint has every weight, and every buffer that is saved."""
+    names = Names.of(net)
+    state = net.state_dict(keep_vars=True)
+    known = {id(state[name]): name for name in names.disk}
+    return {
+        name: names.source(net, known.get(id(tensor), name), tensors)
+        for name, tensor in state.items()
+    }

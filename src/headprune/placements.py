@@ -1,0 +1,69 @@
+"""How much of a model is in memory at once: all of it, or one layer; chosen by ``--placement``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+
+from headprune.memory import available
+
+ROOM = 1.25  # times the weights, for what they compute
+
+
+class Placement(str, Enum):
+    """How much of a model is in memory at once."""
+
+    AUTO = "auto"
+    WHOLE = "whole"
+    LAYERS = "layers"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    asked: Placement
+    say: Callable[[str], None]
+
+
+_CHOICE: ContextVar[_Choice | None] = ContextVar("placement", default=None)
+
+
+@contextmanager
+def placing(asked: Placement, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Has models placed so for the time of a ``with`` block.
+
+    Args:
+        asked: The value of ``--placement``.
+        say: Called with a line, where a model is run layer by layer.
+    """
+    token = _CHOICE.set(_Choice(asked, say))
+    try:
+        yield
+    finally:
+        _CHOICE.reset(token)
+
+
+def asked_placement() -> Placement:
+    """The one of the command that runs; outside of one, models are whole."""
+    choice = _CHOICE.get()
+    return Placement.WHOLE if choice is None else choice.asked
+
+
+def by_layers(weights: int) -> bool:
+    """Whether a model is to be run layer by layer; says so.
+
+    Args:
+        weights: Bytes of its weights, in the element type that it computes in.
+    """
+    choice, free = _CHOICE.get(), available()
+    if choice is None or choice.asked is Placement.WHOLE:
+        return False
+    why = ""
+    if choice.asked is Placement.AUTO:
+        if free is None or ROOM * weights <= free:
+            return False
+        why = f" ({weights / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free)"
+    choice.say(f"placement: layers{why}")
+    return True

@@ -1,0 +1,227 @@
+"""One layer at a time gives what the whole model gives, number by number."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import headprune
+from headprune import placements
+from headprune.config import Dtype
+from headprune.errors import CheckpointError
+from headprune.model.attention import attention_of
+from headprune.model.heads import read_output, write_output
+from headprune.model.opening import load
+from headprune.model.residency import Residency, residency_of
+from headprune.model.stored import stored_tensors
+from headprune.placements import Placement, placing
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in several files, in bfloat16."""
+    folder = tmp_path_factory.mktemp("sharded")
+    tiny.save(tiny.model("llama-gqa"), folder)
+    net = headprune.from_pretrained(folder, dtype=torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    net.save_pretrained(folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    (folder / "text.txt").write_text(tiny.text(4000))
+    return folder
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("criterion", ["compensated", "fisher", "wanda", "confidence"])
+def test_scores(sharded: Path, tmp_path: Path, criterion: str) -> None:
+    found = {}
+    for placement in ("whole", "layers"):
+        scores = headprune.score(
+            sharded,
+            data=sharded / "text.txt",
+            criterion=(criterion,),
+            output=tmp_path / placement,
+            calibration_tokens=600,
+            seq_len=32,
+            placement=placement,
+        )
+        found[placement] = scores.scores[criterion]
+    assert torch.equal(found["whole"], found["layers"])
+    assert not torch.equal(found["whole"], found["layers"].roll(1))
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_refit(sharded: Path, tmp_path: Path, judged: bool) -> None:
+    plan = {"model.layers.0.self_attn": [0, 1], "model.layers.2.self_attn": [2, 3]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    written, records = {}, []
+    for placement in ("whole", "layers"):
+        done = headprune.prune(
+            sharded,
+            plan=tmp_path / "plan.json",
+            refit=sharded / "text.txt",
+            output=tmp_path / placement,
+            # of all of the text, none is left to judge the refit by
+            calibration_tokens=600 if judged else 100_000,
+            seq_len=32,
+            placement=placement,
+        )
+        written[placement] = _weights(tmp_path / placement)
+        records.append((done.manifest.refit, done.manifest.done))
+    assert records[0] == records[1]
+    assert _same(written["whole"], written["layers"])
+    if not judged:
+        name = "model.layers.1.self_attn.o_proj.weight"
+        assert not torch.equal(written["layers"][name], _weights(sharded)[name])
+    written["layers"][next(iter(written["layers"]))].view(torch.int16)[0, 0] += 1
+    assert not _same(written["whole"], written["layers"])
+
+
+@pytest.mark.parametrize(
+    ("merge", "calibrated"), [("lowrank", True), ("mean", False), ("procrustes", False)]
+)
+def test_merges(sharded: Path, tmp_path: Path, merge: str, calibrated: bool) -> None:
+    text = {"calibrate": sharded / "text.txt", "calibration_tokens": 600, "seq_len": 32}
+    written = {}
+    for placement in ("whole", "layers"):
+        headprune.convert_gqa(
+            sharded,
+            kv_heads=1,
+            merge=merge,
+            **(text if calibrated else {}),
+            output=tmp_path / placement,
+            placement=placement,
+        )
+        written[placement] = _weights(tmp_path / placement)
+    assert _same(written["whole"], written["layers"])
+    written["layers"]["model.layers.1.self_attn.k_proj.weight"].view(torch.int16)[0, 0] += 1
+    assert not _same(written["whole"], written["layers"])
+
+
+def test_a_kv_budget(sharded: Path, tmp_path: Path) -> None:
+    written = {}
+    for placement in ("whole", "layers"):
+        headprune.convert_gqa(
+            sharded,
+            kv_budget=0.5,
+            calibrate=sharded / "text.txt",
+            calibration_tokens=600,
+            seq_len=32,
+            output=tmp_path / placement,
+            placement=placement,
+        )
+        written[placement] = _weights(tmp_path / placement)
+    assert _same(written["whole"], written["layers"])
+    written["layers"]["model.layers.1.self_attn.q_proj.weight"].view(torch.int16)[0, 0] += 1
+    assert not _same(written["whole"], written["layers"])
+
+
+def test_rounds_and_what_follows(sharded: Path, tmp_path: Path) -> None:
+    data = sharded / "text.txt"
+    some: dict[str, Any] = {"calibration_tokens": 600, "seq_len": 32}
+    scores = tmp_path / "scores"
+    headprune.score(sharded, data=data, criterion=("reconstruction",), output=scores, **some)
+    plans, quality, verified = {}, {}, {}
+    for placement in ("whole", "layers"):
+        plans[placement] = headprune.plan(
+            sharded, scores=scores, keep=0.5, rounds=2, refit=True, placement=placement
+        ).plan
+        report = headprune.evaluate(
+            sharded, data=data, seq_len=32, max_windows=4, speed=False, placement=placement
+        )
+        quality[placement] = [metric.value for metric in report.model.metrics]
+    assert plans["whole"] == plans["layers"]
+    assert quality["whole"] == quality["layers"]
+    out = tmp_path / "out"
+    headprune.prune(sharded, plan=plans["whole"], output=out)
+    for placement in ("whole", "layers"):
+        verified[placement] = headprune.verify(out, against=sharded, placement=placement)
+        assert verified[placement].passed
+    whole, layers = (len(verified[p].checks) for p in ("whole", "layers"))
+    assert (whole, layers) == (4, 3)  # transformers alone loads nothing layer by layer
+    first = next(out.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-64] + b"\x3f" * 64)
+    assert not headprune.verify(out, against=sharded, placement="layers").passed
+
+
+def test_what_is_written_stays_and_what_was_there_comes_back(sharded: Path) -> None:
+    with placing(Placement.LAYERS):
+        net, _ = load(sharded, Dtype.AUTO, False, False)
+    residency = residency_of(net)
+    assert residency is not None
+    attention = attention_of(net)[1]
+    heads, _ = read_output(attention)
+    write_output(attention, heads + 1, None)
+    write_output(attention, heads + 2, None)
+    assert torch.equal(read_output(attention)[0], heads + 2)
+    assert list(residency.changed) == ["model.layers.1.self_attn.o_proj.weight"]
+    file = next(iter(residency.changed.values())).file
+    assert file.stat().st_size == heads.nbytes
+    assert all(weight.is_meta for weight in attention.module.parameters())
+    residency.detach()
+    assert residency_of(net) is None
+    assert "forward" not in vars(residency.blocks[1])
+    del residency, net, attention
+    gc.collect()
+    assert not file.exists()
+
+
+def test_a_forward_that_was_there_is_put_back(sharded: Path) -> None:
+    with placing(Placement.LAYERS):
+        net, _ = load(sharded, Dtype.AUTO, False, False)
+    residency = residency_of(net)
+    assert residency is not None
+    residency.detach()
+    block, before = residency.blocks[0], residency.blocks[0].forward
+    block.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    own = block.forward
+    again = Residency(net, stored_tensors(sharded), torch.device("cpu"))
+    again.attach()
+    assert block.forward is not own
+    again.detach()
+    assert block.forward is own
+
+
+def test_a_shard_that_vanishes(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    with placing(Placement.LAYERS):
+        net, _ = load(folder, Dtype.AUTO, False, False)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(CheckpointError, match="is damaged: .*Get it again"):
+        net(input_ids=ids)
+
+
+def test_a_model_whose_layers_are_not_known_is_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("deberta-v2"), tmp_path / "model")
+    wanted = "--placement layers: .* does not say which of its modules are layers. Use --placement"
+    with placing(Placement.LAYERS), pytest.raises(CheckpointError, match=wanted):
+        load(folder, Dtype.AUTO, False, False)
+
+
+def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for free in (10_000, 10**12):
+        monkeypatch.setattr(placements, "available", lambda free=free: free)
+        with placing(Placement.AUTO, said.append):
+            net, _ = load(sharded, Dtype.AUTO, False, False)
+        assert (residency_of(net) is not None) == (free == 10_000)
+    assert said == ["placement: layers (0.0 GB of weights, and 0.0 GB are free)"]
