@@ -144,7 +144,8 @@ class Piece:
         for block in _read(self.source, self.runs):
             part = kept
             if kept is not None and kept.dim == 0 and kept.scale is not None:
-                part = replace(kept, scale=kept.scale[done : done + len(block)])
+                rows = slice(done, done + len(block))
+                part = replace(kept, indices=kept.indices[rows], scale=kept.scale[rows])
             done += len(block)
             yield block if self.copied else self._written(block, part)
 
