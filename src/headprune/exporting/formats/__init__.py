@@ -4,7 +4,8 @@ from headprune.errors import PlanError
 from headprune.exporting.formats.gguf import gguf
 from headprune.exporting.formats.onnx import onnx
 from headprune.exporting.formats.openvino import openvino
-from headprune.exporting.formats.spec import ExportSource, Format
+from headprune.exporting.formats.spec import Format
+from headprune.exporting.source import ExportSource
 from headprune.registry import Registry
 
 __all__ = ["FORMATS", "ExportSource", "Format"]
