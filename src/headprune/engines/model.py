@@ -51,6 +51,7 @@ class RunByEngine:
 
     config: Any
     headprune_graphs: dict[str, LoadedGraph]
+    headprune_engine: str
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -123,6 +124,16 @@ def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:
     }
 
 
+def is_exported(model: str | Path) -> bool:
+    """Whether it is a folder that ``headprune export`` wrote for one of the engines."""
+    return any(row.graphs_in(Path(model)) for row in ENGINES.values())
+
+
+def engine_of(model: PreTrainedModel) -> str | None:
+    """The engine that runs a model; None for torch."""
+    return getattr(model, "headprune_engine", None)
+
+
 def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
     """Loads an exported model into an engine.
 
@@ -145,5 +156,8 @@ def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
     cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
     net = without_weights(cls, config).eval()
     net.__class__ = type(native.__name__, (RunByEngine, cls), {})
+    # what has no numbers tells where inputs go
+    net.headprune_place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    net.headprune_engine = engine
     net.headprune_graphs = {name: row.load(file) for name, file in files.items()}
     return net
