@@ -188,6 +188,7 @@ class EngineName(str, Enum):
     TORCH = "torch"
     ONNXRUNTIME = "onnxruntime"
     OPENVINO = "openvino"
+    EXECUTORCH = "executorch"
 
 
 COMPUTED = (

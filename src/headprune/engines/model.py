@@ -28,11 +28,13 @@ class Past:
 
     Attributes:
         ids: The tokens, shape (batch, length).
-        cache: Its keys and values by their names as inputs; empty where a graph has no cache and
+        positions: Where they stand, of the same shape.
+        cache: Keys and values by their names as inputs; empty where a graph has no cache, and
             reads all tokens again.
     """
 
     ids: Tensor
+    positions: Tensor
     cache: Mapping[str, Tensor]
 
 
@@ -70,31 +72,32 @@ class RunByEngine:
         if DECODER in self.headprune_graphs:
             return self._encoded_and_decoded(input_ids, given, past)
         assert input_ids is not None
-        graph = self.headprune_graphs[MODEL]
-        if past is None:
-            past = Past(input_ids[:, :0], _empty_cache(graph, len(input_ids)))
+        graph, new = self.headprune_graphs[MODEL], input_ids.shape[1]
+        past = past or Past(input_ids[:, :0], input_ids[:, :0], _empty_cache(graph, len(input_ids)))
         ids = torch.cat([past.ids, input_ids], 1)
-        new = input_ids.shape[1]
+        counted = torch.arange(past.ids.shape[1], ids.shape[1]).expand(len(ids), -1)
+        positions = torch.cat([past.positions, given.pop("position_ids", counted)], 1)
+        read = new if past.cache else ids.shape[1]
         known = {
             "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(ids.shape[1]).expand(len(ids), -1)[:, -new:],
             "token_type_ids": torch.zeros_like(ids),
             **given,
             **past.cache,
-            "input_ids": input_ids,
+            "input_ids": ids[:, -read:],
+            "position_ids": positions[:, -read:],
         }
-        return self._run(graph, known, ids)
-
-    def _run(self, graph: LoadedGraph, known: Mapping[str, Any], ids: Tensor) -> Outputs:
         found = Outputs(graph.run({name: known[name] for name in graph.inputs}))
         names = [name for name in found if name.startswith(f"{PRESENT}.")]
         cache = {PAST + name.removeprefix(PRESENT): found.pop(name) for name in names}
-        return Outputs(found, past_key_values=Past(ids, cache))
+        if read > new:
+            found["logits"] = found.logits[:, -new:]
+        return Outputs(found, past_key_values=Past(ids, positions, cache))
 
     def _encoded_and_decoded(
         self, input_ids: Tensor | None, given: dict[str, Any], past: Past | None
     ) -> Outputs:
-        target = given["decoder_input_ids"]
+        """Decodes without a cache: the whole target so far is read again."""
+        new = given["decoder_input_ids"]
         states = given.get("encoder_outputs", (None,))[0]
         mask = given.get("attention_mask")
         if states is None:
@@ -104,15 +107,15 @@ class RunByEngine:
             states = self.headprune_graphs[ENCODER].run(source)["last_hidden_state"]
         if mask is None:
             mask = torch.ones(states.shape[:2], dtype=torch.long)
-        ids = target if past is None else torch.cat([past.ids, target], 1)
+        ids = new if past is None else torch.cat([past.ids, new], 1)
         known = {
             "input_ids": ids,
             "encoder_hidden_states": states,
             "encoder_attention_mask": mask,
         }
-        found = self._run(self.headprune_graphs[DECODER], known, ids)
-        logits = found.logits[:, -target.shape[1] :]
-        return Outputs(found, logits=logits, encoder_last_hidden_state=states)
+        logits = self.headprune_graphs[DECODER].run(known)["logits"][:, -new.shape[1] :]
+        read = Past(ids, ids[:, :0], {})
+        return Outputs(logits=logits, past_key_values=read, encoder_last_hidden_state=states)
 
 
 def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:

@@ -154,7 +154,7 @@ def load(
     for name in names:
         load_config(name, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    nets = []
+    nets: list[PreTrainedModel] = []
     for name in names:
         refuse_exported(name, config.engine)
         if config.engine is not EngineName.TORCH and (not nets or is_exported(name)):
