@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from headprune.engines.spec import DECODER, ENCODER, ENGINES, MODEL, PAST, PRESENT, LoadedGraph
 from headprune.errors import CheckpointError
+from headprune.io.ownership import EXPORTED
 from headprune.model.loading import load_config, native_of
 from headprune.model.sizes import without_weights
 from headprune.runtime.modeling_headprune import pruned_class
@@ -128,8 +129,8 @@ def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:
 
 
 def is_exported(model: str | Path) -> bool:
-    """Whether it is a folder that ``headprune export`` wrote for one of the engines."""
-    return any(row.graphs_in(Path(model)) for row in ENGINES.values())
+    """Whether it is a folder that ``headprune export`` wrote."""
+    return (Path(model) / EXPORTED).is_file()
 
 
 def engine_of(model: PreTrainedModel) -> str | None:
@@ -157,10 +158,24 @@ def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
     config = load_config(folder)
     native = native_of(config)
     cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
-    net = without_weights(cls, config).eval()
-    net.__class__ = type(native.__name__, (RunByEngine, cls), {})
+    graphs = {name: row.load(file) for name, file in files.items()}
+    return run_by_engine(without_weights(cls, config), graphs, engine)
+
+
+def run_by_engine(
+    net: PreTrainedModel, graphs: dict[str, LoadedGraph], engine: str
+) -> PreTrainedModel:
+    """Has graphs compute what a model without weights is.
+
+    Args:
+        net: The model.
+        graphs: Its graphs by name.
+        engine: What loaded them.
+    """
+    native = type(net)
+    net.__class__ = type(native.__name__, (RunByEngine, native), {})
     # what has no numbers tells where inputs go
     net.headprune_place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     net.headprune_engine = engine
-    net.headprune_graphs = {name: row.load(file) for name, file in files.items()}
-    return net
+    net.headprune_graphs = graphs
+    return net.eval()

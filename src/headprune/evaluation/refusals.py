@@ -24,7 +24,7 @@ def refuse_exported(model: str, engine: EngineName) -> None:
     if engine is EngineName.TORCH and is_exported(model):
         raise CheckpointError(
             f"'{model}' was exported for an engine, and torch cannot run it. Name the engine with "
-            "--engine."
+            "--engine, or give the model that it was made of."
         )
 
 
