@@ -13,6 +13,7 @@ from headprune.config.values import (
     Batches,
     Count,
     Dtype,
+    EngineName,
     Few,
     Length,
     Memory,
@@ -30,6 +31,10 @@ TASKS = (
 MEASURED_ON = (
     "Text that it was not trained on: a file, a folder or a hub id. Repeatable and named, "
     "as in wiki=a.txt: metrics of all but the first carry the name, as in perplexity[NAME]."
+)
+ENGINE = (
+    "What runs the model: an engine takes what 'headprune export' wrote for it. A base that is no "
+    "such folder runs in torch."
 )
 # measures that take passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
@@ -74,6 +79,7 @@ class EvaluateConfig(RecallConfig):
         "Memory such as 24GiB: say how long a context fits beside the weights.", None, as_text=True
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
+    engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
 
 
@@ -122,6 +128,7 @@ class CheckConfig(Options):
         "Measure on the first so many windows or examples only.", None
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
+    engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
     drop_unexpected: bool = option(
         "Go on where the checkpoint has tensors that the model's class does not take.",
@@ -135,7 +142,7 @@ class CheckConfig(Options):
 
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
-        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed", "tasks")
+        shared = ("seq_len", "batch_size", "max_windows", "dtype", "engine", "seed", "tasks")
         given = {name: getattr(self, name) for name in shared}
         for setting, metrics in _ON_DEMAND.items():
             asked = any(limit.strip().startswith(metrics) for limit in self.limits)

@@ -109,7 +109,8 @@ def _family_cells(rows: list[Capability]) -> tuple[list[tuple[str, ...]], list[s
 def evaluation(console: Console, report: Report) -> None:
     """Quality, size and speed, beside the base where there is one."""
     models = [report.model, *([report.against] if report.against else [])]
-    grid = table("", *(escape(m.name) for m in models))
+    names = (f"{m.name} ({m.engine})" if m.engine else m.name for m in models)
+    grid = table("", *map(escape, names))
     for row in zip(*(_numbers(m) for m in models), strict=True):
         grid.add_row(row[0][0], *(value for _, value in row))
     console.print(grid)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from headprune.engines.spec import DECODER, ENCODER, ENGINES, MODEL, PAST, PRESENT, LoadedGraph
 from headprune.errors import CheckpointError
+from headprune.io.ownership import EXPORTED
 from headprune.model.loading import load_config, native_of
 from headprune.model.sizes import without_weights
 from headprune.runtime.modeling_headprune import pruned_class
@@ -28,11 +29,13 @@ class Past:
 
     Attributes:
         ids: The tokens, shape (batch, length).
-        cache: Its keys and values by their names as inputs; empty where a graph has no cache and
+        positions: Where they stand, of the same shape.
+        cache: Keys and values by their names as inputs; empty where a graph has no cache, and
             reads all tokens again.
     """
 
     ids: Tensor
+    positions: Tensor
     cache: Mapping[str, Tensor]
 
 
@@ -51,6 +54,7 @@ class RunByEngine:
 
     config: Any
     headprune_graphs: dict[str, LoadedGraph]
+    headprune_engine: str
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -69,31 +73,32 @@ class RunByEngine:
         if DECODER in self.headprune_graphs:
             return self._encoded_and_decoded(input_ids, given, past)
         assert input_ids is not None
-        graph = self.headprune_graphs[MODEL]
-        if past is None:
-            past = Past(input_ids[:, :0], _empty_cache(graph, len(input_ids)))
+        graph, new = self.headprune_graphs[MODEL], input_ids.shape[1]
+        past = past or Past(input_ids[:, :0], input_ids[:, :0], _empty_cache(graph, len(input_ids)))
         ids = torch.cat([past.ids, input_ids], 1)
-        new = input_ids.shape[1]
+        counted = torch.arange(past.ids.shape[1], ids.shape[1]).expand(len(ids), -1)
+        positions = torch.cat([past.positions, given.pop("position_ids", counted)], 1)
+        read = new if past.cache else ids.shape[1]
         known = {
             "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(ids.shape[1]).expand(len(ids), -1)[:, -new:],
             "token_type_ids": torch.zeros_like(ids),
             **given,
             **past.cache,
-            "input_ids": input_ids,
+            "input_ids": ids[:, -read:],
+            "position_ids": positions[:, -read:],
         }
-        return self._run(graph, known, ids)
-
-    def _run(self, graph: LoadedGraph, known: Mapping[str, Any], ids: Tensor) -> Outputs:
         found = Outputs(graph.run({name: known[name] for name in graph.inputs}))
         names = [name for name in found if name.startswith(f"{PRESENT}.")]
         cache = {PAST + name.removeprefix(PRESENT): found.pop(name) for name in names}
-        return Outputs(found, past_key_values=Past(ids, cache))
+        if read > new:
+            found["logits"] = found.logits[:, -new:]
+        return Outputs(found, past_key_values=Past(ids, positions, cache))
 
     def _encoded_and_decoded(
         self, input_ids: Tensor | None, given: dict[str, Any], past: Past | None
     ) -> Outputs:
-        target = given["decoder_input_ids"]
+        """Decodes without a cache: the whole target so far is read again."""
+        new = given["decoder_input_ids"]
         states = given.get("encoder_outputs", (None,))[0]
         mask = given.get("attention_mask")
         if states is None:
@@ -103,15 +108,15 @@ class RunByEngine:
             states = self.headprune_graphs[ENCODER].run(source)["last_hidden_state"]
         if mask is None:
             mask = torch.ones(states.shape[:2], dtype=torch.long)
-        ids = target if past is None else torch.cat([past.ids, target], 1)
+        ids = new if past is None else torch.cat([past.ids, new], 1)
         known = {
             "input_ids": ids,
             "encoder_hidden_states": states,
             "encoder_attention_mask": mask,
         }
-        found = self._run(self.headprune_graphs[DECODER], known, ids)
-        logits = found.logits[:, -target.shape[1] :]
-        return Outputs(found, logits=logits, encoder_last_hidden_state=states)
+        logits = self.headprune_graphs[DECODER].run(known)["logits"][:, -new.shape[1] :]
+        read = Past(ids, ids[:, :0], {})
+        return Outputs(logits=logits, past_key_values=read, encoder_last_hidden_state=states)
 
 
 def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:
@@ -121,6 +126,16 @@ def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:
         for name, shape in graph.inputs.items()
         if name.startswith(PAST)
     }
+
+
+def is_exported(model: str | Path) -> bool:
+    """Whether it is a folder that ``headprune export`` wrote."""
+    return (Path(model) / EXPORTED).is_file()
+
+
+def engine_of(model: PreTrainedModel) -> str | None:
+    """The engine that runs a model; None for torch."""
+    return getattr(model, "headprune_engine", None)
 
 
 def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
@@ -143,7 +158,24 @@ def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
     config = load_config(folder)
     native = native_of(config)
     cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
-    net = without_weights(cls, config).eval()
-    net.__class__ = type(native.__name__, (RunByEngine, cls), {})
-    net.headprune_graphs = {name: row.load(file) for name, file in files.items()}
-    return net
+    graphs = {name: row.load(file) for name, file in files.items()}
+    return run_by_engine(without_weights(cls, config), graphs, engine)
+
+
+def run_by_engine(
+    net: PreTrainedModel, graphs: dict[str, LoadedGraph], engine: str
+) -> PreTrainedModel:
+    """Has graphs compute what a model without weights is.
+
+    Args:
+        net: The model.
+        graphs: Its graphs by name.
+        engine: What loaded them.
+    """
+    native = type(net)
+    net.__class__ = type(native.__name__, (RunByEngine, native), {})
+    # what has no numbers tells where inputs go
+    net.headprune_place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    net.headprune_engine = engine
+    net.headprune_graphs = graphs
+    return net.eval()

@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headprune.config import DataConfig, EvaluateConfig
+from headprune.config import DataConfig, EngineName, EvaluateConfig
+from headprune.engines.model import engine_of
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.loaded import Loaded, load
@@ -127,6 +128,7 @@ def _report(
         metrics=metrics,
         cost=model_cost(net),
         speed=speed,
+        engine=engine_of(net),
         longest_context=None if memory is None else longest_context(net, memory),
     )
 
@@ -172,6 +174,7 @@ def _differences(
 def _provenance(loaded: Loaded, config: EvaluateConfig) -> Provenance:
     packages = ["headprune", "torch", "transformers", "datasets"]
     packages += ["lm_eval"] if config.tasks else []
+    packages += [] if config.engine is EngineName.TORCH else [config.engine.value]
     return Provenance(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{p: version(p) for p in packages}},

@@ -13,14 +13,19 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune import devices
-from headprune.config import DataConfig, EvaluateConfig
+from headprune.config import DataConfig, EngineName, EvaluateConfig
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.engines.model import is_exported, open_exported
 from headprune.evaluation.last_words import LAST_WORDS, Passage, passages, rows_of
 from headprune.evaluation.metrics import within
 from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
-from headprune.evaluation.refusals import refuse_other_tokenizer, refuse_unfit
+from headprune.evaluation.refusals import (
+    refuse_exported,
+    refuse_other_tokenizer,
+    refuse_unfit,
+)
 from headprune.evaluation.samples import Samples
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.model.identity import id_of_model
@@ -109,6 +114,8 @@ class Loaded:
         for later in ("copying", "last_words", "tasks"):
             if not settings[later]:  # nor does a record say so that is older than the setting
                 del settings[later]
+        if config.engine is EngineName.TORCH:
+            del settings["engine"]
         return {**settings, **used}
 
     def data_sha256(self) -> str:
@@ -147,8 +154,13 @@ def load(
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
         load_config(name, trust_remote_code=trust_remote_code)
-    nets = []
+    nets: list[PreTrainedModel] = []
     for name in names:
+        refuse_exported(name, config.engine)
+        if config.engine is not EngineName.TORCH and (not nets or is_exported(name)):
+            nets.append(open_exported(name, config.engine.value))
+            refuse_without_text(nets[-1], "evaluate")
+            continue
         net = as_it_fits(
             name,
             parse_dtype(config.dtype.value),

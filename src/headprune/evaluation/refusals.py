@@ -6,12 +6,26 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import EvaluateConfig
+from headprune.config import EngineName, EvaluateConfig
 from headprune.data.sources import Examples
-from headprune.errors import DataError, HeadpruneError
+from headprune.engines.model import is_exported
+from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.model.loading import (
     task_of,
 )
+
+
+def refuse_exported(model: str, engine: EngineName) -> None:
+    """Refuses to run in torch what was exported for an engine.
+
+    Raises:
+        CheckpointError: Naming the option.
+    """
+    if engine is EngineName.TORCH and is_exported(model):
+        raise CheckpointError(
+            f"'{model}' was exported for an engine, and torch cannot run it. Name the engine with "
+            "--engine, or give the model that it was made of."
+        )
 
 
 def refuse_unfit(

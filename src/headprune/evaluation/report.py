@@ -114,6 +114,7 @@ class ModelReport(_ReportPart):
         metrics: Quality.
         cost: Size.
         speed: Throughput, if it was timed.
+        engine: What ran it, if not torch.
         longest_context: With a given memory: tokens of KV cache, over all sequences, that fit
             beside the weights; activations are not counted.
     """
@@ -126,6 +127,7 @@ class ModelReport(_ReportPart):
     metrics: tuple[Metric, ...]
     cost: ModelCost
     speed: Speed | None
+    engine: str | None = None
     longest_context: Amount | None = None
 
 

@@ -175,7 +175,7 @@ def _decoder(model: PreTrainedModel, ids: Tensor) -> Graph:
     inputs = {"input_ids": now, "attention_mask": torch.ones_like(ids)}
     if _takes(model, "position_ids"):
         inputs["position_ids"] = _positions(ids)[:, before.shape[1] :]
-    dims: dict[str, Dims] = dict.fromkeys(inputs, {0: "batch_size", 1: "sequence_length"})
+    dims = {name: {0: "batch_size", 1: "sequence_length"} for name in inputs}
     dims["attention_mask"] = {0: "batch_size", 1: "past_sequence_length + sequence_length"}
     cache, attentions = DynamicCache(), attention_of(model)
     given = model(before, past_key_values=cache, use_cache=True).get("past_key_values")

@@ -1,6 +1,7 @@
 """Formats: how a model is written for an engine. One file each; a new one is a row here."""
 
 from headprune.errors import PlanError
+from headprune.exporting.formats.executorch import executorch
 from headprune.exporting.formats.gguf import gguf
 from headprune.exporting.formats.onnx import onnx
 from headprune.exporting.formats.openvino import openvino
@@ -14,4 +15,5 @@ FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf)
 FORMATS.add("onnx", onnx)
 FORMATS.add("openvino", openvino)
+FORMATS.add("executorch", executorch)
 FORMATS.freeze()

@@ -1,0 +1,247 @@
+"""Pruned models in the engines that serve them: the same numbers, and at what speed.
+
+    python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST.csv.gz \
+        --sentences STSB_TRAIN.csv.gz --text WIKITEXT_TEST --output docs/benchmarks/engines.md
+
+Needs the extras onnx and openvino. Differences are those of one run in the engine and one of the
+same folder in torch. Speed is timed in turn with the original in torch (A B A B ...).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.config import DataConfig
+from headprune.data.sequences import packed_sequences
+from headprune.data.sources import read_examples
+from headprune.engines.model import open_exported
+from headprune.evaluation.report import Report
+from headprune.model.attention import attention_of, identity
+from headprune.model.loading import load_tokenizer
+from headprune.model.units import default_unit
+from headprune.schemas.plan import AttentionPlan, Plan
+
+FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
+GREEDY = 64
+COLUMNS = {
+    "minilm": ("Spearman", "cosine", "prefill", "ratio"),
+    "smollm": ("greedy tokens equal", "perplexity", "prefill", "ratio", "decode", "ratio"),
+}
+PAGE = """# Engines
+
+Pruned models in the engines that serve them, on one thread of a shared machine, float32.
+"difference" is the largest difference from the same folder in torch, over the largest value: of the
+last hidden states of 32 padded sentences, or of the logits of two windows of 256 tokens. Speed is
+in tokens per second, timed in turn with the original in torch; the ratio is to that.
+
+```bash
+python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST \\
+    --sentences STSB_TRAIN --text WIKITEXT_TEST --output docs/benchmarks/engines.md
+```
+
+Versions: {versions}.
+
+## all-MiniLM-L6-v2
+
+Heads chosen by `headprune score` on STSb train and cut with a refit; Spearman on 400 pairs of STSb
+test, and the mean cosine of embeddings with those of the original.
+
+{minilm}
+
+## SmolLM2-135M-Instruct
+
+Cut at random, as a test of shapes and not of quality: other counts in every layer, one without
+heads. Greedy tokens are {greedy} after a prompt of 64; perplexity is that of four windows of 256
+tokens.
+
+{smollm}
+"""
+
+
+def relative(wanted: Tensor, found: Tensor) -> float:
+    """Largest difference over the largest value."""
+    return float((wanted - found).abs().max() / wanted.abs().max())
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: Tensor) -> list[int]:
+    """The tokens that follow a prompt, one after the other through the cache."""
+    result = model(input_ids=prompt, use_cache=True)
+    found: list[int] = []
+    while len(found) < GREEDY:
+        best = result.logits[:, -1:].argmax(-1)
+        found.append(int(best))
+        result = model(input_ids=best, past_key_values=result.past_key_values, use_cache=True)
+    return found
+
+
+def table(columns: Sequence[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    head = ["model", "heads", "run by", "difference", *columns]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def heads(folder: Path) -> str:
+    """Query heads of every layer."""
+    return ", ".join(str(a.query_heads) for a in attention_of(headprune.from_pretrained(folder)))
+
+
+def per_second(report: Report, name: str) -> list[str]:
+    """A rate, and its ratio to that of the original."""
+    assert report.against is not None
+    rate, base = (getattr(one.speed, name) for one in (report.model, report.against))
+    return [f"{rate:,.0f}", f"{rate / base:.2f}"]
+
+
+def with_header(source: Path, target: Path, count: int) -> Path:
+    """The first rows of an STSb file, under a header."""
+    with gzip.open(source, "rt", encoding="utf-8") as stream:
+        rows = list(islice(csv.reader(stream), count))
+    with target.open("w", encoding="utf-8", newline="") as out:
+        csv.writer(out).writerows([["first", "second", "score"], *rows])
+    return target
+
+
+def exported(folder: Path, engine: str, work: Path) -> Path:
+    """A folder as an engine takes it; in torch, the folder itself."""
+    if engine == "torch":
+        return folder
+    place = work / f"{folder.name}-{engine}"
+    headprune.export(folder, place, to=FORMATS[engine])
+    return place
+
+
+def minilm_rows(model: Path, pairs: Path, sentences: Path, work: Path) -> list[list[str]]:
+    """Original and cuts, in torch and in each engine."""
+    headprune.score(model, data=sentences, text_column="first", output=work / "scores")
+    cuts = {"original": model}
+    for share in (25, 50):
+        cut = cuts[f"{share} % cut"] = work / f"minilm-{share}"
+        headprune.prune(model, scores=work / "scores", keep=1 - share / 100, output=cut)
+    tokenizer, rows = load_tokenizer(model), []
+    with sentences.open(encoding="utf-8") as stream:
+        texts = [row["first"] for row in islice(csv.DictReader(stream), 32)]
+    batch = dict(tokenizer(texts, padding=True, return_tensors="pt"))
+    mask = batch["attention_mask"][..., None]
+    for name, folder in cuts.items():
+        with torch.no_grad():
+            wanted = headprune.from_pretrained(folder)(**batch).last_hidden_state
+        for engine in ("torch", *FORMATS):
+            place, gap = exported(folder, engine, work), "-"
+            if engine != "torch":
+                found = open_exported(place, engine)(**batch).last_hidden_state
+                gap = f"{relative(wanted * mask, found * mask):.1e}"
+            report = headprune.evaluate(
+                place,
+                data=pairs,
+                text_column="first,second",
+                label_column="score",
+                engine=engine,
+                against=model,
+                batch_size=16,
+            )
+            metrics = {one.name: one.value for one in report.model.metrics}
+            quality = [f"{metrics['spearman']:.3f}", f"{metrics['mean_cosine']:.3f}"]
+            speed = per_second(report, "prefill_tokens_per_s")
+            rows.append([name, heads(folder), engine, gap, *quality, *speed])
+            print(*rows[-1], flush=True)
+    return rows
+
+
+def unevenly_cut(model: Path, output: Path) -> Path:
+    """Another number of KV groups in every layer, chosen at random; none in one layer."""
+    net = headprune.from_pretrained(model, dtype=torch.float32)
+    attentions, generator = attention_of(net), torch.Generator().manual_seed(0)
+    parts = {}
+    for layer, one in enumerate(attentions):
+        size = one.query_heads // one.kv_heads
+        count = 0 if layer == len(attentions) // 3 else 1 + layer % one.kv_heads
+        groups = torch.randperm(one.kv_heads, generator=generator)[:count].tolist()
+        keep = tuple(g * size + j for g in sorted(groups) for j in range(size))
+        parts[one.path] = AttentionPlan(
+            query_heads=one.query_heads, kv_heads=one.kv_heads, keep=keep
+        )
+    plan = Plan(unit=default_unit(attentions), model=identity(net, model), attentions=parts)
+    headprune.prune(model, plan=plan, output=output)
+    return output
+
+
+def smollm_rows(model: Path, text: Path, work: Path) -> list[list[str]]:
+    """Original and an uneven cut, in torch and in each engine."""
+    cuts = {"original": model, "cut": unevenly_cut(model, work / "smollm-cut")}
+    data = DataConfig(source=str(text))
+    windows = packed_sequences(read_examples(data), load_tokenizer(model), 256, need=2)
+    ids, rows = torch.tensor(windows[:2]["input_ids"]), []
+    for name, folder in cuts.items():
+        net = headprune.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            wanted = net(input_ids=ids).logits
+        continuation = greedy(net, ids[:1, :64])
+        for engine in ("torch", *FORMATS):
+            place, gap, equal = exported(folder, engine, work), "-", "-"
+            if engine != "torch":
+                run = open_exported(place, engine)
+                gap = f"{relative(wanted, run(input_ids=ids).logits):.1e}"
+                pairs = zip(continuation, greedy(run, ids[:1, :64]), strict=True)
+                equal = f"{sum(a == b for a, b in pairs)} of {GREEDY}"
+            report = headprune.evaluate(
+                place,
+                data=text,
+                engine=engine,
+                against=model,
+                seq_len=256,
+                max_windows=4,
+                dtype="float32",
+                copying=0,
+                last_words=0,
+                decode_batches=(1,),
+            )
+            quality = f"{report.model.metrics[0].value:,.2f}"
+            rates = ("prefill_tokens_per_s", "decode_tokens_per_s")
+            speed = [cell for rate in rates for cell in per_second(report, rate)]
+            rows.append([name, heads(folder), engine, gap, equal, quality, *speed])
+            print(*rows[-1], flush=True)
+    return rows
+
+
+def main(
+    minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")],
+    smollm: Annotated[Path, typer.Option(help="Folder of SmolLM2-135M-Instruct.")],
+    pairs: Annotated[Path, typer.Option(help="STSb test (.csv.gz).")],
+    sentences: Annotated[Path, typer.Option(help="STSb train (.csv.gz).")],
+    text: Annotated[Path, typer.Option(help="WikiText-2 raw test.")],
+    output: Annotated[Path | None, typer.Option(help="Write the page.")] = None,
+) -> None:
+    """Measure, and optionally write."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place)
+        sts = with_header(pairs, work / "pairs.csv", 400)
+        of_train = with_header(sentences, work / "sentences.csv", 2000)
+        tables = {
+            "minilm": table(COLUMNS["minilm"], minilm_rows(minilm, sts, of_train, work)),
+            "smollm": table(COLUMNS["smollm"], smollm_rows(smollm, text, work)),
+        }
+    packages = ("torch", "transformers", *FORMATS)
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    page = PAGE.format(versions=versions, greedy=GREEDY, **tables)
+    print(page)
+    if output is not None:
+        output.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,158 @@
+"""Models as graphs, and what runs them instead of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import headprune
+from headprune.engines import spec
+from headprune.engines.model import open_exported, run_by_engine
+from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.exporting import export as exporting
+from headprune.exporting.formats.spec import open_source
+from headprune.exporting.graphs import Graph, graphs_of
+from headprune.exporting.run_by_engine import prove
+from headprune.model.probes import probe, probe_inputs
+from headprune.model.sizes import without_weights
+from headprune.proof.equivalence import difference
+from headprune.surgery.cut import cut_heads, resolve
+from tests import tiny
+from tests.cutting import uneven_plan
+from tests.test_cli import run
+
+ENGINES = {"onnx": "onnxruntime", "openvino": "openvino", "executorch": "executorch"}
+CASES = ("llama-gqa", "gpt2", "gemma2", "opt", "bert-mlm", "bert-base", "distilbert", "t5", "bart")
+
+
+class InTorch:
+    """A graph that nothing was made of yet."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.inputs = {
+            name: tuple(None if i in graph.dims[name] else size for i, size in enumerate(one.shape))
+            for name, one in graph.inputs.items()
+        }
+
+    @torch.no_grad()
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        given = (inputs[name] for name in self.graph.inputs)
+        return dict(zip(self.graph.outputs, self.graph.module(*given), strict=True))
+
+
+def cut(case: str, *empty: int) -> torch.nn.Module:
+    model = tiny.model(case)
+    cut_heads(model, resolve(uneven_plan(model, *empty), model))
+    return model
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("case", tiny.present(*CASES))
+def test_graphs_compute_what_the_model_does(case: str, cached: bool) -> None:
+    """Also decoders that have no cache: they read everything again."""
+    model = cut(case, 0, 2)
+    graphs = graphs_of(model, cached)
+    loaded = {graph.name: InTorch(graph) for graph in graphs}
+    net = run_by_engine(without_weights(type(model), model.config), loaded, "torch")
+    inputs = probe_inputs(model)
+    wanted = probe(model, inputs)
+    assert difference(wanted, probe(net, inputs)) < 2e-6
+    with torch.no_grad():
+        max(model.parameters(), key=torch.numel).mul_(1.01)
+    assert difference(wanted, probe(net, inputs)) > 1e-4
+
+
+def test_a_cache_is_named_as_optimum_does_and_has_each_layers_size() -> None:
+    (graph,) = graphs_of(cut("llama-gqa", 0))
+    names = [f"past_key_values.{i}.{part}" for i in (1, 2, 3) for part in ("key", "value")]
+    assert list(graph.inputs) == ["input_ids", "attention_mask", "position_ids", *names]
+    assert graph.outputs == ["logits", *(n.replace("past_key_values", "present") for n in names)]
+    assert [graph.inputs[name].shape[1] for name in names[::2]] == [1, 1, 1]
+    (whole,) = graphs_of(tiny.model("llama-gqa"))
+    assert whole.inputs["past_key_values.0.key"].shape[1] == 3
+
+
+def engine(form: str) -> pytest.ParameterSet:
+    """A format that is tested where its engine is installed."""
+    name = ENGINES[form]
+    why = f"the engine {name} is not installed: pip install 'headprune[{form}]'"
+    marks = [pytest.mark.skipif(find_spec(name) is None, reason=why)]
+    return pytest.param(form, marks=[*marks, *([] if form == "onnx" else [pytest.mark.slow])])
+
+
+@pytest.mark.parametrize("form", [*map(engine, ENGINES)])
+def test_a_cut_decoder_is_proven_in_its_engine(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a layer without heads; the proof fails on weights that were changed."""
+    model, text = cut("llama-gqa", 1), tmp_path / "text.txt"
+    folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
+    code, said, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
+    assert code == 0, err
+    proof = json.loads(said)["proof"]
+    assert proof["how"] == "engine" and 0 < proof["difference"] < 2e-6
+    assert "decoded with cache" in proof["compared"]
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    text.write_text(tiny.text(600))
+    line = ("--data", text, "--seq-len", 16, "--max-windows", 8, "--engine", ENGINES[form])
+    code, said, err = run(capsys, "evaluate", out, *line, "--against", folder, "--json")
+    assert code == 0, err
+    report = json.loads(said)
+    assert report["model"]["engine"] == ENGINES[form] and report["against"]["engine"] is None
+    assert report["model"]["speed"]["decode_tokens_per_s"] > 0
+    ours, theirs = ({m["name"]: m["value"] for m in report[one]["metrics"]} for one in _BOTH)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    limits = ("--limit", "perplexity <= 100.1 %", "--limit", "decode_tokens_per_s >= 0.1 %")
+    code, _, err = run(capsys, "check", out, *line, "--against", folder, *limits)
+    assert code == 0, err
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight[0, 0] += 0.1
+    other = tiny.save(model, tmp_path / "other")
+    assert not prove(open_source(other), out, ENGINES[form]).passed
+
+
+_BOTH = ("model", "against")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bert-base", "t5"])
+@pytest.mark.parametrize("form", [engine("onnx"), engine("openvino")])
+def test_encoders_and_encoder_decoders_are_proven_in_their_engine(
+    form: str, case: str, tmp_path: Path
+) -> None:
+    folder = tiny.save(cut(case, 1), tmp_path / "model")
+    result = headprune.export(folder, tmp_path / "out", to=form)
+    assert result.record.proof.difference < 2e-6
+
+
+def test_what_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, text = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text(tiny.text(100))
+    with pytest.raises(CheckpointError, match="holds no model.onnx, so onnxruntime cannot run it"):
+        headprune.evaluate(folder, data=text, engine="onnxruntime")
+    (folder / "export.json").touch()
+    with pytest.raises(CheckpointError, match="exported for an engine.*Name the engine"):
+        headprune.evaluate(folder, data=text)
+    (folder / "model.onnx").touch()
+    monkeypatch.setattr(spec, "find_spec", lambda name: None)
+    message = r"The engine onnxruntime is not installed.*headprune\[onnx\]"
+    with pytest.raises(HeadpruneError, match=message):
+        open_exported(folder, "onnxruntime")
+
+
+@pytest.mark.parametrize("form", ENGINES)
+def test_models_of_images_are_refused(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "find_spec", lambda name: object())
+    tiny.model("vit").save_pretrained(tmp_path / "model")
+    with pytest.raises(PlanError, match="takes pixel_values; models of text alone fit"):
+        headprune.export(tmp_path / "model", tmp_path / "out", to=form)
+    assert not (tmp_path / "out").exists()
