@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from headprune.export import prune as export
 from headprune.export import streamed
-from headprune.export.prune import Preview, migrate, preview, prune
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +22,8 @@ import headprune
 from headprune import memory
 from headprune.config import Dtype, LayoutOption, ProofOption
 from headprune.errors import CheckpointError, PlanError, ProofError
+from headprune.exporting import prune as export
+from headprune.exporting.prune import Preview, migrate, preview, prune
 from headprune.io import shards
 from headprune.io.shards import Piece, write_shards
 from headprune.model.attention import attention_of, identity
