@@ -108,7 +108,7 @@ def command(*arguments: str) -> float:
 
 def imports() -> None:
     """Imports what a cut imports."""
-    importlib.import_module("headprune.export.prune")
+    importlib.import_module("headprune.exporting.prune")
 
 
 def child(name: str, *arguments: object) -> tuple[float, float]:

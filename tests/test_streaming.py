@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from headprune.export import streamed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +22,7 @@ from headprune import memory
 from headprune.config import Dtype, LayoutOption, ProofOption
 from headprune.errors import CheckpointError, PlanError, ProofError
 from headprune.exporting import prune as export
+from headprune.exporting import streamed
 from headprune.exporting.prune import Preview, migrate, preview, prune
 from headprune.io import shards
 from headprune.io.shards import Piece, write_shards
