@@ -7,13 +7,12 @@ import inspect
 import pickle
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface
 
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import EmptyLinear, Positions, pruned_class
@@ -90,15 +89,12 @@ def test_results_of_two_schemas_live_in_one_process(monkeypatch: pytest.MonkeyPa
     source = source.replace("    return attention(module, query, owners.pick(key, 1)", broken)
     other = types.ModuleType("another_modeling_headprune")
     monkeypatch.setitem(__import__("sys").modules, other.__name__, other)
-    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {**_registered()})
+    known = dict(AttentionInterface._global_mapping)
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", known)
     exec(source.replace("SCHEMA = 1 ", "SCHEMA = 0 "), vars(other))
     assert torch.equal(model(IDS).logits, before)
     exec(source, vars(other))  # of the same schema: the last one registered answers
     assert not torch.equal(model(IDS).logits, before)
-
-
-def _registered() -> dict[str, Any]:
-    return dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
 
 
 def test_positions_are_copied_to_a_device_once() -> None:
