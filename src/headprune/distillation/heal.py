@@ -33,7 +33,7 @@ from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.model.opening import load, result_dtypes
-from headprune.model.placement import placed
+from headprune.model.placement import on_device, placed
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.records import Healing, MadeBy
@@ -250,10 +250,7 @@ def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
 @torch.no_grad()
 def _divergence(healed: HealedModel, rows: Dataset, collate: Collate) -> float:
     healed.eval()
-    device = next(healed.parameters()).device
     total = 0.0
     for index in range(len(rows)):
-        batch = collate([rows[index]])
-        moved = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
-        total += float(healed(moved))
+        total += float(healed(on_device(healed, collate([rows[index]]))))
     return total / len(rows)
