@@ -254,16 +254,15 @@ def run(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
         sys.exit(130)
-    except Exception as error:  # whatever it is, it goes on, but for want of memory
-        # torch's own class, by name: torch is not imported for --help
-        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):
-            sys.excepthook = _unexpected  # typer has put its own there
-            raise
+    except MemoryError:  # of the host; that of a device is told where its command runs
         err.print(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
+    except Exception:
+        sys.excepthook = _unexpected  # typer has put its own there
+        raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headprune import devices
 from headprune.commands.evaluate import estimate
 from headprune.commands.shared import OnDevice, Trust
 from headprune.config import CheckConfig
@@ -85,7 +86,7 @@ def _never_one(context: Context) -> Iterator[None]:
     except HeadpruneError:
         raise
     except Exception as error:  # any would end with 1, which says that a limit is broken
-        if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):
+        if isinstance(error, MemoryError) or devices.out_of_memory(error):
             raise
         context.line("".join(traceback.format_exception(error)).rstrip())
         raise HeadpruneError(

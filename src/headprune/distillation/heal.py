@@ -201,7 +201,6 @@ def heal(
             data_collator=collate,
         )
         on_stage("measuring before")
-        healed.to(trainer.args.device)
         before = trainer.held_out()
         on_stage("healing")
         with stop_on_interrupt() as stopped:

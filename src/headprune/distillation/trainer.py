@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from headprune.config import HealConfig, HealTrain
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
+from headprune.model.placement import on_device
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.divergence import divergence
 from headprune.training.resumable import (
@@ -70,7 +71,7 @@ class HealTrainer(ResumableTrainer):
         """Mean divergence over the rows that are not trained on."""
         self.model.eval()
         losses = [
-            float(self.model(self._prepare_inputs(self.data_collator([row])))) for row in self.rows
+            float(self.model(on_device(self.model, self.data_collator([row])))) for row in self.rows
         ]
         self.model.train()
         return fmean(losses)

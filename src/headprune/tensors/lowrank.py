@@ -130,29 +130,28 @@ def _shared_pairs(
     basis: Tensor,
     maps: Tensor,
 ) -> tuple[float, float]:
-    """Rank 1 per pair; writes into ``basis`` and ``maps``, returns power and what is lost."""
+    """Rank 1 per pair, all at once; writes into ``basis`` and ``maps``, returns power and loss."""
     width, n = queries.shape[-1], moment.shape[0] // queries.shape[-1]
-    power = lost = 0.0
+    a, b = pairs.first.to(moment.device), pairs.second.to(moment.device)
     blocks = moment.unflatten(0, (n, width)).unflatten(2, (n, width))
-    for a, b in zip(pairs.first.tolist(), pairs.second.tolist(), strict=True):
-        # E[k k^H] of the n complex keys of this pair
-        real = blocks[:, a, :, a] + blocks[:, b, :, b]
-        imaginary = blocks[:, b, :, a] - blocks[:, a, :, b]
-        root, inverse = _root(torch.complex(real, imaginary))
-        weight = (queries[:, a, a] + queries[:, b, b]).to(root)
-        rows = root[list(owners)]
-        total = torch.einsum("qi,q,qj->ij", rows.conj(), weight, rows)
-        kept = _leading(total, 1)[:, 0]
-        b_row, c = kept.conj() @ inverse, (rows @ kept).conj()
-        joint_a, joint_b = a + width * torch.arange(n), b + width * torch.arange(n)
-        basis[a, joint_a], basis[a, joint_b] = b_row.real, -b_row.imag
-        basis[b, joint_a], basis[b, joint_b] = b_row.imag, b_row.real
-        # q' = conj(c) q, where k_h is nearly c_h k
-        maps[:, a, a] = maps[:, b, b] = c.real
-        maps[:, a, b], maps[:, b, a] = -c.imag, c.imag
-        power += float(total.diagonal().real.sum())
-        lost += float(total.diagonal().real.sum() - (kept.conj() @ total @ kept).real)
-    return power, lost
+    # E[k k^H] of the n complex keys of every pair, shape (pairs, n, n)
+    real = blocks[:, a, :, a] + blocks[:, b, :, b]
+    imaginary = blocks[:, b, :, a] - blocks[:, a, :, b]
+    root, inverse = _root(torch.complex(real, imaginary))
+    weight = (queries[:, a, a] + queries[:, b, b]).to(root)
+    rows = root[:, list(owners)]
+    total = torch.einsum("pqi,qp,pqj->pij", rows.conj(), weight, rows)
+    kept = _leading(total, 1)
+    b_row, c = (kept.mH @ inverse)[:, 0], (rows @ kept)[..., 0].conj().T
+    joint = width * torch.arange(n, device=moment.device)
+    joint_a, joint_b = a[:, None] + joint, b[:, None] + joint
+    basis[a[:, None], joint_a], basis[a[:, None], joint_b] = b_row.real, -b_row.imag
+    basis[b[:, None], joint_a], basis[b[:, None], joint_b] = b_row.imag, b_row.real
+    # q' = conj(c) q, where k_h is nearly c_h k
+    maps[:, a, a] = maps[:, b, b] = c.real
+    maps[:, a, b], maps[:, b, a] = -c.imag, c.imag
+    power = total.diagonal(dim1=-2, dim2=-1).real.sum()
+    return float(power), float(power - (kept.mH @ total @ kept).real.sum())
 
 
 def _joint_rows(coordinates: Tensor, width: int, heads: int) -> Tensor:
@@ -173,12 +172,12 @@ def _gathered(gram: Tensor, owners: Sequence[int], root: Tensor) -> Tensor:
 def _root(moment: Tensor) -> tuple[Tensor, Tensor]:
     """L with L L^H = M, and its inverse; M may be singular, and counts as white where it is 0."""
     values, vectors = torch.linalg.eigh(moment)
-    values = values.clamp(min=float(values.mean()) * _FLOOR or 1.0)
-    root = vectors * values.sqrt()
-    return root, (vectors / values.sqrt()).mH
+    floor = values.mean(-1, keepdim=True) * _FLOOR
+    values = values.maximum(floor.where(floor != 0, 1.0))[..., None, :]
+    return vectors * values.sqrt(), (vectors / values.sqrt()).mH
 
 
 def _leading(total: Tensor, count: int) -> Tensor:
     """The ``count`` eigenvectors of the largest eigenvalues, largest first."""
     vectors: Tensor = torch.linalg.eigh(total)[1]
-    return vectors.flip(-1)[:, :count]
+    return vectors.flip(-1)[..., :count]

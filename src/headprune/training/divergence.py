@@ -37,6 +37,7 @@ def kl_divergence(
     log_p = F.log_softmax(target.float(), dim=-1)
     log_q = F.log_softmax(logits.float(), dim=-1)
     per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    mask = mask.to(logits.device)
     return (per_position * mask).sum() / mask.sum()
 
 
@@ -46,7 +47,7 @@ def relative_error(
     mask: Tensor,
 ) -> Float[Tensor, ""]:
     """Squared error over squared norm of the target, over the positions where ``mask`` is not 0."""
-    weight = mask[..., None].float()
+    weight = mask[..., None].to(states.device, torch.float32)
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()
     return error / norm

@@ -1,0 +1,199 @@
+"""Which device models run on, what is refused there, and what one that is full is told by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+import headprune
+from headprune import devices
+from headprune.declaration import COMMANDS
+from headprune.errors import FamilyError, HeadpruneError
+from headprune.evaluation import evaluate as evaluation
+from headprune.model import placement, probes
+from headprune.model.attention import attention_of
+from headprune.model.loading import native_class, task_of
+from headprune.training.resumable import resumable_arguments
+from tests import tiny
+from tests.test_cli import run
+
+RUN_NO_MODEL = {"clean", "families", "import-pickle", "init", "inspect", "report"}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two, as far as choosing goes."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+
+
+def test_every_command_that_runs_a_model_has_it() -> None:
+    without = {name for name in COMMANDS if "device" not in COMMANDS[name].options.model_fields}
+    assert without == RUN_NO_MODEL
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")],
+)
+def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
+    said: list[str] = []
+    with devices.running_on(asked, said.append):
+        assert devices.chosen() == torch.device(found)
+        with devices.running_on("auto", said.append):  # of a step of a recipe
+            assert devices.chosen() == torch.device(found)
+        assert not said
+        devices.announce()
+        devices.announce()
+    assert said == [f"device: {found}"]
+    assert devices.chosen() == torch.device("cuda:0")  # outside of any command
+
+
+def test_each_of_several_processes_has_its_own(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with devices.running_on("auto"):
+        assert devices.chosen() == torch.device("cuda:1")
+    one = "--device cuda:0 is one device, and several processes were started"
+    with pytest.raises(HeadpruneError, match=one), devices.running_on("cuda:0"):
+        pass
+
+
+@pytest.mark.parametrize("asked", ["cuda:2", "mps", "gpu"])
+def test_a_device_that_is_not_there_is_refused(two_gpus: None, asked: str) -> None:
+    there = f"--device {asked}: there is no such device here; there are cpu, cuda:0, cuda:1."
+    with pytest.raises(HeadpruneError, match=there), devices.running_on(asked):
+        pass
+
+
+def test_at_the_command_line(
+    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = tmp_path / "scores"
+    given = ["score", llama_folder, "--criterion", "magnitude", "--output", scores]
+    code, _, err = run(capsys, *given, "--device", "cuda:99")
+    assert code == 2 and "--device cuda:99: there is no such device here" in err
+    assert not scores.exists()
+    code, _, err = run(capsys, *given, "--device", "cpu")
+    assert code == 0 and err.count("device: cpu") == 1
+
+
+def test_a_device_that_is_full_is_told_by_what_was_running(
+    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(evaluation, "measure", full)
+    report = tmp_path / "report.json"
+    told = "cpu ran out of memory while evaluating. Give a smaller batch_size or seq_len, or"
+    with pytest.raises(HeadpruneError, match=told) as error:
+        headprune.evaluate(llama_folder, str(text_file), output=report, seq_len=16)
+    assert error.value.exit_code == 2 and not report.exists()
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("of another kind")
+
+    monkeypatch.setattr(evaluation, "measure", broken)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        headprune.evaluate(llama_folder, str(text_file), seq_len=16)
+
+
+def test_trainer_takes_the_device(
+    two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    with devices.running_on("cuda:1"):
+        arguments = resumable_arguments(tmp_path, 2, 2, 0, None)
+    assert arguments.device == torch.device("cuda:1") and not arguments.use_cpu
+    assert arguments.distributed_state.device == torch.device("cuda:1")
+    assert set(map(str, current)) == {"cuda:1"}
+    with devices.running_on("cpu"):
+        arguments = resumable_arguments(tmp_path, 2, 2, 0, None)
+    assert arguments.device == torch.device("cpu") and arguments.use_cpu
+    assert arguments.distributed_state.device == torch.device("cpu")
+
+
+def test_inputs_go_where_the_weights_are(two_gpus: None) -> None:
+    model = tiny.model("llama-gqa")
+    assert placement.input_device(model) == torch.device("cpu")
+    waiting = model.to("meta")  # its weights come when they are needed
+    assert placement.input_device(waiting) == torch.device("cuda:0")
+
+
+def test_models_that_are_spread_are_refused() -> None:
+    split = tiny.model("llama-gqa")
+    attention_of(split)
+    split._tp_size = 2
+    with pytest.raises(FamilyError, match="split by tensor parallelism.*Load it without tp_plan"):
+        attention_of(split)
+    offloaded = accelerate.cpu_offload(tiny.model("llama-gqa"), torch.device("cpu"))
+    with pytest.raises(FamilyError, match="offloaded by accelerate.*Load it without offloading"):
+        attention_of(offloaded)
+
+
+def test_a_sharded_class_is_that_of_transformers() -> None:
+    class Sharded(nn.Module):
+        pass
+
+    made: type[PreTrainedModel] = type("FSDPLlamaForCausalLM", (Sharded, LlamaForCausalLM), {})
+    assert native_class(made) is LlamaForCausalLM and native_class(PreTrainedModel) is not made
+    model = tiny.model("llama-gqa")
+    model.__class__ = made
+    assert task_of(model) == "causal-lm"
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Products that a GPU may round."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def rounds() -> tuple[bool, bool]:
+    """Whether a GPU may round inputs of products, and of convolutions."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+    return matmul.allow_tf32, cudnn.allow_tf32
+
+
+def test_proofs_compare_without_tf32(tf32: None) -> None:
+    model, seen = tiny.model("llama-gqa"), []
+
+    def look(*arguments: Any) -> None:
+        seen.append(rounds())
+
+    model.model.layers[0].register_forward_hook(look)
+    inputs = probes.probe_inputs(model)
+    probes.probe(model, inputs)
+    assert seen and not any(map(any, seen)) and rounds() == (True, True)
+    seen.clear()
+    model(**inputs)
+    assert seen == [(True, True)]
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_that_of_one_model(text_file: Path, tmp_path: Path) -> None:
+    large = tiny.config("llama-gqa")
+    large.vocab_size = 200_000
+    base = tiny.save(LlamaForCausalLM(large), tmp_path / "large")
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "small")
+    report = headprune.evaluate(model, str(text_file), against=base, seq_len=16, split="train")
+    small, big = report.model.speed, report.against.speed
+    assert small.device == big.device == "cuda:0"
+    assert 10 * small.peak_memory_bytes < big.peak_memory_bytes

@@ -1,0 +1,387 @@
+"""Every command that runs a model computes on another device what it computes on the CPU."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+import headprune
+from headprune.evaluation import evaluate as evaluation
+from headprune.gates.gates import Gates
+from headprune.tensors import least_squares
+from tests import far, forked, tiny
+from tests.marks import slow_unless
+from tests.test_verify import old_folder
+
+CASES = ("llama-gqa", "gpt2", "bert-mlm", "t5")
+FEW: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 192}
+BATCHES: dict[str, Any] = {"seq_len": 16, "batch_size": 4}
+CLOSE = 2e-5  # of the largest number: products of tokens are float32 there, float64 on the CPU
+
+pytestmark = pytest.mark.skipif(not far.there_is_one(), reason="needs torch with Python devices")
+
+
+class Job:
+    """A model, its data, and where a command writes on one of the devices."""
+
+    def __init__(self, case: str, folder: Path, device: str) -> None:
+        self.case, self.folder, self.device = case, folder, device
+        self.model, self.data = folder / "model", folder / "text.jsonl"
+        self.columns = {"text_column": "text,target"} if case == "t5" else {"text_column": "text"}
+
+    def write(self) -> None:
+        """Writes the model and the data."""
+        tiny.save(tiny.model(self.case), self.model)
+        rows = [{"text": tiny.text(20, n), "target": tiny.text(12, n + 100)} for n in range(80)]
+        self.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def __call__(self, name: str, *arguments: Any, **settings: Any) -> Any:
+        """Runs a command."""
+        settings.setdefault("device", self.device)
+        return getattr(headprune, name)(*arguments, **settings)
+
+    def output(self, name: str) -> Path:
+        """Where something is written."""
+        return self.folder / f"{name}-{self.device}"
+
+    def scores(self, *criteria: str, **settings: Any) -> Path:
+        """Scores, and where they are."""
+        output = self.output("scores")
+        given = {"criterion": criteria, "output": output, "data": self.data, **FEW, **self.columns}
+        self("score", self.model, **given | settings)
+        return output
+
+    def pruned(self, device: str | None = None, **settings: Any) -> Path:
+        """A cut model."""
+        output = self.output("pruned")
+        given = {"scores": self.scores("magnitude", device="cpu", data=None), "keep": 0.5}
+        self("prune", self.model, output=output, device=device or self.device, **given | settings)
+        return output
+
+
+def score(job: Job) -> dict[str, Tensor]:
+    """Every criterion."""
+    criteria = ["compensated", "gradient", "fisher", "fluctuation", "wanda", "reconstruction"]
+    criteria += ["leave-one-out", "confidence", "magnitude", "random"]
+    return _tensors(job.scores(*criteria))
+
+
+def plan(job: Job) -> dict[str, Tensor]:
+    """In rounds, refitted in between."""
+    scores = job.scores("fisher", device="cpu")
+    made = job("plan", job.model, scores=scores, keep=0.5, rounds=2, refit=True).plan
+    kept = {path: a.query_heads for path, a in made.attentions.items()}
+    return {path: torch.tensor(heads, dtype=torch.float32) for path, heads in kept.items()}
+
+
+def prune(job: Job) -> dict[str, Tensor]:
+    """Without a refit."""
+    return _tensors(job.pruned())
+
+
+def refit(job: Job) -> dict[str, Tensor]:
+    """With one."""
+    return _tensors(job.pruned(refit=job.data, **FEW, **job.columns))
+
+
+def convert_gqa(merge: str, **settings: Any) -> Callable[[Job], dict[str, Tensor]]:
+    """By a merge."""
+
+    def convert(job: Job) -> dict[str, Tensor]:
+        output = job.output("converted")
+        given = {"merge": merge, "kv_heads": 1, "output": output, **settings}
+        if merge == "lowrank" or "kv_budget" in given:
+            given |= {"calibrate": job.data, **FEW}
+        job("convert_gqa", job.model, **given)
+        return _tensors(output)
+
+    return convert
+
+
+def train_gates(**settings: Any) -> Callable[[Job], dict[str, Tensor]]:
+    """With a method; gates are drawn on the device, by the same draws here."""
+
+    def train(job: Job) -> dict[str, Tensor]:
+        given = {"target_heads": 0.5, "steps": 5, **BATCHES, **job.columns, **settings}
+        job("train_gates", job.model, data=job.data, output=job.output("gates"), **given)
+        return _tensors(job.output("gates")) | _losses(job.output("gates"))
+
+    return train
+
+
+def heal(job: Job) -> dict[str, Tensor]:
+    """What was cut; the divergences are what its losses come to."""
+    student, output = job.pruned("cpu"), job.output("healed")
+    given = {"teacher": job.model, "steps": 4, **BATCHES, **job.columns}
+    healed = job("heal", student, data=job.data, output=output, **given)
+    divergences = torch.tensor([healed.before, healed.after])
+    return _tensors(output) | {"divergence": divergences}
+
+
+def evaluate(job: Job) -> dict[str, Tensor]:
+    """Against the original."""
+    given = {"against": job.model, "speed": job.case == "llama-gqa", **BATCHES, **job.columns}
+    report = job("evaluate", job.pruned("cpu"), data=str(job.data), split="train", **given)
+    speed = report.model.speed
+    assert speed is None or speed.device.startswith(job.device)
+    found = {m.name: m.value for which in (report.model, report.against) for m in which.metrics}
+    found |= {f"gap.{d.name}": d.interval.estimate for d in report.differences}
+    return {name: torch.tensor(value) for name, value in found.items()}
+
+
+def check(job: Job) -> dict[str, Tensor]:
+    """Against the original."""
+    limit = "perplexity <= 400 %"
+    given = {"against": job.model, "limits": (limit,), **BATCHES, **job.columns}
+    report = job("check", model=job.pruned("cpu"), data=str(job.data), split="train", **given)
+    (found,) = report.limits
+    return {"limit": torch.tensor([found.value, found.low, found.high])}
+
+
+def sweep(job: Job) -> dict[str, Tensor]:
+    """Scores, cuts, refits and measures."""
+    given = {"keep": (0.5,), **FEW, **job.columns, "batch_size": 4}
+    found = job("sweep", job.model, data=job.data, output=job.output("sweep"), **given)
+    return {p.name: torch.tensor(p.quality) for p in (found.base, *found.points)}
+
+
+def verify(job: Job) -> dict[str, Tensor]:
+    """What was cut on the CPU."""
+    found = job("verify", job.pruned("cpu"), against=job.model)
+    return {c.name: torch.tensor(float(c.passed)) for c in found.checks}
+
+
+def migrate(job: Job) -> dict[str, Tensor]:
+    """A folder of transformers 4."""
+    old = old_folder(tiny.model(job.case), job.output("old"), {0: [1, 4], 2: [0, 1, 2]})
+    job("migrate", old, output=job.output("migrated"))
+    return _tensors(job.output("migrated"))
+
+
+def compress(job: Job) -> dict[str, Tensor]:
+    """With all its candidates."""
+    output = job.output("compressed")
+    given = {"keep": 0.75, "held_out_tokens": 64, **FEW, **job.columns}
+    choice = job("compress", job.model, data=str(job.data), output=output, **given).choice
+    held_out = {one.name: torch.tensor(one.held_out) for one in choice.contenders}
+    return held_out | _tensors(output)
+
+
+def run(job: Job) -> dict[str, Tensor]:
+    """Steps of a recipe, which take its device."""
+    output, recipe = job.output("run"), job.output("recipe.yaml")
+    steps = {"score": {"criterion": ["fisher"], **FEW}, "prune": {"keep": 0.5}}
+    data = {"train": {"source": str(job.data), **job.columns}}
+    content = {"model": str(job.model), "output": str(output), "data": data, "steps": steps}
+    recipe.write_text(json.dumps(content))
+    job("run", recipe)
+    return _tensors(output / "prune")
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= {f"{file.name}.{n}": tensor.float() for n, tensor in load_file(file).items()}
+    assert found
+    return found
+
+
+def _losses(folder: Path) -> dict[str, Tensor]:
+    lines = (folder / "history.jsonl").read_text().splitlines()
+    return {"losses": torch.tensor([json.loads(line)["loss"] for line in lines])}
+
+
+JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
+    "score": score,
+    "plan": plan,
+    "prune": prune,
+    "refit": refit,
+    "convert": convert_gqa("lowrank"),
+    "convert-procrustes": convert_gqa("procrustes", grouping="similar"),
+    "convert-medoid": convert_gqa("medoid"),
+    "convert-budget": convert_gqa(None, kv_heads=None, kv_budget=0.5),
+    "gates": train_gates(),
+    "gates-gradual": train_gates(method="gradual"),
+    "gates-channels": train_gates(train="channels"),
+    "gates-distill": train_gates(objective="distill", train="attention"),
+    "heal": heal,
+    "evaluate": evaluate,
+    "check": check,
+    "sweep": sweep,
+    "verify": verify,
+    "migrate": migrate,
+    "compress": compress,
+    "run": run,
+}
+
+
+def gaps(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far numbers are apart, each as a share of the largest of its tensor."""
+    assert here.keys() == there.keys()
+    found = {}
+    for name, one in here.items():
+        assert one.shape == there[name].shape, name
+        largest = float(one.abs().max()) if one.numel() else 0.0
+        gap = float((one - there[name]).abs().max()) if one.numel() else 0.0
+        found[name] = gap / (largest or 1.0)
+    return found
+
+
+def compared(name: str, case: str, folder: Path) -> dict[str, float]:
+    """Runs a command on both devices, with the same products; how far apart they are."""
+    device = far.Far()
+    if name.startswith("convert"):  # a basis of several heads is any that spans the same
+        least_squares.product_dtype = lambda device: torch.float64
+    Job(case, folder, "cpu").write()
+    with sdpa_kernel(SDPBackend.MATH):
+        here = JOBS[name](Job(case, folder, "cpu"))
+        with device:
+            there = JOBS[name](Job(case, folder, "far"))
+    assert device.waits  # it was there
+    return gaps(here, there)
+
+
+def agrees(name: str, case: str, folder: Path) -> None:
+    """Refuses other numbers than those of the CPU."""
+    found = compared(name, case, folder)
+    worst = max(found, key=found.__getitem__)
+    assert found[worst] <= CLOSE, (worst, found[worst])
+
+
+def differs(case: str, folder: Path) -> None:
+    """Refuses the numbers of the CPU where those of the device are made wrong."""
+    right = least_squares.Moments.centred
+
+    def wrong(moments: least_squares.Moments) -> least_squares.Moments:
+        found = right(moments)
+        far_off = isinstance(found.cross, far.FarTensor)
+        return replace(found, cross=found.cross * 1.001) if far_off else found
+
+    least_squares.Moments.centred = wrong  # of models with biases
+    assert max(compared("refit", case, folder).values()) > CLOSE
+
+
+def raises(case: str, folder: Path) -> None:
+    """Refuses a merge that goes through with a tensor made in the wrong place."""
+    module = import_module("headprune.surgery.merges.procrustes")
+    right = module._rotations
+    module._rotations = lambda heads, pairs: right(heads, pairs).to("cpu")
+    with pytest.raises(RuntimeError, match="all tensors on one device"):
+        compared("convert-procrustes", case, folder)
+
+
+def one_at_a_time(folder: Path) -> None:
+    """Refuses two models on the device while one is measured."""
+    right, seen = evaluation.measure, []
+
+    def measure(loaded: Any, index: int, *others: Any) -> Any:
+        seen.append([net.device.type for net in loaded.nets])
+        return right(loaded, index, *others)
+
+    evaluation.measure = measure
+    compared("evaluate", "gpt2", folder)
+    assert seen == [["cpu", "cpu"]] * 2 + [["far", "cpu"], ["cpu", "far"]]
+
+
+def waits_of_a_step(folder: Path, layers: int, **settings: Any) -> int:
+    """How often a step of training waits for the device."""
+    configuration = tiny.config("llama-gqa")
+    configuration.num_hidden_layers = layers
+    job = Job("llama-gqa", folder / str(layers), "far")
+    job.folder.mkdir(parents=True)
+    job.write()
+    tiny.save(LlamaForCausalLM(configuration), job.model)
+    found = []
+    for steps in (2, 3):
+        with far.Far() as device:
+            given = {"train": "channels", "finetune_fraction": 0.0, "save_every": 100, **settings}
+            train_gates(steps=steps, overwrite=True, **given)(job)
+        found.append(sum(device.waits.values()))
+    return found[1] - found[0]  # without what steps share
+
+
+def waits_alike(folder: Path) -> None:
+    """Refuses waits that grow with layers or units."""
+    for method, rounds in (("l0", {"rounds": 1}), ("gradual", {})):
+        counts = [
+            waits_of_a_step(folder / method / unit, layers, unit=unit, method=method, **rounds)
+            for layers, unit in ((2, "kv-group"), (5, "kv-group"), (5, "head"))
+        ]
+        assert 0 < counts[0] < 30 and len(set(counts)) == 1, (method, counts)
+
+
+def waits_by_layer(folder: Path) -> None:
+    """Refuses waits that do not grow where every layer waits."""
+    right = Gates.source
+    Gates.source = lambda gates, position: right(gates, position * int(bool(gates.kept.any())))
+    shallow, deep = (waits_of_a_step(folder, layers, rounds=1) for layers in (2, 5))
+    assert deep == shallow + 3, (shallow, deep)
+
+
+def told(function: Callable[..., Any], report: Path, *arguments: Any) -> None:
+    """Calls a function, and writes what it raised."""
+    logging.disable_progress_bar()
+    try:
+        function(*arguments)
+    except BaseException:
+        report.write_text(traceback.format_exc())
+
+
+def apart(function: Callable[..., Any], folder: Path, *arguments: Any) -> None:
+    """Calls a function in a process of its own."""
+    report = folder / "report.txt"
+    assert forked.call(told, function, report, *arguments, folder) == 0
+    if report.exists():
+        pytest.fail(report.read_text())
+
+
+def _quick(name: str, case: str) -> bool:
+    quick = {"llama-gqa": {"score", "refit", "convert", "gates", "heal", "check"}}
+    quick["t5"] = {"plan", "gates-distill"}
+    quick["bert-mlm"] = {"convert-procrustes", "evaluate", "migrate"}
+    quick["gpt2"] = {"gates-channels", "verify", "run"}
+    return name in quick[case]
+
+
+def _rows() -> list[tuple[str, str]]:
+    unlike = {("migrate", "llama-gqa"), ("migrate", "t5")}  # transformers 4 pruned none of these
+    return [row for row in product(JOBS, CASES) if row not in unlike]
+
+
+@pytest.mark.parametrize(("name", "case"), slow_unless(_quick, _rows()))
+def test_a_device_gives_the_numbers_of_the_cpu(name: str, case: str, tmp_path: Path) -> None:
+    apart(agrees, tmp_path, name, case)
+
+
+def test_other_numbers_would_be_seen(tmp_path: Path) -> None:
+    apart(differs, tmp_path, "gpt2")
+
+
+def test_a_tensor_in_the_wrong_place_would_be_seen(tmp_path: Path) -> None:
+    apart(raises, tmp_path, "gpt2")
+
+
+def test_one_model_is_on_the_device_while_it_is_measured(tmp_path: Path) -> None:
+    apart(one_at_a_time, tmp_path)
+
+
+def test_steps_wait_as_often_whatever_the_depth_and_the_units(tmp_path: Path) -> None:
+    apart(waits_alike, tmp_path)
+
+
+def test_waits_by_layer_would_be_seen(tmp_path: Path) -> None:
+    apart(waits_by_layer, tmp_path)
