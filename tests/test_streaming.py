@@ -463,6 +463,17 @@ def test_a_weight_that_overflows_is_refused(model: Path, plan: Plan, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_a_weight_that_is_nan_is_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
+    def damaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        found["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+        return found
+
+    renamed(model, damaged)
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight' holds NaN"):
+        prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+    assert not (tmp_path / "out").exists()
+
+
 def test_migrate_streams(tmp_path: Path) -> None:
     bert = saved("bert-mlm", tmp_path / "bert", torch.float32)
     plan = uneven_plan(headprune.from_pretrained(bert)).model_copy(update={"model": None})
