@@ -28,10 +28,11 @@ def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
         modules = [a for a in attentions if a.kind == kind]
         gone = {position % len(modules) for position in empty}
         for layer, attention in enumerate(modules):
-            group = attention.query_heads // attention.kv_heads
+            heads = layer not in gone and attention.kv_heads > 0  # an earlier cut may leave none
+            group = attention.query_heads // max(attention.kv_heads, 1)
             units = [g for g in range(attention.kv_heads) if g != layer]
             units = units[: max(1, attention.kv_heads - 1 - layer)] or [0]
-            keep = [g * group + j for g in units for j in range(group)] if layer not in gone else []
+            keep = [g * group + j for g in units for j in range(group)] if heads else []
             parts[attention.path] = AttentionPlan(
                 query_heads=attention.query_heads,
                 kv_heads=attention.kv_heads,

@@ -19,6 +19,7 @@ from headprune.compression import candidates, heldout
 from headprune.compression.candidates import CANDIDATES, RemoveHeads, ShareKvHeads, candidates_for
 from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
+from headprune.compression.selection import lead
 from headprune.config import BudgetConfig, CompressConfig, HealConfig
 from headprune.console.compressed import contenders
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
@@ -57,6 +58,8 @@ def test_the_best_on_held_out_text_is_taken(
     choice, manifest = result.choice, read_manifest(tmp_path / "out")
     assert manifest.choice == choice and manifest.id == result.pruned.manifest.id
     losses = [one.held_out for one in choice.contenders]
+    assert choice.lead is not None
+    assert choice.lead[0] <= losses[1] - losses[0] <= choice.lead[1]
     assert len(losses) == 5 and losses == sorted(losses) and not choice.failed
     assert choice.original.held_out == 1.0
     assert choice.chosen.kv_heads == manifest.kv_heads[1] < manifest.kv_heads[0]
@@ -127,7 +130,7 @@ def test_healing_is_kept_only_if_it_helps(
     else:
         assert names == ["heads, fisher", "heads, fisher, healed 30 steps"]
         assert done == ["pruning"]
-    assert result.choice.contenders[0].held_out > result.choice.contenders[1].held_out
+    assert result.choice.contenders[0].held_out >= result.choice.contenders[1].held_out
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"encoder", "sentences.txt", "out"}
 
@@ -360,16 +363,34 @@ def test_without_data_the_text_that_ships_is_used(
 
 
 def test_measures_tell_the_original_from_others() -> None:
+    def number(task: str, *both: Any) -> float:
+        measure = heldout.MEASURES[task]
+        return float(measure.number(measure.rows(*both)))
+
     losses = np.array([[10.0, 5.0], [20.0, 5.0]])
     worse = losses + np.array([[1.0, 0.0], [4.0, 0.0]])
-    perplexity = heldout.MEASURES["causal-lm"]
-    assert perplexity.of(losses, losses) == 1.0
-    assert perplexity.of(worse, losses) == pytest.approx(np.exp(0.5))
-    same = heldout.MEASURES["classification"]
-    assert same.of(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 0.0])) == pytest.approx(2 / 3)
+    assert number("causal-lm", losses, losses) == 1.0
+    assert number("causal-lm", worse, losses) == pytest.approx(np.exp(0.5))
+    labels = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 0.0])
+    assert number("classification", *labels) == pytest.approx(2 / 3)
     unit = np.array([[1.0, 0.0], [0.0, 1.0]])
-    assert heldout.MEASURES["features"].of(unit, unit) == 1.0
-    assert heldout.MEASURES["features"].of(unit, unit[::-1]) == 0.0
+    assert number("features", unit, unit) == 1.0
+    assert number("features", unit, unit[::-1]) == 0.0
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "features"])
+def test_the_lead_of_a_model_has_its_sign(task: str) -> None:
+    measure, generator = heldout.MEASURES[task], np.random.default_rng(0)
+    near, far = (
+        np.stack([generator.normal(mean, 0.1, 40), np.ones(40)], axis=1) for mean in (1.0, 2.0)
+    )
+    better, worse = (far, near) if measure.higher_is_better else (near, far)
+    found = lead(measure, better, worse)
+    assert found is not None and 0 < found[0] < found[1]
+    difference = abs(measure.number(near) - measure.number(far))
+    assert found[0] < difference < found[1]
+    assert lead(measure, worse, better) == pytest.approx((-found[1], -found[0]), rel=0.1)
+    assert lead(measure, near[:1], far[:1]) is not None  # one sequence: an interval of no width
 
 
 def test_which_candidates_apply_follows_from_the_goal() -> None:

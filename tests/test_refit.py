@@ -21,7 +21,7 @@ from headprune.export.refitting import judged_refit
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.heads import read_heads, read_output, write_heads
-from headprune.surgery.cut import resolve
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
@@ -290,3 +290,17 @@ def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
         model.model.embed_tokens.weight[63] = float("nan")
     with pytest.raises(DataError, match="was not fitted to is not finite"):
         judged_refit(model, cuts, sample_of(taken, left * 0 + 63), "text", 0, lambda d, t: None)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
+def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    taken, left = (torch.randint(5, 60, (40, 24), generator=generator) for _ in range(2))
+    model = tiny.model(case)
+    cut_heads(model, resolve(uneven_plan(model, 1), model, ragged=True))
+    cuts = resolve(uneven_plan(model), model, ragged=True)
+    heads = [cut.attention.query_heads for cut in cuts]
+    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, lambda d, t: None)
+    assert judged.taken is not None
+    assert judged.taken.modules == sum(count > 0 for count in heads) < len(heads)
+    assert judged.taken.error_after < judged.taken.error_before

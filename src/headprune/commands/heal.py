@@ -63,7 +63,10 @@ def show(result: Healed, options: HealOptions, console: Console) -> None:
 
 
 def _summary(result: Healed) -> str:
-    return f"divergence {result.before:.4f} before, {result.after:.4f} after, verified"
+    return (
+        f"divergence {result.before:.4f} before, {result.after:.4f} after {result.taken_after} of "
+        f"{result.steps} steps, verified"
+    )
 
 
 def _estimate(options: HealOptions, sizes: Sizes) -> Estimate:

@@ -18,7 +18,7 @@ from headprune.compression.selection import Selection
 from headprune.config import CompressConfig, DataConfig, HealConfig
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
-from headprune.errors import DataError, HeadpruneError, PlanError, TrainingError
+from headprune.errors import DataError, HeadpruneError, PlanError, ProofError, TrainingError
 from headprune.export.card import write_card
 from headprune.export.publish import Pruned
 from headprune.io.outputs import claimed, whole_folder
@@ -218,7 +218,7 @@ class _Compression:
                 seconds = time.monotonic() - began
                 stage("measuring")
                 better = selection.add(_name(candidate, made), folder, seconds, self.loading)
-            except (PlanError, DataError) as error:  # also of outputs that are not finite
+            except (PlanError, DataError, ProofError) as error:  # also where outputs are not finite
                 errors.append(error)
                 selection.failed[candidate.name] = str(error)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -34,34 +34,45 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """What a kind of model is judged by.
+    """What a kind of model is judged by: a weighted mean over sequences.
 
     Attributes:
         name: What the number says.
         higher_is_better: Its direction; the original itself has 1.
-        of: The number, of what the model and the original gave; see ``HeldOut.outputs``.
+        rows: A sum and a weight of every sequence, of what the model and the original gave; see
+            ``HeldOut.outputs``.
+        scale: Makes the number of the mean.
     """
 
     name: str
     higher_is_better: bool
-    of: Callable[[Floats, Floats], float]
+    rows: Callable[[Floats, Floats], Floats]
+    scale: Callable[[Any], Any] = np.asarray
+
+    def number(self, rows: Floats) -> Any:
+        """The number of rows (..., sequences, 2)."""
+        sums = rows.sum(-2)
+        return self.scale(sums[..., 0] / sums[..., 1])
 
 
-def _perplexity_ratio(model: Floats, original: Floats) -> float:
-    (ours, tokens), (theirs, _) = model.sum(0), original.sum(0)
-    return float(np.exp((ours - theirs) / tokens))
+def _losses(model: Floats, original: Floats) -> Floats:
+    return np.stack([model[:, 0] - original[:, 0], original[:, 1]], axis=1)
 
 
-_PERPLEXITY = Measure("perplexity ratio", False, _perplexity_ratio)
+def _each(values: Floats) -> Floats:
+    return np.stack([values, np.ones_like(values)], axis=1)
+
+
+_PERPLEXITY = Measure("perplexity ratio", False, _losses, np.exp)
 MEASURES = {
     "causal-lm": _PERPLEXITY,
     "masked-lm": _PERPLEXITY,
     "seq2seq-lm": _PERPLEXITY,
     "classification": Measure(
-        "same labels", True, lambda model, original: float((model == original).mean())
+        "same labels", True, lambda model, original: _each((model == original).astype(float))
     ),
     "features": Measure(
-        "similarity", True, lambda model, original: float((model * original).sum(1).mean())
+        "similarity", True, lambda model, original: _each((model * original).sum(1))
     ),
 }
 
@@ -116,11 +127,9 @@ class HeldOut:
             done += len(rows)
         return found
 
-    def compared(self, model: Outputs, original: Outputs) -> tuple[float, dict[str, float]]:
-        """How near a model comes to the original: on all texts together, and on each."""
-        both = [np.concatenate(list(outputs.values())) for outputs in (model, original)]
-        each = {name: self.measure.of(model[name], original[name]) for name in original}
-        return self.measure.of(both[0], both[1]), each
+    def compared(self, model: Outputs, original: Outputs) -> dict[str, Floats]:
+        """How near a model comes to the original, sequence by sequence; see ``Measure.rows``."""
+        return {name: self.measure.rows(model[name], original[name]) for name in original}
 
     def copying(self, net: PreTrainedModel, seed: int) -> float | None:
         """Mean loss on the second of two equal runs of random tokens, of models that generate."""

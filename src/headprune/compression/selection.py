@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from headprune.compression.heldout import HeldOut
+from headprune.compression.heldout import HeldOut, Measure
 from headprune.config import Dtype
+from headprune.evaluation.comparison import bootstrap
+from headprune.evaluation.metrics import Floats
 from headprune.model.attention import attention_of
 from headprune.model.cost import GENERATES, kv_cache_elements_per_token
 from headprune.model.loading import task_of
@@ -19,6 +23,8 @@ from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.schemas.records import Contender, ModelChoice
 
 ORIGINAL = "original"
+CONFIDENCE = 0.95
+_RESAMPLES = 2000
 Progress = Callable[[int, int], None]
 
 
@@ -36,6 +42,7 @@ class Selection:
         self.held_out, self.measure = held_out, held_out.measure
         self._dtype, self._seed, self._progress = dtype, seed, progress
         self.contenders: list[Contender] = []
+        self._rows: dict[str, Floats] = {}  # by contender: how near it comes, by sequence
         self.failed: dict[str, str] = {}
 
     def begin(self, net: PreTrainedModel, place: str | Path) -> None:
@@ -74,8 +81,13 @@ class Selection:
             held_out_tokens=self.held_out.tokens,
             original=self.original,
             contenders=tuple(self.contenders),
+            lead=self._lead(),
             failed=self.failed,
         )
+
+    def _lead(self) -> tuple[float, float] | None:
+        two = [self._rows[one.name] for one in self.contenders[:2]]
+        return lead(self.measure, *two) if len(two) == 2 else None
 
     def _cost(self, contender: Contender) -> tuple[float, float]:
         cost = -contender.held_out if self.measure.higher_is_better else contender.held_out
@@ -87,15 +99,17 @@ class Selection:
         outputs = self._outputs
         if name != ORIGINAL:
             outputs = self.held_out.outputs(net, self._progress)
-        together, each = self.held_out.compared(outputs, self._outputs)
+        by_text = self.held_out.compared(outputs, self._outputs)
+        self._rows[name] = np.concatenate(list(by_text.values()))
+        number = self.measure.number
         attentions, cached = attention_of(net), 0
         if task_of(net) in GENERATES:
             stored = stored_dtypes(net, stored_tensors(place)).default
             cached = kv_cache_elements_per_token(net) * stored.itemsize
         return Contender(
             name=name,
-            held_out=together,
-            by_text=each,
+            held_out=float(number(self._rows[name])),
+            by_text={text: float(number(rows)) for text, rows in by_text.items()},
             copying_nll=self.held_out.copying(net, self._seed),
             parameters=net.num_parameters(),
             kv_cache_bytes_per_token=cached,
@@ -103,3 +117,23 @@ class Selection:
             kv_heads=sum(a.kv_heads for a in attentions),
             seconds=seconds,
         )
+
+
+def lead(measure: Measure, first: Floats, second: Floats) -> tuple[float, float] | None:
+    """How much better one model is than another, as an interval over the held-out sequences.
+
+    Args:
+        measure: What they are judged by.
+        first: Rows of the one, (sequences, 2), as of ``Measure.rows``.
+        second: Rows of the other, of the same sequences.
+
+    Returns:
+        Both ends; None where there is too little to draw from.
+    """
+    sign = 1 if measure.higher_is_better else -1
+
+    def difference(drawn: NDArray[np.int64]) -> Any:
+        return sign * (measure.number(first[drawn]) - measure.number(second[drawn]))
+
+    found = bootstrap(difference, len(first), _RESAMPLES, CONFIDENCE, seed=0)
+    return (found.low, found.high) if found.is_finite else None

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headprune.console import results
-from headprune.console.tables import table
+from headprune.console.tables import narrow, table
 
 if TYPE_CHECKING:
     from headprune.compression.compress import Compressed, Outline
@@ -32,6 +32,9 @@ def compressed(console: Console, result: Compressed) -> None:
     choice = result.choice
     console.print(f"Kept: {escape(choice.goal)}; the best of {len(choice.contenders)} was taken.")
     contenders(console, choice)
+    if choice.lead is not None:
+        low, high = choice.lead
+        console.print(f"Better than the next by {low:.4f} to {high:.4f} (95 % of resamples).")
     by_text(console, choice)
     for name, reason in choice.failed.items():
         console.print(f"[yellow]note:[/] {escape(name)} was not possible: {escape(reason)}")
@@ -46,9 +49,7 @@ def contenders(console: Console, choice: ModelChoice) -> None:
     columns = ["", choice.measure]
     columns += ["copying NLL"] * copies + ["parameters"]
     columns += ["KV bytes"] * generates + ["heads", "KV heads"]
-    grid = table(*columns)
-    for column in grid.columns[1:]:  # where it is too wide for the terminal, names are broken
-        column.header, column.no_wrap = str(column.header).replace(" ", "\n"), True
+    grid = narrow(table(*columns))
 
     def add(one: Contender, mark: str) -> None:
         cells = [f"{mark}{escape(one.name)}", f"{one.held_out:.4f}"]

@@ -166,7 +166,7 @@ def healed(console: Console, result: Healed) -> None:
     """What healing brought, and the proof of what was written."""
     grid = table("divergence from the teacher, held-out text", "")
     grid.add_row("before", f"{result.before:.4f}")
-    grid.add_row(f"after {result.steps} steps", f"{result.after:.4f}")
+    grid.add_row(f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}")
     console.print(grid)
     manifest = result.pruned.manifest
     proof(console, manifest)

@@ -26,6 +26,14 @@ def table(*columns: str, numbers_from: int = 1) -> Table:
     return grid
 
 
+def narrow(grid: Table) -> Table:
+    """The same with the words of headers below each other; in a narrow terminal names give way."""
+    for column in grid.columns:
+        if column.justify == "right":
+            column.header, column.no_wrap = str(column.header).replace(" ", "\n"), True
+    return grid
+
+
 def module_table(
     console: Console,
     columns: Sequence[str],
@@ -53,7 +61,7 @@ def module_table(
         console.print(grid)
         return
     names, pattern = shortened(list(rows))
-    console.print(filled("module", names))
+    console.print(narrow(filled("module", names)))
     if pattern:
         console.print(f"[bright_black]attention modules: {escape(pattern)}[/]", soft_wrap=True)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel
@@ -15,7 +14,6 @@ from transformers import PreTrainedModel
 from headprune import processes
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.batches import batches
-from headprune.data.samples import Collate
 from headprune.data.sources import refuse_missing_file
 from headprune.distillation.trainer import (
     HealedModel,
@@ -35,6 +33,7 @@ from headprune.model.loading import from_pretrained, load_config, load_tokenizer
 from headprune.model.opening import load, result_dtypes
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.from_scores import plan_from_scores
+from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.records import Healing, MadeBy
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit
@@ -47,7 +46,11 @@ from headprune.training.resumable import (
 )
 from headprune.training.work import HealSettings, at_work, settings_now
 
-HELD_OUT = 8  # rows of the text that are not trained on, to compare before with after
+HELD_OUT = 16  # rows of the text that are not trained on, to judge by
+_NO_BETTER = (
+    "Healing brought the model no nearer to its teacher on text that it was not trained on: the "
+    "result has the weights that it began with. Try more text, or a lower --learning-rate."
+)
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,27 @@ class Healed:
     Attributes:
         pruned: The result, as of every command that writes a model.
         before: Divergence from the teacher on held-out rows, before.
-        after: The same, after.
+        after: The same, of the weights that were taken.
         steps: Optimiser steps made.
+        taken_after: Steps after which the weights did best; 0 if none did better than before.
     """
 
     pruned: Pruned
     before: float
     after: float
     steps: int
+    taken_after: int
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
         manifest = self.pruned.manifest.model_dump(mode="json")
         divergence = {"before": self.before, "after": self.after}
-        return {"steps": self.steps, "divergence": divergence, "manifest": manifest}
+        return {
+            "steps": self.steps,
+            "taken_after": self.taken_after,
+            "divergence": divergence,
+            "manifest": manifest,
+        }
 
 
 def heal(
@@ -89,6 +99,9 @@ def heal(
     made_by: MadeBy | None = None,
 ) -> Healed:
     """Trains a cut or converted model to match its teacher, and writes it, proven.
+
+    It is measured on held-out text at every checkpoint, and the best weights are taken: those that
+    it began with, if training brings it no nearer.
 
     Several processes share every batch (see ``training.processes``); one of them writes and tells.
 
@@ -135,14 +148,16 @@ def heal(
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]
+
+    def unhealed() -> tuple[PreTrainedModel, ModelIdentity]:
+        return load(model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected)
+
     with at_work(output, settings, inputs, resume, overwrite) as work:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
         load_config(teacher, trust_remote_code=trust_remote_code)
         on_stage("loading both models")
-        net, source = load(
-            model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected
-        )
+        net, source = unhealed()
         stored = result_dtypes(net, model, config.out_dtype)
         refuse_without_text(net, "heal")
         dtype = "bfloat16" if config.bf16 else "float32"
@@ -169,6 +184,7 @@ def heal(
         student = trainable(net, attention_of(net), config)
         healed = HealedModel(student, original, config.bf16)
         trainer = HealTrainer(
+            held_out,
             model=healed,
             remedies=_remedies(config),
             args=heal_arguments(config, work.checkpoints),
@@ -176,16 +192,17 @@ def heal(
             data_collator=collate,
         )
         on_stage("measuring before")
-        before = _divergence(healed, held_out, collate)
+        healed.to(trainer.args.device)
+        before = trainer.held_out()
         on_stage("healing")
         with stop_on_interrupt() as stopped:
             callback = HistoryCallback(trainer, work, on_step, stopped.is_set)
             train(trainer, work, callback, resume, f"Go on with: {again}", on_stage)
 
         def finish() -> Healed:
-            on_stage("measuring after")
-            after = _divergence(healed, held_out, collate)
-            net = merged(student, config).cpu().eval()
+            taken_after, after = trainer.take_best(before) or (0, before)
+            result = merged(student, config) if taken_after else unhealed()[0]
+            net = result.cpu().eval()
             cuts = resolve(plan.model_copy(update={"model": None}), net)
             steps = trainer.state.global_step
             healing = Healing(
@@ -194,13 +211,16 @@ def heal(
                 steps=steps,
                 before=before,
                 after=after,
+                taken_after=taken_after,
                 seed=config.seed,
             )
             record = Changes(healing, made_by=made_by, history=work.history)
             order = Order(source, model, plan, output, stored, record)
             pruned = write_proven(net, cuts, order, on_stage)
             work.remove()
-            return Healed(pruned, before, after, steps)
+            if not taken_after:
+                pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
+            return Healed(pruned, before, after, steps, taken_after)
 
         return processes.on_main(finish)
 
@@ -244,15 +264,3 @@ def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
         )
     first = len(rows) - count
     return rows.select(range(first)), rows.select(range(first, len(rows)))
-
-
-@torch.no_grad()
-def _divergence(healed: HealedModel, rows: Dataset, collate: Collate) -> float:
-    healed.eval()
-    device = next(healed.parameters()).device
-    total = 0.0
-    for index in range(len(rows)):
-        batch = collate([rows[index]])
-        moved = {k: v.to(device) if hasattr(v, "to") else v for k, v in batch.items()}
-        total += float(healed(moved))
-    return total / len(rows)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -54,7 +56,26 @@ class HealedModel(LossModule):
 
 
 class HealTrainer(ResumableTrainer):
-    """Trainer on the divergence from a teacher."""
+    """Trainer on the divergence from a teacher, which is measured at every checkpoint.
+
+    Args:
+        rows: Rows that are not trained on.
+        **kwargs: As for Trainer.
+    """
+
+    def __init__(self, rows: Dataset, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rows = rows
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """Mean divergence over the rows that are not trained on."""
+        self.model.eval()
+        losses = [
+            float(self.model(self._prepare_inputs(self.data_collator([row])))) for row in self.rows
+        ]
+        self.model.train()
+        return fmean(losses)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any

@@ -76,6 +76,7 @@ def judged_refit(
         DataError: If there is too little text, or the outputs are not finite.
         PlanError: If a module runs more than once.
     """
+    cuts = [cut for cut in cuts if cut.attention.query_heads]  # of earlier cuts some have none
     attentions, gates = [cut.attention for cut in cuts], [cut.gate() for cut in cuts]
     whole = keeping_outputs(net, attentions)
     modules = refit(net, attentions, gates, examples.whole(), on_module)

@@ -273,7 +273,9 @@ class Healing(_Part):
         teacher_id: Its id; None in older manifests.
         steps: Optimiser steps.
         before: Divergence from the teacher on held-out text, before.
-        after: The same, after.
+        after: The same, of the weights that were taken.
+        taken_after: Steps after which these were had; 0 for those that it began with. None in
+            older manifests, where they are the last.
         seed: Seed of the order of the data; None in older manifests.
     """
 
@@ -283,6 +285,7 @@ class Healing(_Part):
     steps: Count
     before: Finite | None = None
     after: Finite | None = None
+    taken_after: Count | None = None
     seed: Count | None = None
 
 
@@ -357,6 +360,8 @@ class ModelChoice(_Part):
         held_out_tokens: Tokens that they were measured on.
         original: The model before.
         contenders: Those that were made, the best first; this result is the first of them.
+        lead: How much better the first is than the second, as a 95 % interval over the held-out
+            sequences; None where there is one alone, or one sequence.
         failed: Those that could not be made, with the reason.
     """
 
@@ -366,6 +371,7 @@ class ModelChoice(_Part):
     held_out_tokens: Count
     original: Contender
     contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
+    lead: tuple[Finite, Finite] | None = None
     failed: dict[str, str] = {}
 
     @property

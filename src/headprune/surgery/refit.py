@@ -47,7 +47,7 @@ class ModuleRefit:
 def refit(
     model: PreTrainedModel,
     attentions: Sequence[Attention],
-    gates: Sequence[Float[Tensor, " heads"]],
+    gates: Sequence[Float[Tensor, " _heads"]],
     batch: Batch,
     on_module: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ModuleRefit]:

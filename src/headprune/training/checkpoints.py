@@ -4,7 +4,7 @@ checkpoint-40/state.safetensors   trained tensors, moments of the optimiser, ran
 checkpoint-40/progress.json       the step, its loss, and the rest of where random numbers stand
 
 A checkpoint appears whole or not at all, and is read whole or not at all. The two newest are kept,
-so that there is one to fall back on.
+so that there is one to fall back on, and the best, where a training is judged while it goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -65,6 +66,7 @@ class Progress(BaseModel):
         step: Optimiser steps done.
         loss: Of the last of them.
         draws: Of every process that trains.
+        held_out: Loss on rows that are not trained on; None where it is not measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -73,6 +75,7 @@ class Progress(BaseModel):
     step: int = Field(ge=1)
     loss: float
     draws: tuple[Draws, ...]
+    held_out: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,21 @@ def write(folder: Path, progress: Progress, tensors: dict[str, Tensor]) -> None:
     except (OSError, SafetensorError) as error:  # the latter with the former's words in it
         shutil.rmtree(partial, ignore_errors=True)
         raise unwritable(folder, error) from error
+    best = best_of(folder)
     for old in found(folder)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        if best is None or old != best[0]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def best_of(folder: Path) -> tuple[Path, float] | None:
+    """The checkpoint with the lowest loss on held-out rows, and that; None where none has one."""
+    judged: list[tuple[Path, float]] = []
+    for path in found(folder):
+        with suppress(CheckpointError):  # a damaged one is no candidate
+            held_out = read_as(Progress, path / PROGRESS).held_out
+            if held_out is not None:
+                judged.append((path, held_out))
+    return min(judged, key=lambda one: one[1], default=None)
 
 
 def unwritable(folder: Path, error: Exception) -> CheckpointError:

@@ -26,6 +26,7 @@ from headprune.training.checkpoints import (
     Expected,
     Kind,
     Progress,
+    best_of,
     draw_on,
     draws_here,
     first_infinite,
@@ -129,6 +130,30 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         """What tensors of this training cannot be, as a clause; empty if they may be these."""
         return ""
 
+    def held_out(self) -> float | None:
+        """Loss on rows that are not trained on, if a training measures it at its checkpoints."""
+        return None
+
+    def take_best(self, begun_with: float) -> tuple[int, float] | None:
+        """Takes the weights that did best on held-out rows.
+
+        Args:
+            begun_with: The loss on these rows before training.
+
+        Returns:
+            After how many steps they were had, and their loss; None where no weights of this
+            training did better than those that it began with.
+
+        Raises:
+            CheckpointError: If the checkpoint that holds them cannot be read.
+        """
+        best = best_of(self.folder)
+        if best is None or best[1] >= begun_with:
+            return None
+        checkpoint = read(best[0], self.expected())
+        self.model.load_state_dict(checkpoint.part("trained"), strict=False)
+        return checkpoint.progress.step, best[1]
+
     def go_on(self, checkpoint: Checkpoint) -> None:
         """Trains the steps after a checkpoint; after the last one there are none."""
         self._from, done = checkpoint, checkpoint.progress.step
@@ -172,6 +197,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
             step=self.state.global_step,
             loss=self.last_loss,
             draws=tuple(numbers for numbers, _ in draws),
+            held_out=self.held_out(),
         )
         processes.on_main(lambda: write(self.folder, progress, tensors))
 
