@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from headprune.errors import CheckpointError
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.opening import load
+from headprune.model.probes import probe, probe_inputs
 from headprune.model.residency import Residency, residency_of
 from headprune.model.stored import stored_tensors
 from headprune.placements import Placement, placing
+from headprune.proof.equivalence import difference
 from tests import tiny
 
 
@@ -208,6 +211,41 @@ def test_a_shard_that_vanishes(sharded: Path, tmp_path: Path) -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(CheckpointError, match="is damaged: .*Get it again"):
         net(input_ids=ids)
+
+
+def test_no_room_for_weights_that_change(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with placing(Placement.LAYERS):
+        net, _ = load(sharded, Dtype.AUTO, False, False)
+    attention = attention_of(net)[0]
+    heads, _ = read_output(attention)
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="No space left on device. Set TMPDIR to a folder"):
+        write_output(attention, heads + 1, None)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "t5", "bert-mlm", "opt", "phi3", "bart", "bloom"])
+def test_families(case: str, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    whole, _ = load(folder, Dtype.AUTO, False, False)
+    with placing(Placement.LAYERS):
+        net, _ = load(folder, Dtype.AUTO, False, False)
+    inputs = probe_inputs(whole)
+    wanted = probe(whole, inputs)
+    assert difference(wanted, probe(net, inputs)) < 1e-6  # single tokens: by their alignment
+    with torch.no_grad():
+        assert torch.equal(whole(**inputs)[0], net(**inputs)[0])
+    residency = residency_of(net)
+    assert residency is not None
+    for name, weight in residency.blocks[0].named_parameters():
+        if weight.dim() == 2:
+            with residency.holding(0), torch.no_grad():
+                residency.blocks[0].get_parameter(name).mul_(1.5)
+            break
+    assert difference(wanted, probe(net, inputs)) > 1e-6
 
 
 def test_a_model_whose_layers_are_not_known_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor, bytes_between
 from headprune.io.streaming import bytes_of
 from headprune.model.skeleton import Names, Unmapped
 from headprune.tensors.dtypes import SAFETENSORS
-
-OnRelease = Callable[[str, Tensor], None]
-"""Called with the name and the numbers of a weight that was written to."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Residency:
         net: The model, on the meta device; its blocks stay there.
         tensors: What its checkpoint holds.
         device: Where it computes.
-        on_release: Told of what was written, beside the file in which it is kept.
 
     Raises:
         Unmapped: If a weight is no tensor of the checkpoint, or no module is a block.
@@ -64,9 +61,8 @@ class Residency:
         net: PreTrainedModel,
         tensors: Mapping[str, StoredTensor],
         device: torch.device,
-        on_release: OnRelease = lambda name, tensor: None,
     ) -> None:
-        self.device, self.on_release = device, on_release
+        self.device = device
         self.changed: dict[str, StoredTensor] = {}
         self.stored_as: Callable[[str], torch.dtype] | None = None
         self._sources = _sources(net, tensors)
@@ -107,6 +103,7 @@ class Residency:
 
         def restore() -> None:
             self._coming = None  # read ahead, of what they were
+            self._spool.drop()
             self._sources, self.changed = ({**part} for part in noted)
 
         return restore
@@ -133,9 +130,8 @@ class Residency:
             return held(*args, **kwargs)
         # a cache would get the same keys twice
         without = dict.fromkeys({"past_key_values", "past_key_value", "layer_past"} & set(kwargs))
-        contexts = lambda: (nullcontext(), _recomputed())  # noqa: E731
         return checkpoint(
-            held, *args, use_reentrant=False, context_fn=contexts, **{**kwargs, **without}
+            held, *args, use_reentrant=False, context_fn=_contexts, **{**kwargs, **without}
         )
 
     def _fill(self, number: int) -> None:
@@ -156,7 +152,6 @@ class Residency:
             weight, version = self._filled.pop(full)
             if weight._version != version:
                 self._keep(full, weight.detach())
-                self.on_release(full, weight.detach())
             slot.owner._parameters[slot.name] = slot.empty
 
     def _read(self, number: int) -> dict[str, Tensor]:
@@ -212,14 +207,28 @@ class _Spool:
         """Overwrites nothing of what is there."""
         self._kept = self._end
 
+    def drop(self) -> None:
+        """Forgets what was written since then."""
+        self._end = self._kept
+
     def written(self, tensor: Tensor, before: StoredTensor) -> StoredTensor:
-        """Writes a tensor in the place of its last version, or behind all others."""
+        """Writes a tensor in the place of its last version, or behind all others.
+
+        Raises:
+            CheckpointError: If there is no room for it.
+        """
         content, start = bytes_of(tensor.cpu().contiguous()).numpy().data, before.start
         if before.file != self._path or start < self._kept:
             start, self._end = self._end, self._end + len(content)
         done = 0
-        while done < len(content):
-            done += os.pwrite(self._file, content[done:], start + done)
+        try:
+            while done < len(content):
+                done += os.pwrite(self._file, content[done:], start + done)
+        except OSError as error:
+            raise CheckpointError(
+                f"The weights that change cannot be kept in '{self._path.parent}': {error}. Set "
+                "TMPDIR to a folder with room for them."
+            ) from None
         name = next(name for name, dtype in SAFETENSORS.items() if dtype is tensor.dtype)
         return StoredTensor(name, tuple(tensor.shape), self._path, start)
 
@@ -244,6 +253,10 @@ def present(module: nn.Module) -> Iterator[None]:
 def recomputing() -> bool:
     """Whether a block runs a second time, for its gradients alone."""
     return bool(_RECOMPUTING)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _recomputed()
 
 
 @contextmanager
