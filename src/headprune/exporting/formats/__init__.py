@@ -3,6 +3,7 @@
 from headprune.errors import PlanError
 from headprune.exporting.formats.gguf import gguf
 from headprune.exporting.formats.spec import Format
+from headprune.exporting.formats.vllm import vllm
 from headprune.exporting.source import ExportSource
 from headprune.registry import Registry
 
@@ -10,4 +11,5 @@ __all__ = ["FORMATS", "ExportSource", "Format"]
 
 FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf)
+FORMATS.add("vllm", vllm)
 FORMATS.freeze()
