@@ -29,7 +29,11 @@ class ExportProofBy(str, Enum):
 class ExportConfig(Options):
     """What is written for which engine."""
 
-    to: str = option("Format: gguf (llama.cpp), vllm.", panel=Panel.MAIN, metavar="FORMAT")
+    to: str = option(
+        "Format: gguf (llama.cpp), vllm, decilm (SGLang, TensorRT-LLM, MLX).",
+        panel=Panel.MAIN,
+        metavar="FORMAT",
+    )
     out_dtype: ExportDtype = option(
         "Element type of the weights, of those that the format has; auto is the checkpoint's.",
         ExportDtype.AUTO,

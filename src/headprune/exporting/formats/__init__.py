@@ -1,6 +1,7 @@
 """Formats: how a model is written for an engine. One file each; a new one is a row here."""
 
 from headprune.errors import PlanError
+from headprune.exporting.formats.decilm import decilm
 from headprune.exporting.formats.gguf import gguf
 from headprune.exporting.formats.spec import Format
 from headprune.exporting.formats.vllm import vllm
@@ -12,4 +13,5 @@ __all__ = ["FORMATS", "ExportSource", "Format"]
 FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf)
 FORMATS.add("vllm", vllm)
+FORMATS.add("decilm", decilm)
 FORMATS.freeze()
