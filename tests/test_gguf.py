@@ -101,6 +101,18 @@ def test_another_rule_of_cutting_text_is_noticed(
         headprune.export(folder, tmp_path / "out", to="gguf")
 
 
+@engine
+@pytest.mark.process
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
+def test_the_engine_runs_what_is_rounded(dtype: str, tmp_path: Path) -> None:
+    folder = made("llama-gqa", "uneven", tmp_path / "m")
+    done = headprune.export(folder, tmp_path / "out", to="gguf", out_dtype=dtype)
+    proof = done.record.proof
+    told = {name.partition(" in llama.cpp")[0]: n for name, n in proof.details.items()}
+    assert proof.how == "read back" and told["mean difference"] < 0.01
+    assert told["greedy tokens equal"] > 24
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen2"])
 def test_what_is_read_back_is_what_was_written(case: str, dtype: str, tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def test_a_family_with_more_per_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_slots() -> None:
-    assert padded((1, 3, 2)) == ((0, None, None, 1, 2, 3, 4, 5, None), (0, 1, 2))
-    assert padded(()) == ((None,), (None,))
+    assert padded((1, 3, 2), 3) == ((0, None, None, 1, 2, 3, 4, 5, None), (0, 1, 2))
+    assert padded((), 2) == ((None, None), (None,))
     x = torch.arange(6.0).view(1, 6)
     assert spread(x, (1, None, 0), 2, 1).tolist() == [[2, 3, 0, 0, 0, 1]]
     assert spread(torch.zeros(0, 4), (None,), 2, 0).tolist() == [[0.0] * 4] * 2

@@ -11,21 +11,23 @@ Slots = tuple[int | None, ...]
 """Per head of the result, the present head that it is; None for a zero head."""
 
 
-def padded(group_sizes: Sequence[int]) -> tuple[Slots, Slots]:
+def padded(group_sizes: Sequence[int], size: int) -> tuple[Slots, Slots]:
     """Where zero heads go so that all KV heads have equally many queries, and there is one at all.
 
     Args:
         group_sizes: Query heads of every KV head, in order; empty for a layer without heads.
+        size: Query heads that each one gets.
 
     Returns:
         The query heads, and the KV heads. Each zero query head is the last of its group.
     """
     if not group_sizes:
-        return (None,), (None,)
-    largest, queries, start = max(group_sizes), [], 0
-    for size in group_sizes:
-        queries += [*range(start, start + size), *[None] * (largest - size)]
-        start += size
+        return (None,) * size, (None,)
+    queries: list[int | None] = []
+    start = 0
+    for present in group_sizes:
+        queries += [*range(start, start + present), *[None] * (size - present)]
+        start += present
     return tuple(queries), tuple(range(len(group_sizes)))
 
 

@@ -2,10 +2,12 @@
 
 from headprune.errors import PlanError
 from headprune.exporting.formats.executorch import executorch
+from headprune.exporting.formats.decilm import decilm
 from headprune.exporting.formats.gguf import gguf
 from headprune.exporting.formats.onnx import onnx
 from headprune.exporting.formats.openvino import openvino
 from headprune.exporting.formats.spec import Format
+from headprune.exporting.formats.vllm import vllm
 from headprune.exporting.source import ExportSource
 from headprune.registry import Registry
 
@@ -16,4 +18,6 @@ FORMATS.add("gguf", gguf)
 FORMATS.add("onnx", onnx)
 FORMATS.add("openvino", openvino)
 FORMATS.add("executorch", executorch)
+FORMATS.add("vllm", vllm)
+FORMATS.add("decilm", decilm)
 FORMATS.freeze()

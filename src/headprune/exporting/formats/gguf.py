@@ -41,7 +41,13 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
     speaks = vocabulary(source, config.like).speaks  # the engine runs no file without a tokenizer
     if not (read_back.passed and asked and speaks and engine.installed()):
         return read_back
-    return engine.prove(source, folder / FILE, own_words=config.like is None)
+    ran = engine.prove(source, folder / FILE, own_words=config.like is None)
+    if kind.name == "F32":
+        return ran
+    # kernels for other types round what the weights are multiplied with, too: its numbers are told,
+    # and what is held to a tolerance are the weights themselves
+    told = {f"{name} in {ran.engine}": number for name, number in ran.details.items()}
+    return read_back.model_copy(update={"details": told})
 
 
 gguf = Format(

@@ -71,13 +71,14 @@ def prove(source: ExportSource, file: Path, own_words: bool) -> ExportProof:
         for token, said in tokens
     ]
     behind = wanted.amax(-1) - wanted.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+    equal, mean = int((behind == 0).sum()), sum(gaps) / len(gaps)
     return ExportProof(
         how="engine",
         engine=f"llama.cpp (xllamacpp {metadata.version(_MODULE)})",
         compared=f"log-probabilities of {len(gaps)} tokens in {len(chosen)} greedy steps",
         difference=max(*gaps, float(behind.max())),
         tolerance=TOLERANCE,
-        details={"greedy tokens equal": int((behind == 0).sum())},
+        details={"greedy tokens equal": equal, "mean difference": mean},
     )
 
 
@@ -87,7 +88,9 @@ def generate(file: Path, prompts: list[Any], steps: int) -> list[Steps]:
     Raises:
         ProofError: If it does not load the file, or dies of it.
     """
-    asked = json.dumps({"file": str(file), "prompts": prompts, "steps": steps})
+    asked = json.dumps(
+        {"file": str(file), "prompts": prompts, "steps": steps, "threads": torch.get_num_threads()}
+    )
     command = [sys.executable, server.__file__]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
     if done.returncode:

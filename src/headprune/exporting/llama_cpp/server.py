@@ -1,7 +1,8 @@
 """Runs a GGUF file in llama.cpp; a process of its own, which the engine's assertions may end.
 
-Standard input holds ``file``, ``prompts`` (token ids or text) and ``steps``. Standard output gets,
-per prompt and step, the most probable tokens with their log-probabilities, the chosen one first.
+Standard input holds ``file``, ``prompts`` (token ids or text), ``steps`` and ``threads``. Standard
+output gets, per prompt and step, the most probable tokens with their log-probabilities, the chosen
+one first.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 SHOWN = 20
 
 
-def generate(file: str, prompts: list[Any], steps: int) -> list[list[list[tuple[int, float]]]]:
+def generate(
+    file: str, prompts: list[Any], steps: int, threads: int
+) -> list[list[list[tuple[int, float]]]]:
     """Generates greedily in float32: so are the cache and all kernels."""
     import xllamacpp
 
@@ -21,6 +24,7 @@ def generate(file: str, prompts: list[Any], steps: int) -> list[list[list[tuple[
     params.model.path = file
     params.n_ctx, params.n_parallel = max(map(len, prompts)) + steps + 8, 1
     params.n_gpu_layers, params.warmup, params.no_extra_bufts = 0, False, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)

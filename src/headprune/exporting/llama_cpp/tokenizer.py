@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.exporting.source import ExportSource
@@ -39,6 +39,10 @@ def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": list(parts)}
 
 
+# of UTF-8: not of control characters, and of planes that hold none that are in use
+_PRINTED = {*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)}
+
+
 @dataclass(frozen=True)
 class Rule:
     """How text is cut, and what llama.cpp calls that.
@@ -56,10 +60,11 @@ class Rule:
     ignores_merges: bool = False
 
     def bytes_known(self, ids: dict[str, int]) -> bool:
-        """Whether there is a token for every byte, so that no text is without tokens."""
+        """Whether there is a token for every byte of printable text."""
         if not self.name:
             return all(f"<0x{byte:02X}>" in ids for byte in range(256))
-        return set(ByteLevel.alphabet()) <= ids.keys()
+        letters = bytes_to_unicode()
+        return all(letters[byte] in ids for byte in _PRINTED)
 
 
 _PREPENDED = {
