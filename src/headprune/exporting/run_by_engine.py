@@ -53,6 +53,7 @@ def write_graphs(
         on_step(done, len(graphs))
         try:
             with _quiet():
+                graph.module(*graph.inputs.values())  # what is kept from a first run is kept now
                 save(graph, folder)
         except Exception as error:  # whatever an exporter raises at what it does not know
             why = " ".join(str(error).split())[:400] or type(error).__name__
