@@ -16,9 +16,9 @@ from headprune.engines import spec
 from headprune.engines.model import open_exported, run_by_engine
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.exporting import export as exporting
-from headprune.exporting.formats.spec import open_source
 from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.run_by_engine import prove
+from headprune.exporting.source import open_source
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.sizes import without_weights
 from headprune.proof.equivalence import difference

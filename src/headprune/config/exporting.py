@@ -30,7 +30,10 @@ class ExportConfig(Options):
     """What is written for which engine."""
 
     to: str = option(
-        "Format: gguf, onnx, openvino or executorch.", panel=Panel.MAIN, metavar="FORMAT"
+        "Format: gguf (llama.cpp), vllm, decilm (SGLang, TensorRT-LLM, MLX), onnx, openvino, "
+        "executorch.",
+        panel=Panel.MAIN,
+        metavar="FORMAT",
     )
     out_dtype: ExportDtype = option(
         "Element type of the weights, of those that the format has; auto is the checkpoint's.",

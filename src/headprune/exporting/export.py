@@ -12,7 +12,8 @@ from headprune.config import ExportConfig, ExportDtype
 from headprune.declaration import Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.exporting.formats import FORMATS
-from headprune.exporting.formats.spec import Format, open_source
+from headprune.exporting.formats.spec import Format
+from headprune.exporting.source import open_source
 from headprune.io.folders import sha256_of
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from headprune.config import ExportConfig, ExportProofBy
 from headprune.engines.model import open_exported
 from headprune.errors import PlanError
-from headprune.exporting.formats.spec import ExportSource, OnStep
+from headprune.exporting.formats.spec import OnStep
 from headprune.exporting.graphs import Graph, graphs_of, unfit
+from headprune.exporting.source import ExportSource
 from headprune.io.folders import copy_companions
 from headprune.io.parsing import read_json
 from headprune.model.probes import probe, probe_inputs

@@ -22,6 +22,10 @@ class Weights(Mapping[str, Tensor]):
         """The rows of a tensor, some at a time."""
         yield self[name]
 
+    def bytes(self, name: str) -> int:
+        """About how many bytes a tensor takes."""
+        return self[name].nbytes
+
 
 class StoredWeights(Weights):
     """Tensors of a checkpoint by the names that a model of its class has for them.
@@ -45,7 +49,7 @@ class StoredWeights(Weights):
             known_as = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
             on_disk = next((one for one in known_as if one in files), None)
             if on_disk is not None:
-                self._found[name] = (files[on_disk], on_disk, stored[on_disk].shape)
+                self._found[name] = (files[on_disk], on_disk, stored[on_disk])
 
     def _read(self, name: str, rows: slice | None = None) -> Tensor:
         # the file is closed again at once: what is mapped of it counts as memory
@@ -68,13 +72,17 @@ class StoredWeights(Weights):
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The rows of a tensor, some at a time."""
-        shape = self._found[name][2]
+        shape = self._found[name][2].shape
         if len(shape) < 2:
             yield self[name]
             return
         step = max(1, _PIECE // max(shape[1], 1))
         for start in range(0, shape[0], step):
             yield self._read(name, slice(start, start + step))
+
+    def bytes(self, name: str) -> int:
+        """How many bytes a tensor takes."""
+        return self._found[name][2].bytes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

@@ -309,7 +309,7 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
         config.per_layer_config = None
         config.allow_global_per_layer_attribute_access = True
         config.per_layer_config = {
-            layer: _layer_overrides(cut, family) for layer, cut in enumerate(cuts)
+            layer: layer_overrides(cut.attention, family) for layer, cut in enumerate(cuts)
         }
     config.auto_map = {
         auto: f"modeling_headprune.{cls.__name__}"
@@ -325,10 +325,11 @@ def _write_head_dim(config: PreTrainedConfig, attention: Attention, family: Fami
         config.head_dim = attention.head_dim
 
 
-def _layer_overrides(cut: Cut, family: Family) -> dict[str, object]:
-    if not cut.attention.query_heads:
+def layer_overrides(attention: Attention, family: Family) -> dict[str, object]:
+    """The settings of one layer in ``per_layer_config``."""
+    if not attention.query_heads:
         return {"skip": ["attention"]}
-    overrides: dict[str, object] = {family.query_heads_key: cut.attention.query_heads}
+    overrides: dict[str, object] = {family.query_heads_key: attention.query_heads}
     if family.kv_heads_key is not None:
-        overrides[family.kv_heads_key] = cut.attention.kv_heads
+        overrides[family.kv_heads_key] = attention.kv_heads
     return overrides

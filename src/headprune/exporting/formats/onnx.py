@@ -6,9 +6,10 @@ from pathlib import Path
 
 from headprune.config import ExportConfig, ExportDtype
 from headprune.engines.spec import ENGINES
-from headprune.exporting.formats.spec import ExportSource, Format, OnStep
+from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.graphs import Graph
 from headprune.exporting.run_by_engine import prove, refusal, write_graphs
+from headprune.exporting.source import ExportSource
 from headprune.schemas.exports import ExportProof
 
 _ENGINE = "onnxruntime"

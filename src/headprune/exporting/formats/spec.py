@@ -1,65 +1,17 @@
-"""What a format is, and what it is given."""
+"""What a format is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.config import ExportConfig, ExportDtype
-from headprune.exporting.weights import StoredWeights, Weights
-from headprune.model.attention import attention_of
-from headprune.model.loading import from_pretrained, load_config, native_of, task_of
-from headprune.model.sizes import without_weights
-from headprune.runtime.modeling_headprune import Attention, pruned_class
+from headprune.exporting.source import ExportSource
 from headprune.schemas.exports import ExportProof
 
 OnStep = Callable[..., None]
 """Called with how much is done, and how much there is (``Context.step``)."""
-
-
-@dataclass(frozen=True)
-class ExportSource:
-    """The model that is exported: its facts at once, its weights when they are asked for.
-
-    Attributes:
-        folder: Where it lies.
-        config: Its config.
-        net: The model without weights, on the meta device.
-        weights: Its tensors on disk, read one at a time.
-        trust_remote_code: Whether code that comes with the model may run.
-    """
-
-    folder: Path
-    config: PreTrainedConfig
-    net: PreTrainedModel
-    weights: Weights
-    trust_remote_code: bool = False
-
-    @cached_property
-    def attentions(self) -> tuple[Attention, ...]:
-        """Its attention modules, with the sizes of their weights, first layer first."""
-        return tuple(attention_of(self.net))
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.net.state_dict().items()}
-
-    @property
-    def task(self) -> str:
-        """What its head is for: "causal-lm", "classification" and so on."""
-        return task_of(self.net)
-
-    def load(self, **kwargs: Any) -> PreTrainedModel:
-        """The model with its weights, as the runtime computes it; in float32 if not said."""
-        options = {"dtype": "float32", **kwargs, "trust_remote_code": self.trust_remote_code}
-        net: PreTrainedModel = from_pretrained(self.folder, **options)
-        return net
 
 
 @dataclass(frozen=True)
@@ -84,20 +36,3 @@ class Format:
     dtypes: tuple[ExportDtype, ...] = ()
     modules: tuple[str, ...] = ()
     extra: str = ""
-
-
-def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
-    """Reads the facts of a model, and no weights.
-
-    Raises:
-        HeadpruneError: If it is no model folder, or of no family that is supported.
-    """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    net = without_weights(_class_of(config), config)
-    weights = StoredWeights(folder, net.state_dict(), net.base_model_prefix)
-    return ExportSource(folder, config, net, weights, trust_remote_code)
-
-
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    native = native_of(config)
-    return native if getattr(config, "headprune", None) is None else pruned_class(native)

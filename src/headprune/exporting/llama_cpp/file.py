@@ -15,17 +15,17 @@ from torch import Tensor
 
 from headprune.config import ExportDtype
 from headprune.errors import CheckpointError
-from headprune.exporting.formats.spec import ExportSource, OnStep
 from headprune.exporting.llama_cpp.layout import (
     ROPE_FACTORS,
-    Arch,
     FileTensor,
+    arch_of,
     by_halves,
     keys,
     neighbouring,
     rope_factors,
     tensors,
 )
+from headprune.exporting.source import ExportSource
 from headprune.model.stored import commonest_dtype, stored_tensors
 from headprune.schemas.exports import ExportProof
 
@@ -69,22 +69,21 @@ def _bytes(elements: int, kind: Type) -> int:
 
 def write(
     source: ExportSource,
-    arch: Arch,
     path: Path,
     wanted: Type,
-    vocabulary: Callable[[gguf.GGUFWriter], None],
-    on_step: OnStep,
+    vocabulary: Mapping[str, Any],
+    on_step: Callable[..., None],
 ) -> None:
     """Writes a file.
 
     Args:
-        source: The model.
-        arch: Its architecture.
+        source: The model, prepared.
         path: The file.
         wanted: Element type of the matrices.
-        vocabulary: Adds the tokenizer's fields.
+        vocabulary: The tokenizer's fields.
         on_step: Called with bytes written, and bytes in all.
     """
+    arch = arch_of(source)
     writer = gguf.GGUFWriter(path, arch.name)
     writer.add_file_type(_FILE_TYPES[wanted])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -92,7 +91,8 @@ def write(
         _add(writer, f"{arch.name}.{key}", value)
     if "rope.scaling.factor" in keys(source, arch):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-    vocabulary(writer)
+    for key, value in vocabulary.items():
+        _add(writer, key, value)
     found, factors = tensors(source, arch), rope_factors(source)
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, factors.shape, np.dtype("f4"), 4 * len(factors))
@@ -125,9 +125,13 @@ def _pad(file: Any) -> None:
     file.write(bytes(-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: int | float | list[int]) -> None:
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     else:
@@ -155,9 +159,9 @@ def _encoded(piece: Tensor, kind: Type, name: str) -> bytes | memoryview:
     return cast.reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_back(source: ExportSource, arch: Arch, path: Path, wanted: Type) -> ExportProof:
-    """Compares a file with the model: keys, and every number of every tensor."""
-    reader = gguf.GGUFReader(path)
+def read_back(source: ExportSource, path: Path, wanted: Type) -> ExportProof:
+    """Compares a file with a prepared model: keys, and every number of every tensor."""
+    arch, reader = arch_of(source), gguf.GGUFReader(path)
     _check_keys(reader, arch.name, keys(source, arch))
     stored, worst, count = {t.name: t for t in reader.tensors}, 0.0, 0
     expected = tensors(source, arch)

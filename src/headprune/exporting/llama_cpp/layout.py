@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from headprune.exporting.formats.spec import ExportSource
+from headprune.exporting.regularise import regularise
+from headprune.exporting.source import ExportSource
 from headprune.runtime.modeling_headprune import Attention
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -58,11 +59,24 @@ def is_even(source: ExportSource) -> bool:
 
 
 def arch_of(source: ExportSource) -> Arch:
-    """The architecture that holds a model; ``refusal`` has been asked before."""
+    """The architecture that holds a prepared model; ``refusal`` has been asked before."""
     even, uneven = ARCHES[source.config.model_type]
     arch = even if is_even(source) else uneven
     assert arch is not None
     return arch
+
+
+def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
+    """The model with zero heads where the architecture needs some, and what was added."""
+    uneven = ARCHES[source.config.model_type][1]
+
+    def may_be_empty(layer: int) -> bool:
+        # an output bias is read, and left out where there are no heads; sizes are those of layer 0
+        bias = source.weights.get(f"model.layers.{layer}.self_attn.o_proj.bias")
+        skips = uneven is not None and uneven.skips_attention
+        return skips and layer > 0 and (bias is None or not bias.any())
+
+    return regularise(source, may_be_empty)
 
 
 def refusal(source: ExportSource) -> str | None:
@@ -84,7 +98,7 @@ def refusal(source: ExportSource) -> str | None:
         return (
             f"its rotary embedding is {rope['rope_type']}, of which llama.cpp's keys are unknown."
         )
-    if not is_even(source):
+    if not is_even(prepared(source)[0]):
         return _uneven_refusal(source)
     if kind == "qwen3" and config.attention_bias:
         return "its attention has biases, which llama.cpp's qwen3 has not."

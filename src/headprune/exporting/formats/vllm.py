@@ -1,0 +1,86 @@
+"""A folder that vLLM serves with different heads per layer, by its transformers backend."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import metadata
+from pathlib import Path
+
+from headprune.config import ExportConfig
+from headprune.errors import PlanError, ProofError
+from headprune.exporting.checkpoint import write_checkpoint
+from headprune.exporting.formats.spec import Format, OnStep
+from headprune.exporting.regularise import regularise
+from headprune.exporting.source import ExportSource, open_source
+from headprune.model import probes
+from headprune.proof import equivalence
+from headprune.runtime.modeling_headprune import REPEATING
+from headprune.schemas.exports import ExportProof
+
+
+def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
+    if source.task != "causal-lm":
+        return f"a {type(source.net).__name__} generates no text; vLLM was tried with what does."
+    try:
+        regularise(source)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _write(
+    source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
+) -> tuple[str, ...]:
+    regular, changes = regularise(source)
+    write_checkpoint(regular, folder, on_step)
+    return changes
+
+
+def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
+    """Runs the folder in transformers, and repeats what vLLM asks of it before it serves it."""
+    written = open_source(folder, source.trust_remote_code)
+    _refuse_unserved(written)
+    net = source.load()
+    inputs = probes.probe_inputs(net)
+    wanted = probes.probe(net, inputs)
+    del net
+    gap = equivalence.difference(wanted, probes.probe(written.load(), inputs))
+    return ExportProof(
+        how="read back",
+        engine=f"transformers {metadata.version('transformers')}",
+        compared="outputs, relative to the largest, after vLLM's checks of config and shapes,",
+        difference=gap,
+        tolerance=1e-5,
+    )
+
+
+def _refuse_unserved(written: ExportSource) -> None:
+    """Refuses what vLLM's transformers backend stops at.
+
+    Raises:
+        ProofError: Naming the layer, or the setting.
+    """
+    annotations = inspect.get_annotations(type(written.net).__init__).values()
+    if any(isinstance(kind, str) for kind in annotations):
+        raise ProofError("vLLM asks isinstance of the annotations of __init__, which are strings.")
+    own = getattr(written.config, "per_layer_config", None)
+    for layer, attention in enumerate(written.attentions):
+        shown = getattr(attention.module, "config", written.config)
+        dispatched = attention.query_heads and shown._attn_implementation != REPEATING
+        if not dispatched:
+            raise ProofError(f"{attention.path} does not go through the attention interface.")
+        said = written.config if own is None else own[layer]
+        counts = said.num_attention_heads, said.num_key_value_heads
+        if counts != (attention.query_heads, attention.kv_heads):
+            raise ProofError(
+                f"{attention.path} has {attention.query_heads} query heads and "
+                f"{attention.kv_heads} KV heads, and the config says {counts[0]} and {counts[1]}."
+            )
+
+
+vllm = Format(
+    what="a folder for vLLM's transformers backend (--model-impl transformers)",
+    refusal=_refusal,
+    write=_write,
+    prove=_prove,
+)

@@ -1,0 +1,137 @@
+"""Zero heads for engines that know no layer without heads and no ragged groups.
+
+The model computes the same: a query head whose columns of W_O are zero adds nothing. KV heads with
+unequal numbers of queries get zero query heads up to the largest number, and cost no more cache. A
+layer without heads gets one query head and one KV head of zeros, which the cache then holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count, islice
+
+from torch import Tensor
+
+from headprune.errors import PlanError
+from headprune.exporting.source import ExportSource, built
+from headprune.exporting.weights import Weights
+from headprune.model.attention import family_of
+from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
+from headprune.surgery.cut import layer_overrides
+from headprune.tensors.zero_heads import Slots, padded, spread
+
+
+def regularise(
+    source: ExportSource,
+    may_be_empty: Callable[[int], bool] = lambda layer: False,
+    group_size: Callable[[Attention], int] = lambda attention: max(
+        attention.group_sizes, default=1
+    ),
+) -> tuple[ExportSource, tuple[str, ...]]:
+    """Gives a model zero heads where it needs some.
+
+    Args:
+        source: The model.
+        may_be_empty: Whether a layer, of those without heads, may stay without.
+        group_size: Query heads that every KV head of a layer gets; no fewer than it has.
+
+    Returns:
+        The model, the same object where it needs none; and what was added, a sentence each.
+
+    Raises:
+        PlanError: If its family has more tensors per head than projections.
+    """
+    added = {
+        layer: attention
+        for layer, attention in enumerate(source.attentions)
+        if any(size != group_size(attention) for size in attention.group_sizes)
+        or not (attention.query_heads or may_be_empty(layer))
+    }
+    if not added:
+        return source, ()
+    family = family_of(source.config)
+    roles = {p.holds for a in added.values() for p in a.projections if p.holds}
+    if family.per_head or family.full_width_norms or roles != set("qkvo"):
+        raise PlanError(
+            f"Zero heads are made of separate projections of q, k, v and the output, and a "
+            f"{family.model_type} has more that goes by heads. Cut it with --layout uniform."
+        )
+    config = copy.deepcopy(source.config)
+    moves: dict[str, tuple[Slots, int, int]] = {}
+    for attention in added.values():
+        queries, kv_heads = padded(attention.group_sizes, group_size(attention))
+        config.headprune["layout"][attention.path] = _entry(attention, queries, kv_heads)
+        for p in attention.projections:
+            slots = {"q": queries, "k": kv_heads, "v": kv_heads, "o": queries}[p.holds]
+            dim = input_dim(p.module)
+            moves[f"{p.path}.weight"] = slots, p.head_dim, dim if p.holds == "o" else 1 - dim
+            if p.holds != "o":
+                moves[f"{p.path}.bias"] = slots, p.head_dim, 0
+    regular = replace(source, config=config, net=built(config), weights=_Moved(source, moves))
+    if config.per_layer_config is not None:
+        config.per_layer_config = None
+        config.per_layer_config = {
+            layer: layer_overrides(attention, family)
+            for layer, attention in enumerate(regular.attentions)
+        }
+    return regular, tuple(_said(added))
+
+
+def _entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, list[int]]:
+    """The entry of the layout; zero heads take ids that no other head has."""
+    size = len(queries) // len(kv_heads)
+    ids = _ids(attention.query_ids, queries), _ids(attention.kv_ids, kv_heads)
+    return layout_entry(*ids, [size] * len(kv_heads))
+
+
+def _ids(present: Sequence[int], slots: Slots) -> list[int]:
+    unused = (number for number in count() if number not in present)
+    return [next(unused) if slot is None else present[slot] for slot in slots]
+
+
+def _said(added: dict[int, Attention]) -> Iterator[str]:
+    ragged = [layer for layer, a in added.items() if a.query_heads]
+    empty = {layer: a for layer, a in added.items() if not a.query_heads}
+    if ragged:
+        yield (
+            f"{_layers(ragged)} with KV heads of unequal numbers of queries: zero query heads make "
+            "them equal, at no cost in KV cache."
+        )
+    if empty:
+        width = sum(2 * attention.head_dim for attention in empty.values())
+        yield (
+            f"{_layers(list(empty))} without heads: one zero head each, for which the KV cache "
+            f"holds {width:,} numbers per token."
+        )
+
+
+def _layers(layers: list[int]) -> str:
+    shown = ", ".join(map(str, islice(layers, 8)))
+    more = f" and {len(layers) - 8} more" if len(layers) > 8 else ""
+    return f"Layer{'s' if len(layers) > 1 else ''} {shown}{more}"
+
+
+class _Moved(Weights):
+    """Weights with zero heads among those of some tensors."""
+
+    def __init__(self, source: ExportSource, moves: dict[str, tuple[Slots, int, int]]) -> None:
+        self._weights, self._moves = source.weights, moves
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._weights[name]
+        return spread(tensor, *self._moves[name]) if name in self._moves else tensor
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """The rows of a tensor, some at a time."""
+        if name in self._moves:
+            yield self[name]
+        else:
+            yield from self._weights.pieces(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

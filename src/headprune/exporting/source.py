@@ -1,0 +1,82 @@
+"""The model that is exported: its facts at once, its weights when they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headprune.exporting.weights import StoredWeights, Weights
+from headprune.model.attention import attention_of
+from headprune.model.loading import (
+    from_pretrained,
+    load_config,
+    native_of,
+    task_of,
+    uneven_heads_are_known,
+)
+from headprune.model.sizes import without_weights
+from headprune.runtime.modeling_headprune import Attention, pruned_class
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """The model that is exported: its facts at once, its weights when they are asked for.
+
+    Attributes:
+        folder: Where it lies.
+        config: Its config.
+        net: The model without weights, on the meta device.
+        weights: Its tensors on disk, read one at a time.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    net: PreTrainedModel
+    weights: Weights
+    trust_remote_code: bool = False
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Its attention modules, with the sizes of their weights, first layer first."""
+        return tuple(attention_of(self.net))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.net.state_dict().items()}
+
+    @property
+    def task(self) -> str:
+        """What its head is for: "causal-lm", "classification" and so on."""
+        return task_of(self.net)
+
+    def load(self, **kwargs: Any) -> PreTrainedModel:
+        """The model with its weights, as the runtime computes it; in float32 if not said."""
+        options = {"dtype": "float32", **kwargs, "trust_remote_code": self.trust_remote_code}
+        net: PreTrainedModel = from_pretrained(self.folder, **options)
+        return net
+
+
+def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
+    """Reads the facts of a model, and no weights.
+
+    Raises:
+        HeadpruneError: If it is no model folder, or of no family that is supported.
+    """
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    net = built(config)
+    weights = StoredWeights(folder, net.state_dict(), net.base_model_prefix)
+    return ExportSource(folder, config, net, weights, trust_remote_code)
+
+
+def built(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config, without weights."""
+    native = native_of(config)
+    uneven = getattr(config, "headprune", None) is not None
+    with uneven_heads_are_known():
+        return without_weights(pruned_class(native) if uneven else native, config)

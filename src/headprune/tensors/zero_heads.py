@@ -1,0 +1,45 @@
+"""Zero heads: which add nothing to what an attention computes, and make its shape a regular one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+Slots = tuple[int | None, ...]
+"""Per head of the result, the present head that it is; None for a zero head."""
+
+
+def padded(group_sizes: Sequence[int], size: int) -> tuple[Slots, Slots]:
+    """Where zero heads go so that all KV heads have equally many queries, and there is one at all.
+
+    Args:
+        group_sizes: Query heads of every KV head, in order; empty for a layer without heads.
+        size: Query heads that each one gets.
+
+    Returns:
+        The query heads, and the KV heads. Each zero query head is the last of its group.
+    """
+    if not group_sizes:
+        return (None,) * size, (None,)
+    queries: list[int | None] = []
+    start = 0
+    for present in group_sizes:
+        queries += [*range(start, start + present), *[None] * (size - present)]
+        start += present
+    return tuple(queries), tuple(range(len(group_sizes)))
+
+
+def spread(
+    tensor: Shaped[Tensor, ...], slots: Slots, head_dim: int, dim: int
+) -> Shaped[Tensor, ...]:
+    """Moves the heads along one dimension of a tensor to their slots, zeros in between."""
+    shape = list(tensor.shape)
+    shape[dim] = len(slots) * head_dim
+    wide = tensor.new_zeros(shape)
+    for slot, head in enumerate(slots):
+        if head is not None:
+            part = tensor.narrow(dim, head * head_dim, head_dim)
+            wide.narrow(dim, slot * head_dim, head_dim).copy_(part)
+    return wide

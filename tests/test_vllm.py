@@ -1,0 +1,72 @@
+"""export --to vllm: a folder that passes what vLLM asks before it serves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import headprune
+from headprune.errors import PlanError, ProofError
+from headprune.exporting.formats import FORMATS
+from headprune.exporting.source import open_source
+from tests import tiny
+from tests.test_regularise import IDS, cut
+
+
+@pytest.mark.parametrize("shape", ["ragged", "empty", "uneven", "whole"])
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen2"])
+def test_the_folder_computes_the_same_and_dispatches_every_layer(
+    case: str, shape: str, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "m", tmp_path / "out"
+    if shape == "whole":
+        model = tiny.model(case).double()
+        model.save_pretrained(folder)
+    else:
+        model = cut(folder, case, *([0, 2] if shape == "empty" else []), ragged=shape == "ragged")
+    record = headprune.export(folder, out, to="vllm").record
+    assert record.proof.passed and bool(record.changes) == (shape in ("ragged", "empty"))
+    served = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    assert (served(IDS).logits - model(IDS).logits).abs().max() < 1e-12
+    config = json.loads((out / "config.json").read_text())
+    assert ("skip" in json.dumps(config.get("per_layer_config"))) is False
+    assert (out / "modeling_headprune.py").is_file() == (shape != "whole")
+
+
+@pytest.mark.parametrize("shape", ["ragged", "empty"])
+def test_what_vllm_stops_at_is_no_proof(shape: str, tmp_path: Path) -> None:
+    cut(tmp_path, "llama-gqa", *([0, 2] if shape == "empty" else []), ragged=shape == "ragged")
+    config = headprune.export.options(model=str(tmp_path), output=tmp_path, to="vllm")
+    with pytest.raises(ProofError, match="does not go through the attention interface"):
+        FORMATS["vllm"].prove(open_source(tmp_path), tmp_path, config)
+
+
+def test_counts_in_the_config_that_are_others_are_noticed(tmp_path: Path) -> None:
+    cut(tmp_path / "m", "llama-gqa")
+    headprune.export(tmp_path / "m", tmp_path / "out", to="vllm")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    config["per_layer_config"]["1"]["num_attention_heads"] += 2
+    file.write_text(json.dumps(config))
+    given = headprune.export.options(model="x", output=tmp_path, to="vllm")
+    with pytest.raises(ProofError, match="and the config says"):
+        FORMATS["vllm"].prove(open_source(tmp_path / "m"), tmp_path / "out", given)
+
+
+def test_many_shards_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(tmp_path / "m", "llama-gqa", ragged=True)
+    monkeypatch.setattr("headprune.exporting.checkpoint._SHARD", 50_000)
+    headprune.export(tmp_path / "m", tmp_path / "out", to="vllm")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    one, other = (headprune.from_pretrained(tmp_path / name) for name in ("m", "out"))
+    assert torch.allclose(one(IDS).logits, other(IDS).logits, atol=1e-12)
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    tiny.model("bert-mlm").save_pretrained(tmp_path / "m")
+    with pytest.raises(PlanError, match="generates no text"):
+        headprune.export(tmp_path / "m", tmp_path / "out", to="vllm")
