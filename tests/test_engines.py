@@ -89,9 +89,13 @@ def engine(form: str) -> pytest.ParameterSet:
 
 @pytest.mark.parametrize("form", [*map(engine, ENGINES)])
 def test_a_cut_decoder_is_proven_in_its_engine(
-    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With a layer without heads; the proof fails on weights that were changed."""
+    monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
     model, text = cut("llama-gqa", 1), tmp_path / "text.txt"
     folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
     code, said, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
@@ -110,7 +114,7 @@ def test_a_cut_decoder_is_proven_in_its_engine(
     ours, theirs = ({m["name"]: m["value"] for m in report[one]["metrics"]} for one in _BOTH)
     assert ours == pytest.approx(theirs, rel=1e-5)
     limits = ("--limit", "perplexity <= 100.1 %", "--limit", "decode_tokens_per_s >= 0.1 %")
-    code, _, err = run(capsys, "check", out, *line, "--against", folder, *limits)
+    code, _, err = run(capsys, "check", "--model", out, *line, "--against", folder, *limits)
     assert code == 0, err
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[0, 0] += 0.1

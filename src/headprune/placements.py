@@ -22,12 +22,12 @@ class Placement(str, Enum):
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Asked:
     asked: Placement
     say: Callable[[str], None]
 
 
-_CHOICE: ContextVar[_Choice | None] = ContextVar("placement", default=None)
+_CHOICE: ContextVar[_Asked | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def placing(asked: Placement, say: Callable[[str], None] = lambda line: None) ->
         asked: The value of ``--placement``.
         say: Called with a line, where a model is run layer by layer.
     """
-    token = _CHOICE.set(_Choice(asked, say))
+    token = _CHOICE.set(_Asked(asked, say))
     try:
         yield
     finally:

@@ -26,9 +26,9 @@ from headprune.distillation.trainer import (
 from headprune.errors import DataError, HeadpruneError
 from headprune.exporting.publish import (
     Changes,
-    Order,
     Pruned,
     Stage,
+    WriteOrder,
     refuse_unprovable,
     write_proven,
 )
@@ -222,7 +222,7 @@ def heal(
                 seed=config.seed,
             )
             record = Changes(healing, made_by=made_by, history=work.history)
-            order = Order(source, model, plan, output, stored, record)
+            order = WriteOrder(source, model, plan, output, stored, record)
             pruned = write_proven(net, cuts, order, on_stage)
             work.remove()
             if not taken_after:

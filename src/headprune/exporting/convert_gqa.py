@@ -17,9 +17,9 @@ from headprune.exporting.opened import Opened, open_for_merging, weighs
 from headprune.exporting.publish import (
     Changes,
     OnModule,
-    Order,
     Pruned,
     Stage,
+    WriteOrder,
     check_shape,
     refuse_unprovable,
 )
@@ -197,7 +197,7 @@ def convert_gqa(
     )
     kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
     work = Changes(merging, made_by=made_by)
-    order = Order(opened.source, model, plan, output, stored, work)
+    order = WriteOrder(opened.source, model, plan, output, stored, work)
     pruned = write_changed(net, cuts, order, Streaming(on_stage=on_stage))
     grouping = config.grouping.value
     return Converted(pruned, merger.name, grouping, kv_heads, tuple(own_keys), tokens, planned)

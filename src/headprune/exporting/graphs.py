@@ -107,12 +107,16 @@ class _Target(Flat):
 class _Decoder(Flat):
     """A decoder whose cache comes in and goes out as tensors."""
 
+    def __init__(self, model: PreTrainedModel, names: Iterable[str], outputs: Iterable[str]):
+        super().__init__(model, names, outputs)
+        self.layers = len(attention_of(model))
+
     def run(self, given: dict[str, Tensor]) -> Mapping[str, Tensor]:
         past = {name: given.pop(name) for name in list(given) if name.startswith(PAST)}
         ids, mask = given["input_ids"], given["attention_mask"]
         seen, cache = mask.shape[1] - ids.shape[1], DynamicCache()
         stub = mask.new_zeros((ids.shape[0], 1, seen, 1), dtype=self.model.dtype)
-        for number in range(len(attention_of(self.model))):
+        for number in range(self.layers):
             # the stub of a layer without heads is what tells transformers how long the cache is
             keys, values = (past.get(f"{PAST}.{number}.{part}", stub) for part in _PARTS)
             layer = DynamicLayer()

@@ -19,9 +19,9 @@ from headprune.evidence.score import reckons_with_refit
 from headprune.exporting.publish import (
     Changes,
     OnModule,
-    Order,
     Pruned,
     Stage,
+    WriteOrder,
     check_shape,
     refuse_unprovable,
 )
@@ -185,7 +185,7 @@ def prune(
         refit_left_out=None if judged.taken else judged.worth,
     )
     work = Changes(done, judged.taken, made_by)
-    order = Order(source, model, chosen, output, stored, work, max_shard_size)
+    order = WriteOrder(source, model, chosen, output, stored, work, max_shard_size)
     how = Streaming(proof, on_stage, on_module)
     pruned = write_streamed(net, cuts, order, how, whole, changed)
     said = judged.warnings if refit is not None else _warnings(evidence, chosen)
@@ -281,7 +281,7 @@ def migrate(
     stored = result_dtypes(net, model, out_dtype)
     chosen = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
     work = Changes(Migration(), made_by=made_by)
-    order = Order(source, model, chosen, output, stored, work, max_shard_size)
+    order = WriteOrder(source, model, chosen, output, stored, work, max_shard_size)
     how = Streaming(proof, on_stage, on_tensor)
     whole = partial(_whole, model, loading, out_dtype, {})
     return write_streamed(net, resolve(chosen, net), order, how, whole)

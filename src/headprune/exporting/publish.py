@@ -79,7 +79,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Order:
+class WriteOrder:
     """What is to be written.
 
     Attributes:
@@ -101,7 +101,9 @@ class Order:
     max_shard_size: str = SHARD
 
 
-def write_proven(net: PreTrainedModel, cuts: list[Cut], order: Order, on_stage: Stage) -> Pruned:
+def write_proven(
+    net: PreTrainedModel, cuts: list[Cut], order: WriteOrder, on_stage: Stage
+) -> Pruned:
     """Cuts a model in memory, writes it and proves the folder; the end of commands that change it.
 
     Args:
@@ -144,7 +146,11 @@ def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
 
 
 def described(
-    net: PreTrainedModel, order: Order, shape: Shape, before: tuple[int, int], cuts: Sequence[Cut]
+    net: PreTrainedModel,
+    order: WriteOrder,
+    shape: Shape,
+    before: tuple[int, int],
+    cuts: Sequence[Cut],
 ) -> dict[str, Any]:
     """What the manifest says of a model that was cut.
 
@@ -166,7 +172,7 @@ def described(
     }
 
 
-def take_over(folder: Path, order: Order) -> None:
+def take_over(folder: Path, order: WriteOrder) -> None:
     """Puts beside the weights of a result what it has of its source, its plan and its history."""
     copy_companions(_source_folder(order.origin), folder)
     order.plan.write(folder / "plan.json")
@@ -189,7 +195,9 @@ def proven_outputs(
     }
 
 
-def finished(folder: Path, order: Order, facts: dict[str, Any], left_out: Sequence[str]) -> Pruned:
+def finished(
+    folder: Path, order: WriteOrder, facts: dict[str, Any], left_out: Sequence[str]
+) -> Pruned:
     """Writes the manifest and the card of a result.
 
     Args:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import ExportConfig, ExportProofBy
 from headprune.engines.model import open_exported
+from headprune.errors import PlanError
 from headprune.exporting.formats.spec import OnStep
 from headprune.exporting.graphs import Graph, graphs_of, unfit
 from headprune.exporting.source import ExportSource
@@ -51,8 +52,16 @@ def write_graphs(
     graphs = graphs_of(net, cached)
     for done, graph in enumerate(graphs):
         on_step(done, len(graphs))
-        with _quiet():
-            save(graph, folder)
+        try:
+            with _quiet():
+                graph.module(*graph.inputs.values())  # what is kept from a first run is kept now
+                save(graph, folder)
+        except Exception as error:  # whatever an exporter raises at what it does not know
+            why = " ".join(str(error).split())[:400] or type(error).__name__
+            raise PlanError(
+                f"The exporter cannot make a graph of this {type(net).__name__} ({why}). Give "
+                "another --to."
+            ) from error
     config = read_json(source.folder / "config.json")
     config.pop("auto_map", None)  # names code that stays behind
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)

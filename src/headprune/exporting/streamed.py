@@ -14,9 +14,9 @@ from headprune.config import ProofOption
 from headprune.errors import CheckpointError
 from headprune.exporting.publish import (
     OnModule,
-    Order,
     Pruned,
     Stage,
+    WriteOrder,
     counts,
     described,
     finished,
@@ -69,7 +69,7 @@ class Streaming:
 def write_streamed(
     net: PreTrainedModel,
     cuts: list[Cut],
-    order: Order,
+    order: WriteOrder,
     how: Streaming,
     whole: Callable[[], PreTrainedModel],
     changed: Collection[str] = (),
@@ -116,7 +116,9 @@ def write_streamed(
     return replace(pruned, warnings=warnings)
 
 
-def write_changed(net: PreTrainedModel, cuts: list[Cut], order: Order, how: Streaming) -> Pruned:
+def write_changed(
+    net: PreTrainedModel, cuts: list[Cut], order: WriteOrder, how: Streaming
+) -> Pruned:
     """Cuts a model whose weights have changed, writes it and proves the folder.
 
     In memory; or shard by shard, where the model runs layer by layer.
@@ -150,7 +152,7 @@ def write_changed(net: PreTrainedModel, cuts: list[Cut], order: Order, how: Stre
 def _written(
     net: PreTrainedModel,
     pieces: Sequence[Piece],
-    order: Order,
+    order: WriteOrder,
     how: Streaming,
     facts: dict[str, Any],
     expected: equivalence.Expectation | None,
@@ -170,13 +172,13 @@ def _written(
         return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
 
 
-def _resolved(order: Order, net: PreTrainedModel) -> list[Cut]:
+def _resolved(order: WriteOrder, net: PreTrainedModel) -> list[Cut]:
     """The cuts of a model that may have other weights by now than the one the plan names."""
     return resolve(order.plan.model_copy(update={"model": None}), net, ragged=True)
 
 
 def _expected(
-    net: PreTrainedModel, order: Order, pieces: Sequence[Piece], changed: Collection[str]
+    net: PreTrainedModel, order: WriteOrder, pieces: Sequence[Piece], changed: Collection[str]
 ) -> tuple[equivalence.Expectation, list[Piece], Residency | None]:
     """What the result must compute, and its tensors, those that changed made of what they are now.
 

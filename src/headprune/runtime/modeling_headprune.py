@@ -639,7 +639,7 @@ class PartOfHeads(_Changed):
         args, kwargs = self._own_heads(hidden_states.shape[0], args, kwargs)
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
-    def _own_heads(self, batch: int, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _own_heads(self, batch: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         positional = list(args)
         for name, dim in self.headprune.arguments.items():
             position = self.headprune_parameters.index(name)
@@ -653,7 +653,7 @@ class PartOfHeads(_Changed):
             kwargs = {name: _sharing(argument, *heads) for name, argument in kwargs.items()}
         return positional, kwargs
 
-    def _own(self, tensor: Any, dim: int | str, batch: int) -> Any:
+    def _own(self, tensor: Any, dim: int | str, batch: Any) -> Any:
         if tensor is None:
             return None
         ids = self.headprune.query_ids
