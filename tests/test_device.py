@@ -59,6 +59,15 @@ def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
     assert devices.chosen() == torch.device("cuda:0")  # outside of any command
 
 
+def test_a_mac_computes_on_its_cpu_unless_asked(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    for asked, found in (("auto", "cpu"), ("mps", "mps:0")):
+        with devices.running_on(asked):
+            assert devices.chosen() == torch.device(found)
+
+
 def test_each_of_several_processes_has_its_own(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

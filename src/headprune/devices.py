@@ -1,6 +1,6 @@
 """The device that a command runs its models on: chosen once, by ``--device``.
 
-``auto`` is the accelerator of this machine, or the CPU where there is none.
+``auto`` is the accelerator of this machine, or the CPU where there is none that has float64.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _found(asked: str) -> torch.device:
             f"--device {asked} is one device, and several processes were started, which take one "
             f"each: give --device {kind}."
         )
-    name = kind if asked == AUTO else asked
+    # statistics are in float64, which MPS has not
+    automatic = CPU if kind == "mps" else kind
+    name = automatic if asked == AUTO else asked
     if name == kind and kind != CPU:
         name = f"{kind}:{number}"
     if name not in names:

@@ -76,7 +76,7 @@ class OnDevice(Options):
     """Where models run."""
 
     device: str = option(
-        "Where models run: auto (the accelerator, if there is one), cpu, cuda, cuda:N or mps.",
+        "Where models run: auto (the accelerator, or else the CPU), cpu, cuda, cuda:N or mps.",
         AUTO,
         in_recipes=False,
     )

@@ -92,7 +92,7 @@ def probe(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Outputs:
     outputs = {}
     for name, value in result.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            output = value.double().cpu()
+            output = value.cpu().double()
             if mask is not None and output.dim() == 3 and output.shape[:2] == mask.shape:
                 output *= mask.cpu()[..., None]
             outputs[name] = output
@@ -145,4 +145,4 @@ def _through_cache(
             rest["encoder_outputs"] = BaseModelOutput(result.encoder_last_hidden_state)
         logits.append(result.logits)
         cache = result.past_key_values
-    return torch.cat(logits, dim=1).double().cpu()
+    return torch.cat(logits, dim=1).cpu().double()
