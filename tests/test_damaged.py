@@ -315,7 +315,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "digits": (lambda m: m.update(parameters=[1, 2, 3]), "parameters"),
     "schema": (lambda m: m.update(schema_version={}), "schema_version"),
     "proof": (lambda m: m.update(proof=[]), "proof"),
-    "no proof": (lambda m: m["proof"].clear(), "proof.gated_vs_cut: Field required"),
+    "no proof": (lambda m: m["proof"].clear(), "proof.gated_vs_reloaded: Field required"),
     "dtype": (lambda m: m["proof"].update(dtype="int8"), "proof.dtype"),
     "tolerance": (lambda m: m["proof"].update(tolerance="x"), "proof.tolerance"),
     "probe": (lambda m: m.update(probe=3), "probe"),

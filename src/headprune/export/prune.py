@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from headprune.export.publish import (
     refuse_unprovable,
 )
 from headprune.export.refitting import JudgedRefit, judged_refit
-from headprune.export.streamed import Streaming, write_changed, write_streamed
+from headprune.export.streamed import Streaming, write_streamed
 from headprune.io.outputs import claims_output
 from headprune.io.shards import SHARD
 from headprune.model.attention import attention_of
@@ -160,28 +161,24 @@ def prune(
     cuts = resolve(chosen, net, ragged)
     check_shape(layout, result_shape(cuts, net.config))
     stored = result_dtypes(net, model, out_dtype)
-
-    if refit is None and not weights:
-        done = Pruning(evidence=evidence)
-        order = Order(
-            source, model, chosen, output, stored, Changes(done, made_by=made_by), max_shard_size
-        )
-        how = Streaming(proof, on_stage, on_module)
-        pruned = write_streamed(net, cuts, order, how, partial(_whole, model, loading, out_dtype))
-        return replace(pruned, warnings=(*pruned.warnings, *_warnings(evidence, chosen)))
-    _refuse_tensors(proof)
-    on_stage("loading the model")
-    net = _whole(model, loading, out_dtype)
-    cuts = resolve(chosen, net, ragged)
-    _load_weights(net, weights)
-    judged = JudgedRefit(None, None)
+    judged, changed = JudgedRefit(None, None), [*weights]
+    whole: Callable[[], PreTrainedModel] = partial(_whole, model, loading, out_dtype, weights)
+    if refit is not None or weights:
+        _refuse_tensors(proof)
     if refit is not None:
+        on_stage("loading the model")
+        loaded = whole()
         on_stage("testing the verification")
-        refuse_unprovable(net, chosen)
+        refuse_unprovable(loaded, chosen)
         on_stage("refitting W_O")
         config = calibration or CalibrationConfig()
-        examples = calibration_of(net, model, refit, config, "--refit", trust_remote_code)
-        judged = judged_refit(net, cuts, examples, refit.source, config.seed, on_module)
+        examples = calibration_of(loaded, model, refit, config, "--refit", trust_remote_code)
+        judged = judged_refit(
+            loaded, resolve(chosen, loaded, ragged), examples, refit.source, config.seed, on_module
+        )
+        changed = _outputs(loaded)
+        whole = [loaded].pop  # it is let go once it was probed
+        del loaded
     done = Pruning(
         evidence=evidence,
         trained_weights=bool(weights),
@@ -189,18 +186,29 @@ def prune(
     )
     work = Changes(done, judged.taken, made_by)
     order = Order(source, model, chosen, output, stored, work, max_shard_size)
-    pruned = write_changed(net, cuts, order, Streaming(proof, on_stage, on_module))
+    how = Streaming(proof, on_stage, on_module)
+    pruned = write_streamed(net, cuts, order, how, whole, changed)
     said = judged.warnings if refit is not None else _warnings(evidence, chosen)
     return replace(pruned, warnings=(*pruned.warnings, *said))
 
 
 def _whole(
-    model: str | Path, loading: tuple[Dtype, bool, bool, bool], out_dtype: Dtype
+    model: str | Path,
+    loading: tuple[Dtype, bool, bool, bool],
+    out_dtype: Dtype,
+    weights: dict[str, Tensor],
 ) -> PreTrainedModel:
-    """The model with its weights, which can be written."""
+    """The model with its weights, those that were trained among them."""
     net, _ = load(model, *loading)
-    result_dtypes(net, model, out_dtype)
+    result_dtypes(net, model, out_dtype)  # refuses what cannot be written
+    _load_weights(net, weights)
     return net
+
+
+def _outputs(net: PreTrainedModel) -> list[str]:
+    """The weights that a refit changes: W_O and its biases."""
+    projections = [p for a in attention_of(net) for p in a.projections if p.holds == "o"]
+    return [f"{p.path}.{name}" for p in projections for name, _ in p.module.named_parameters()]
 
 
 def _refuse_tensors(proof: ProofOption) -> None:
@@ -275,7 +283,7 @@ def migrate(
     work = Changes(Migration(), made_by=made_by)
     order = Order(source, model, chosen, output, stored, work, max_shard_size)
     how = Streaming(proof, on_stage, on_tensor)
-    whole = partial(_whole, model, loading, out_dtype)
+    whole = partial(_whole, model, loading, out_dtype, {})
     return write_streamed(net, resolve(chosen, net), order, how, whole)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune import memory
@@ -24,7 +25,7 @@ from headprune.export.publish import (
     write_proven,
 )
 from headprune.io.outputs import whole_folder
-from headprune.io.shards import Piece, write_shards
+from headprune.io.shards import Piece, StoredTensor, write_shards
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of
@@ -68,6 +69,7 @@ def write_streamed(
     order: Order,
     how: Streaming,
     whole: Callable[[], PreTrainedModel],
+    changed: Collection[str] = (),
 ) -> Pruned:
     """Cuts a checkpoint shard by shard and proves the folder.
 
@@ -79,27 +81,35 @@ def write_streamed(
         cuts: What it loses.
         order: What is written.
         how: How that goes.
-        whole: Loads the model with its weights.
+        whole: Gives the model with its weights.
+        changed: The weights that are others there than in the checkpoint.
 
     Raises:
         CheckpointError: If a file cannot be read or written.
         ProofError: If the result is not what it should be.
     """
     before, source = counts(net, cuts), stored_tensors(order.origin)
-    too_large, expected = how.too_large(net), None
+    too_large = None if changed else how.too_large(net)
     try:
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
+        if not set(changed) <= {piece.live for piece in pieces}:
+            raise Unmapped("What was trained is no tensor of the checkpoint.")
     except Unmapped as why:
         if how.proof is ProofOption.TENSORS:
             raise CheckpointError(
                 f"--proof tensors: {why} Such a model is cut in memory; leave out --proof."
             ) from None
         net = whole()
-        return write_proven(net, resolve(order.plan, net, ragged=True), order, how.on_stage)
+        return write_proven(net, _resolved(order, net), order, how.on_stage)
     facts = described(net, order, shape, before, cuts)
+    expected = None
     if how.proof is not ProofOption.TENSORS and too_large is None:
         how.on_stage("probing the gated original")
-        expected = _expected(whole(), order)  # nothing holds the model when that is done
+        probed = whole()
+        expected, held = _expected(probed, order, changed)
+        if residency_of(probed) is None:
+            del probed  # nothing holds the model now; else its file is read from
+        pieces = [_changed(piece, held) for piece in pieces]
     pruned = _written(net, pieces, order, how, facts, expected)
     warnings = (*pruned.warnings, *([too_large] if too_large else []))
     return replace(pruned, warnings=warnings)
@@ -159,6 +169,28 @@ def _written(
         return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
 
 
-def _expected(net: PreTrainedModel, order: Order) -> equivalence.Expectation:
-    cuts = resolve(order.plan, net, ragged=True)
-    return equivalence.expect_stored(net, cuts, order.stored)[0]
+def _resolved(order: Order, net: PreTrainedModel) -> list[Cut]:
+    """The cuts of a model that may have other weights by now than the one the plan names."""
+    return resolve(order.plan.model_copy(update={"model": None}), net, ragged=True)
+
+
+def _expected(
+    net: PreTrainedModel, order: Order, changed: Collection[str]
+) -> tuple[equivalence.Expectation, dict[str, Tensor | StoredTensor]]:
+    """What the result must compute, and the weights that changed, as they are stored."""
+    expected, _ = equivalence.expect_stored(net, _resolved(order, net), order.stored)
+    residency = residency_of(net)
+    held: Mapping[str, Tensor | StoredTensor] = dict(net.named_parameters(remove_duplicate=False))
+    if residency is not None:
+        held = residency.written()
+    return expected, {name: held[name] for name in changed if name in held}
+
+
+def _changed(piece: Piece, held: Mapping[str, Tensor | StoredTensor]) -> Piece:
+    """A piece of a weight that changed, which has taken up its gates."""
+    weight = held.get(piece.live or "")
+    if weight is None:
+        return piece
+    kept = None if piece.kept is None else replace(piece.kept, scale=None)
+    computed = weight.dtype if isinstance(weight, Tensor) else piece.computed
+    return replace(piece, source=weight, kept=kept, computed=computed)

@@ -5,13 +5,15 @@ Files are read with pread: a mapped file would count as memory of the process.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,6 +28,8 @@ from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
 
 BLOCK = 4 << 20  # bytes
+# what says that two file systems are too different to copy from one to the other
+_UNABLE = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 SHARD = "50GB"  # the largest file, as transformers has it
 
 
@@ -89,14 +93,17 @@ class Piece:
 
     Attributes:
         name: Its name.
-        source: The tensor that it is a part of.
+        live: The name of what it is a part of in the model, uncut; None for one of several tensors
+            that are one there.
+        source: The tensor that it is a part of, in a file, or in memory if it was changed.
         kept: Which part, and times what; None for all of it.
         computed: Element type that it is computed in.
         dtype: Element type that it is written in.
     """
 
     name: str
-    source: StoredTensor
+    live: str | None
+    source: StoredTensor | Tensor
     kept: IndexMap | None
     computed: torch.dtype
     dtype: torch.dtype
@@ -109,71 +116,88 @@ class Piece:
             shape[self.kept.dim] = len(self.kept.indices)
         return tuple(shape)
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The rows of the source that it is made of: the first and the number of neighbours."""
+        if self.kept is None or self.kept.dim != 0:
+            return [(0, self.source.shape[0] if self.source.shape else 1)]
+        rows = self.kept.indices
+        ends = [*(torch.diff(rows) != 1).nonzero().flatten().add(1).tolist(), len(rows)]
+        return [(int(rows[at]), end - at) for at, end in pairwise([0, *ends]) if end > at]
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is rows of a file as they are."""
+        if isinstance(self.source, Tensor):
+            return False
+        held = SAFETENSORS[self.source.dtype]
+        exact = torch.promote_types(held, self.computed) is self.computed and held is self.dtype
+        return exact and (self.kept is None or (self.kept.dim == 0 and self.kept.scale is None))
+
     def blocks(self) -> Iterator[Tensor]:
         """Its numbers, some rows after the others; a block is overwritten by the next.
 
         Raises:
             CheckpointError: If they cannot be read, or written in the type that is asked for.
         """
-        kept = self.kept
-        rows: Sequence[int] = range(self.source.shape[0] if self.source.shape else 1)
-        if kept is not None and kept.dim == 0:
-            rows = kept.indices.tolist()
-        done = 0
-        for block in _read(self.source, rows):
-            part = None
-            if kept is not None and kept.dim == 0:
-                scale = None if kept.scale is None else kept.scale[done : done + len(block)]
-                part = IndexMap(self.name, 0, torch.arange(len(block)), scale)
-            elif kept is not None:
-                part = kept
+        kept, done = self.kept, 0
+        for block in _read(self.source, self.runs):
+            part = kept
+            if kept is not None and kept.dim == 0 and kept.scale is not None:
+                rows = slice(done, done + len(block))
+                part = replace(kept, indices=kept.indices[rows], scale=kept.scale[rows])
             done += len(block)
-            yield self._written(block, part)
+            yield block if self.copied else self._written(block, part)
 
     def _written(self, block: Tensor, part: IndexMap | None) -> Tensor:
         """Rows as they are written: cut and scaled in what is computed in, float32 at least."""
-        columns = None if part is None or part.dim == 0 else part
-        if part is None or part.scale is None:
-            block = block if columns is None else columns.apply(block)
-            exact = torch.promote_types(block.dtype, self.computed) is self.computed
-            if exact and block.dtype is self.dtype:
-                return block
-            block = block.to(self.computed)
-        else:
-            wide = torch.promote_types(self.computed, torch.float32)
-            block = part.apply(block.to(self.computed).to(wide))
+        if part is not None and part.dim != 0:
+            block = part.selected(block)
+        block = block.to(self.computed)
+        if part is not None and part.scale is not None:
+            block = part.scaled(block.to(torch.promote_types(self.computed, torch.float32)))
         written = block.to(self.dtype)
-        if written.is_floating_point() and bool((written.isinf() & block.isfinite()).any()):
-            largest = float(block[block.isfinite()].abs().amax())
-            raise CheckpointError(
-                f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
-                f"{torch.finfo(self.dtype).max:,.6g}: the weight would overflow. Write another "
-                "type: --out-dtype bfloat16 or float32."
-            )
+        if written.is_floating_point() and bool(written.isinf().any()):
+            self._refuse_overflow(block[block.isfinite()])
         return written
 
+    def _refuse_overflow(self, finite: Tensor) -> None:
+        largest, limit = float(finite.abs().max()), torch.finfo(self.dtype).max
+        if largest > limit:
+            raise CheckpointError(
+                f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
+                f"{limit:,.6g}: the weight would overflow. Write another type: --out-dtype "
+                "bfloat16 or float32."
+            )
 
-def _read(source: StoredTensor, rows: Sequence[int]) -> Iterator[Tensor]:
-    """Rows of a tensor, neighbours read at once, at most a block of them."""
-    dtype, count = SAFETENSORS[source.dtype], max(source.shape[0] if source.shape else 1, 1)
-    width = source.bytes // count
-    most, start = max(1, BLOCK // max(width, 1)), 0
-    if not width:
-        yield torch.empty((len(rows), *source.shape[1:]), dtype=dtype)
+
+def _read(source: StoredTensor | Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    """Rows of a tensor, at most a block of them at once."""
+    count = max(source.shape[0] if source.shape else 1, 1)
+    width = (source.nbytes if isinstance(source, Tensor) else source.bytes) // count
+    most = max(1, BLOCK // max(width, 1))
+    parts = [
+        (first + at, min(most, rows - at)) for first, rows in runs for at in range(0, rows, most)
+    ]
+    if isinstance(source, Tensor):
+        held = source.detach() if source.shape else source.detach()[None]
+        yield from (held[first : first + rows] for first, rows in parts)
         return
+    buffer = torch.empty(most * width, dtype=torch.uint8)
+    with _opened(source) as file:
+        for first, rows in parts:
+            part = buffer[: rows * width]
+            with _damage_is(source.file):
+                _fill(file, part, source.start + first * width)
+            yield part.view(SAFETENSORS[source.dtype]).view(rows, *source.shape[1:])
+
+
+@contextmanager
+def _opened(source: StoredTensor) -> Iterator[int]:
     with _damage_is(source.file):
         file = os.open(source.file, os.O_RDONLY)
     try:
-        buffer = torch.empty(min(most, max(len(rows), 1)) * width, dtype=torch.uint8)
-        while start < len(rows):
-            end = start + 1
-            while end < len(rows) and end - start < most and rows[end] == rows[end - 1] + 1:
-                end += 1
-            part = buffer[: (end - start) * width]
-            with _damage_is(source.file):
-                _fill(file, part, source.start + rows[start] * width)
-            yield part.view(dtype).view(end - start, *source.shape[1:])
-            start = end
+        yield file
     finally:
         os.close(file)
 
@@ -197,6 +221,19 @@ def bytes_between(source: StoredTensor, start: int, end: int) -> Tensor:
     with _damage_is(source.file), source.file.open("rb") as file:
         _fill(file.fileno(), part, source.start + start)
     return part
+
+
+def same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
+    """Whether two tensors are the same to the bit.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    starts = range(0, one.bytes, BLOCK)
+    parts = ((start, min(start + BLOCK, one.bytes)) for start in starts)
+    return all(torch.equal(bytes_between(one, *part), bytes_between(two, *part)) for part in parts)
 
 
 def first_numbers(source: StoredTensor, count: int) -> Tensor:
@@ -250,9 +287,35 @@ def _write(file: Path, pieces: Mapping[str, Piece], on_tensor: Callable[[], None
     with file.open("wb", buffering=0) as out:
         _write_all(out.fileno(), memoryview(text))
         for name in order:
-            for block in pieces[name].blocks():
-                _write_all(out.fileno(), bytes_of(block).numpy().data)
+            if not (pieces[name].copied and _copied(pieces[name], out.fileno())):
+                for block in pieces[name].blocks():
+                    _write_all(out.fileno(), bytes_of(block).numpy().data)
             on_tensor()
+
+
+def _copied(piece: Piece, out: int) -> bool:
+    """Has the system copy from file to file; False where it cannot, and nothing is done."""
+    source = piece.source
+    assert isinstance(source, StoredTensor)
+    width = source.bytes // max(source.shape[0] if source.shape else 1, 1)
+    if not hasattr(os, "copy_file_range"):
+        return False
+    with _opened(source) as file:
+        for number, (first, rows) in enumerate(piece.runs):
+            start, left = source.start + first * width, rows * width
+            while left:
+                try:
+                    count = os.copy_file_range(file, out, left, start)
+                except OSError as error:
+                    if number or left < rows * width or error.errno not in _UNABLE:
+                        raise
+                    return False
+                if not count:
+                    raise CheckpointError(
+                        f"'{source.file}' is damaged: it ends too early. Get it again."
+                    )
+                start, left = start + count, left - count
+    return True
 
 
 def _write_all(file: int, view: memoryview) -> None:

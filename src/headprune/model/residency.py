@@ -96,6 +96,11 @@ class Residency:
         self._forwards = []
         self._reader.shutdown()
 
+    def written(self) -> dict[str, StoredTensor]:
+        """The weights that were written, by their names in the model."""
+        kept = set(self.changed.values())
+        return {full: source for full, source in self._sources.items() if source in kept}
+
     def restored(self) -> Callable[[], None]:
         """Notes what the weights are now, and returns what makes them so again."""
         noted = {**self._sources}, {**self.changed}

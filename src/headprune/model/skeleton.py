@@ -20,7 +20,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from headprune.errors import HeadpruneError
 from headprune.family import FAMILIES
-from headprune.io.shards import StoredTensor, first_numbers
+from headprune.io.shards import StoredTensor, first_numbers, same_bytes
 from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
 
@@ -59,10 +59,26 @@ def built(
     if net.can_generate():
         with suppress(OSError):  # where there is none, the one that was made of its config stays
             net.generation_config = GenerationConfig.from_pretrained(str(model))
+    net.name_or_path = net.config.name_or_path = str(model)
+    _tie_same(net, tensors)
     family = FAMILIES.get(config.model_type)
     if family is not None:
         _sample_outputs(net, family.for_runtime(), tensors)
     return net, info
+
+
+def _tie_same(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None:
+    """Ties what a checkpoint holds twice, if it is the same, as loading with numbers does."""
+    names = Names.of(net)
+    for target, source in list(net.all_tied_weights_keys.items()):
+        tied = net.get_parameter_or_buffer(source)
+        if net.get_parameter_or_buffer(target) is tied:
+            continue
+        if same_bytes(*(names.source(net, name, tensors) for name in (target, source))):
+            path, _, name = target.rpartition(".")
+            setattr(net.get_submodule(path), name, tied)
+        else:
+            del net.all_tied_weights_keys[target]
 
 
 def sample_of(weight: Tensor) -> Tensor:

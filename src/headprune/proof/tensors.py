@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from headprune.errors import ProofError
+from headprune.errors import CheckpointError, ProofError
 from headprune.io.shards import Piece, StoredTensor, bytes_between
 from headprune.io.streaming import DTYPES, bytes_of
 from headprune.model.loading import from_pretrained
@@ -32,7 +32,7 @@ def compare(
         on_tensor: Called with tensors done and tensors in all.
 
     Raises:
-        CheckpointError: If the folder does not load, or cannot be read.
+        CheckpointError: If the folder does not load, cannot be read, or holds NaN.
         ProofError: Naming the first tensor that differs.
     """
     from_pretrained(folder, weights=False)  # its class takes all of them, and misses none
@@ -57,6 +57,11 @@ def _same(piece: Piece, found: StoredTensor) -> bool:
         return False
     start = 0
     for block in piece.blocks():
+        if block.is_floating_point() and bool(block.isnan().any()):
+            raise CheckpointError(
+                f"'{piece.name}' holds NaN: the checkpoint is damaged, or was cast to a type that "
+                "cannot hold it. Get it again."
+            )
         raw = bytes_of(block)
         if not torch.equal(raw, bytes_between(found, start, start + len(raw))):
             return False

@@ -50,16 +50,18 @@ def cut_pieces(
         for name, tensor in _state(net).items()
     }
     after, pieces = Names.of(net), list[Piece]()
-    live = {disk: name for name, disk in after.disk.items()}
+    live: dict[str, str] = {disk: name for name, disk in after.disk.items()}
     for disk, tensor in after.tensors.items():
-        size, kept = tuple(tensor.shape), maps.get(live.get(disk, ""))
-        if disk in live:
-            source = before.source(net, was[live[disk]], tensors)
-            computed = types[was[live[disk]]]
-        else:  # one of several that are a single tensor of the model, which is not cut
-            source = stored_as(net, disk, size, tensors)
-            computed = before.tensors[disk].dtype
-        pieces.append(Piece(disk, source, kept, computed, tensor.dtype))
+        size = tuple(tensor.shape)
+        if (
+            disk not in live
+        ):  # one of several that are a single tensor of the model, which is not cut
+            source, computed = stored_as(net, disk, size, tensors), before.tensors[disk].dtype
+            pieces.append(Piece(disk, None, source, None, computed, tensor.dtype))
+        else:
+            name = was[live[disk]]
+            source, kept = before.source(net, name, tensors), maps.get(live[disk])
+            pieces.append(Piece(disk, name, source, kept, types[name], tensor.dtype))
         assert pieces[-1].shape == size
     return pieces, shape
 

@@ -32,13 +32,20 @@ class IndexMap:
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Returns the kept slices of ``tensor``, scaled in float32 at least."""
-        kept = tensor.index_select(self.dim, self.indices.to(tensor.device))
+        return self.scaled(self.selected(tensor))
+
+    def selected(self, tensor: Tensor) -> Tensor:
+        """Returns the kept slices of ``tensor``."""
+        return tensor.index_select(self.dim, self.indices.to(tensor.device))
+
+    def scaled(self, kept: Tensor) -> Tensor:
+        """Returns kept slices, scaled in float32 at least."""
         if self.scale is None:
             return kept
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        shape = [-1 if d == self.dim else 1 for d in range(tensor.dim())]
-        scale = self.scale.to(tensor.device, wide).view(shape)
-        return (kept.to(wide) * scale).to(tensor.dtype)
+        wide = torch.promote_types(kept.dtype, torch.float32)
+        shape = [-1 if d == self.dim else 1 for d in range(kept.dim())]
+        scale = self.scale.to(kept.device, wide).view(shape)
+        return (kept.to(wide) * scale).to(kept.dtype)
 
 
 def role_slices(

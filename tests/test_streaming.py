@@ -1,0 +1,612 @@
+"""Cutting shard by shard: the same result as in memory, proven, and whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import headprune
+from headprune import memory
+from headprune.config import Dtype, LayoutOption, ProofOption
+from headprune.errors import CheckpointError, PlanError, ProofError
+from headprune.export import prune as export
+from headprune.export import streamed
+from headprune.export.prune import Preview, migrate, preview, prune
+from headprune.io import shards
+from headprune.io.shards import Piece, write_shards
+from headprune.model.attention import attention_of, identity
+from headprune.model.inspection import inspect
+from headprune.model.loading import uneven_heads_are_known
+from headprune.model.opening import load, result_dtypes
+from headprune.model.skeleton import Unmapped
+from headprune.model.stored import stored_tensors
+from headprune.proof.verify import verify
+from headprune.schemas.manifest import read_manifest
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import cut_heads, fold_gates, resolve
+from headprune.surgery.streamed import cut_pieces
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.cutting import uneven_plan
+from tests.marks import slow_unless
+from tests.test_cli import run
+
+# their projections are fused on disk and split when they are loaded
+FUSED = tiny.present("gte", "jina_embeddings_v3", "nomic_bert")
+CASES = sorted({*tiny.FAMILY_CASES, *tiny.CASES} - set(FUSED))
+SHARD = "40KB"
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "BLOCK", 1_000)  # several to a tensor
+
+
+def saved(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    tiny.model(case).to(dtype).save_pretrained(folder, max_shard_size=SHARD)
+    return folder
+
+
+def opened(model: Path, plan: Callable[[PreTrainedModel], Plan], **how: Any) -> Any:
+    """A model, the cuts of a plan, and the types that it is stored in."""
+    net, _ = load(model, how.pop("dtype", Dtype.AUTO), False, False, **how)
+    return net, resolve(plan(net), net, ragged=True), result_dtypes(net, model, Dtype.AUTO)
+
+
+def in_memory(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **how: Any) -> Path:
+    net, cuts, stored = opened(model, plan, **how)
+    cuts = fold_gates(cuts)
+    stored.round(net)
+    cut_heads(net, cuts)
+    with uneven_heads_are_known():
+        stored.save(net, out)
+    return out
+
+
+def on_disk(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **how: Any) -> Path:
+    net, cuts, stored = opened(model, plan, weights=False, **how)
+    assert net.device.type == "meta"
+    pieces, _ = cut_pieces(net, cuts, stored, stored_tensors(model))
+    out.mkdir()
+    with uneven_heads_are_known():
+        stored.save(net, out, state_dict={})
+    write_shards(pieces, out, net.num_parameters(), SHARD)
+    return out
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def differing(folder: Path, other: Path) -> list[str]:
+    """Tensors and other files that are not the same in two folders."""
+    one, two = weights(folder), weights(other)
+    found = [n for n in {*one, *two} if n not in one or n not in two or not same(one[n], two[n])]
+    for name in {file.name for place in (folder, other) for file in place.iterdir()}:
+        if "safetensors" not in name:
+            files = [place / name for place in (folder, other)]
+            equal = all(f.is_file() for f in files) and len({f.read_bytes() for f in files}) == 1
+            found += [] if equal else [name]
+    return sorted(found)
+
+
+def same(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(one, two)
+
+
+def first_gone(net: PreTrainedModel) -> Plan:
+    """Other heads in every layer, none in the first, where there are several."""
+    return uneven_plan(net, *([0] if len(attention_of(net)) > 1 else []))
+
+
+def even_plan(net: PreTrainedModel, scaled: bool = False) -> Plan:
+    """One KV head less in every module that has several, another in each."""
+    parts = {}
+    for layer, a in enumerate(attention_of(net)):
+        group, gone = a.query_heads // max(a.kv_heads, 1), layer % max(a.kv_heads, 1)
+        positions = [p for p in range(a.query_heads) if a.kv_heads == 1 or p // group != gone]
+        keep = tuple(sorted(a.query_ids[p] for p in positions))
+        scale = tuple(1 - 0.05 * i for i in keep) if scaled else None
+        parts[a.path] = AttentionPlan(
+            query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep, scale=scale
+        )
+    return Plan(unit=Unit.HEAD, attentions=parts)
+
+
+def scaled_plan(net: PreTrainedModel) -> Plan:
+    return even_plan(net, scaled=True)
+
+
+def ragged_plan(net: PreTrainedModel) -> Plan:
+    parts = {}
+    for layer, a in enumerate(attention_of(net)):
+        keep = tuple(i for i in a.query_ids if i != layer % len(a.query_ids))
+        scale = tuple(1 - 0.05 * i for i in keep)
+        parts[a.path] = AttentionPlan(
+            query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep, scale=scale
+        )
+    return Plan(unit=Unit.HEAD, attentions=parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_disk_is_in_memory(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "model")
+    whole = in_memory(model, first_gone, tmp_path / "whole")
+    assert differing(whole, on_disk(model, first_gone, tmp_path / "streamed")) == []
+    # with another head in one tensor it would not be
+    net, cuts, stored = opened(model, first_gone, weights=False)
+    pieces, _ = cut_pieces(net, cuts, stored, stored_tensors(model))
+    piece, kept = [(p, p.kept) for p in pieces if p.kept and 0 not in p.shape][-1]
+    wrong = replace(piece, kept=replace(kept, indices=kept.indices.roll(1)))
+    assert same(numbers(piece), weights(whole)[piece.name])
+    assert not same(numbers(wrong), weights(whole)[piece.name])
+
+
+def numbers(piece: Piece) -> Tensor:
+    return torch.cat([block.clone() for block in piece.blocks()])
+
+
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(CASES).__contains__, CASES))
+def test_even_cuts_and_cuts_of_cuts_are_the_same_as_well(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "model", torch.float32)
+    whole = in_memory(model, even_plan, tmp_path / "whole")
+    assert differing(whole, on_disk(model, even_plan, tmp_path / "streamed")) == []
+    again = in_memory(whole, scaled_plan, tmp_path / "again")
+    assert differing(again, on_disk(whole, scaled_plan, tmp_path / "streamed again")) == []
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT64, Dtype.FLOAT16, Dtype.BFLOAT16])
+@pytest.mark.parametrize("half", [torch.float32, torch.float16])
+def test_what_it_is_computed_in_counts(dtype: Dtype, half: torch.dtype, tmp_path: Path) -> None:
+    model = saved("llama-gqa", tmp_path / "model", half)
+    whole = in_memory(model, ragged_plan, tmp_path / "whole", dtype=dtype)
+    found = differing(whole, on_disk(model, ragged_plan, tmp_path / "streamed", dtype=dtype))
+    # in memory a model in half precision is scaled in it, where prune widens it first
+    narrow = dtype is not Dtype.FLOAT64
+    assert all("o_proj.weight" in name for name in found) if narrow else found == []
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_what_is_fused_on_disk_is_cut_in_memory(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "model")
+    with pytest.raises(Unmapped, match="is made of several tensors of the checkpoint"):
+        on_disk(model, first_gone, tmp_path / "streamed")
+    plan = first_gone(headprune.from_pretrained(model))
+    manifest = prune(model, tmp_path / "out", plan=plan, max_shard_size=SHARD).manifest
+    assert manifest.proof is not None and manifest.proof.gated_vs_cut is not None
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    with pytest.raises(CheckpointError, match="--proof tensors: 'roberta|gte|nomic.*leave out"):
+        prune(model, tmp_path / "other", plan=plan, proof=ProofOption.TENSORS)
+    assert not (tmp_path / "other").exists()
+
+
+# Names on disk
+
+
+def renamed(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    """Gives the tensors of a checkpoint other names, in one file."""
+    found = {name: tensor.clone() for name, tensor in change(weights(folder)).items()}
+    for file in folder.glob("model*.safetensors*"):
+        file.unlink()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def old_norms(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As TensorFlow called them."""
+    new = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for name, old in new.items():
+        found = {key.replace(name, old): tensor for key, tensor in found.items()}
+    return found
+
+
+def without_prefix(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
+
+
+def with_masks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    masks = {f"transformer.h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(4)}
+    return {**found, **masks}
+
+
+def tied_twice(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**found, "lm_head.weight": found["transformer.wte.weight"]}
+
+
+def untied(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**found, "lm_head.weight": 2 * found["transformer.wte.weight"]}
+
+
+NAMES = {
+    "old norms": ("bert-mlm", old_norms),
+    "no prefix": ("gpt2", without_prefix),
+    "masks": ("gpt2", with_masks),
+    "tied twice": ("gpt2", tied_twice),
+    "untied": ("gpt2", untied),
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_names_that_change_on_load(names: str, tmp_path: Path) -> None:
+    case, change = NAMES[names]
+    before = set(weights(saved(case, tmp_path / "model")))
+    model = renamed(tmp_path / "model", change)
+    assert set(weights(model)) != before
+    whole = in_memory(model, first_gone, tmp_path / "whole")
+    assert differing(whole, on_disk(model, first_gone, tmp_path / "streamed")) == []
+
+
+# Headers alone
+
+
+@pytest.mark.parametrize("case", [*FUSED, *sorted(tiny.one_per_row(CASES))])
+def test_headers_say_who_a_model_is(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "model")
+    whole = headprune.from_pretrained(model)
+    bare = headprune.from_pretrained(model, weights=False)
+    assert bare.device.type == "meta"
+    assert identity(bare, model) == identity(whole, model)
+    assert (bare.name_or_path, bare.config.to_dict()) == (str(model), whole.config.to_dict())
+    sizes = ({n: (t.shape, t.dtype) for n, t in m.state_dict().items()} for m in (bare, whole))
+    assert next(sizes) == next(sizes)
+
+
+def test_headers_of_another_model_are_another_identity(tmp_path: Path) -> None:
+    model = saved("llama-gqa", tmp_path / "model")
+    was = identity(headprune.from_pretrained(model, weights=False), model)
+
+    def other(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        found["model.layers.3.self_attn.o_proj.weight"][0, 63 % 60] += 1
+        return found
+
+    renamed(model, other)
+    assert identity(headprune.from_pretrained(model, weights=False), model) != was
+
+
+def test_inspect_and_dry_runs_need_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved("llama-gqa", tmp_path / "model")
+    plan = first_gone(headprune.from_pretrained(model))
+    wanted = inspect(model), preview(model, plan=plan)
+    pruned = prune(model, tmp_path / "out", plan=plan).manifest
+    # a file as long as the header says, and nothing in it
+    for file in model.glob("*.safetensors"):
+        content, size = file.read_bytes(), file.stat().st_size
+        header = 8 + int.from_bytes(content[:8], "little")
+        file.write_bytes(content[:header])
+        os.truncate(file, size)
+    bare = plan.model_copy(update={"model": None})
+    found = preview(model, plan=bare)
+    assert inspect(model) == wanted[0]
+    assert found.parameters == wanted[1].parameters == pruned.parameters
+    assert isinstance(found, Preview) and found.kv_heads == pruned.kv_heads
+
+
+# What prune makes of it
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny.save(tiny.model("llama-gqa").bfloat16(), tmp_path / "model")
+
+
+@pytest.fixture
+def plan(model: Path) -> Plan:
+    return first_gone(headprune.from_pretrained(model))
+
+
+def test_prune_streams_and_proves_outputs(
+    model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, steps = list[weakref.ref[PreTrainedModel]](), list[tuple[int, int]]()
+    real_load, real_write = export.load, streamed.write_shards
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        net, source = real_load(*args, **kwargs)
+        if kwargs.get("weights", True):
+            alive.append(weakref.ref(net))
+        return net, source
+
+    def checked(*args: Any) -> None:
+        assert [ref() for ref in alive] == [None]  # the original is let go before the result comes
+        real_write(*args)
+
+    monkeypatch.setattr(export, "load", watched)
+    monkeypatch.setattr(streamed, "write_shards", checked)
+    result = prune(
+        model,
+        tmp_path / "out",
+        plan=plan,
+        max_shard_size=SHARD,
+        on_module=lambda *s: steps.append(s),
+    )
+    assert alive
+    proof = result.manifest.proof
+    assert proof is not None and proof.passed and proof.gated_vs_cut is None
+    assert result.manifest.tensor_proof is None
+    tensors = len(stored_tensors(tmp_path / "out"))
+    assert steps == [(done, tensors) for done in range(1, tensors + 1)]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_parameters"] == result.manifest.parameters[1]
+    assert all(check.passed for check in verify(tmp_path / "out", model).checks)
+
+
+def test_prune_proves_tensors(model: Path, plan: Plan, tmp_path: Path) -> None:
+    result = prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+    made = read_manifest(tmp_path / "out")
+    assert made == result.manifest and made.proof is made.probe is None
+    assert made.tensor_proof is not None
+    assert made.tensor_proof.tensors == len(weights(tmp_path / "out"))
+    assert made.tensor_proof.cut == 4 * (4 + 3)  # weights of four projections, biases of three
+    assert "No outputs were compared" in (tmp_path / "out" / "README.md").read_text()
+    found = verify(tmp_path / "out", model)
+    assert found.passed and [check.name for check in found.checks][:2] == ["hashes", "headers"]
+    assert found.checks[2].found == f"{made.tensor_proof.tensors} tensors equal to its slices"
+    # the same files as with the other proof
+    prune(model, tmp_path / "other", plan=plan)
+    assert made.files == read_manifest(tmp_path / "other").files
+    # and a result of it is pruned like any other
+    again = even_plan(headprune.from_pretrained(tmp_path / "out"))
+    assert prune(tmp_path / "out", tmp_path / "again", plan=again).manifest.lineage
+
+
+def test_a_tensor_that_changed_fails_verify(model: Path, plan: Plan, tmp_path: Path) -> None:
+    prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+    flip(tmp_path / "out")
+    found = verify(tmp_path / "out", model)
+    assert [check.passed for check in found.checks] == [False, True, False]
+    assert "is not what stays of the original's" in found.checks[2].found
+
+
+def flip(folder: Path) -> None:
+    """Changes a bit of the last number of a folder's weights."""
+    file = max(folder.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("proof", [ProofOption.TENSORS, ProofOption.OUTPUTS])
+def test_what_is_written_wrongly_is_not_kept(
+    proof: ProofOption, model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = streamed.take_over
+
+    def corrupting(folder: Path, *rest: Any) -> None:
+        real(folder, *rest)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        name = "model.layers.2.self_attn.o_proj.weight"
+        tensors[name] = tensors[name].roll(10, dims=1).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(streamed, "take_over", corrupting)
+    with pytest.raises(ProofError, match="The proof failed"):
+        prune(model, tmp_path / "out", plan=plan, proof=proof)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+
+
+def test_too_little_memory_leads_to_tensors(
+    model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 1_000_000)
+    result = prune(model, tmp_path / "out", plan=plan)
+    assert result.manifest.tensor_proof is None  # it has 0.2 million parameters
+    monkeypatch.setattr(memory, "available", lambda: 100_000)
+    result = prune(model, tmp_path / "small", plan=plan)
+    assert result.manifest.proof is None and result.manifest.tensor_proof is not None
+    assert any("No outputs were compared: that takes" in said for said in result.warnings)
+    asked = prune(model, tmp_path / "asked", plan=plan, proof=ProofOption.OUTPUTS)
+    assert asked.manifest.proof is not None and asked.warnings == ()
+
+
+def test_memory_is_that_of_the_machine_and_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = memory.available()
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    unlimited = memory.available()
+    (tmp_path / "memory.current").write_text("5")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (memory.available() is None) == (unlimited is None) == (free is None)
+    (tmp_path / "memory.max").write_text("12\n")
+    assert memory.available() == 7
+
+
+def test_proof_of_tensors_is_refused_where_weights_change(
+    model: Path, plan: Plan, tmp_path: Path
+) -> None:
+    from headprune.config import DataConfig
+
+    text = tmp_path / "text.txt"
+    text.write_text(tiny.text(400))
+    with pytest.raises(PlanError, match="--proof tensors compares the result with the checkpoint"):
+        prune(
+            model,
+            tmp_path / "out",
+            plan=plan,
+            refit=DataConfig(source=str(text)),
+            proof=ProofOption.TENSORS,
+        )
+
+
+def test_a_weight_that_overflows_is_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
+    def large(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        found["model.norm.weight"][3] = 1e6
+        return found
+
+    renamed(model, large)
+    with pytest.raises(
+        CheckpointError, match=r"'model.norm.weight' holds 9.99e\+05, and float16 ends"
+    ):
+        prune(
+            model,
+            tmp_path / "out",
+            plan=plan,
+            out_dtype=Dtype.FLOAT16,
+            proof=ProofOption.TENSORS,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_nan_is_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
+    def damaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        found["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+        return found
+
+    renamed(model, damaged)
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight' holds NaN"):
+        prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_migrate_streams(tmp_path: Path) -> None:
+    bert = saved("bert-mlm", tmp_path / "bert", torch.float32)
+    plan = uneven_plan(headprune.from_pretrained(bert)).model_copy(update={"model": None})
+    parts = {
+        path: part.model_copy(update={"scale": None, "keep": part.keep})
+        for path, part in plan.attentions.items()
+    }
+    plan = plan.model_copy(update={"attentions": parts})
+    done = prune(bert, tmp_path / "cut", plan=plan)
+    config = json.loads((tmp_path / "cut" / "config.json").read_text())
+    layout = config.pop("headprune")["layout"]
+    gone = {
+        str(layer): [head for head in range(6) if head not in heads["query_heads"]]
+        for layer, heads in enumerate(layout.values())
+    }
+    for name in ("auto_map", "per_layer_config", "allow_global_per_layer_attribute_access"):
+        config.pop(name, None)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text(json.dumps({**config, "pruned_heads": gone}))
+    save_file(weights(tmp_path / "cut"), old / "model.safetensors", metadata={"format": "pt"})
+    for proof in (ProofOption.OUTPUTS, ProofOption.TENSORS):
+        result = migrate(old, tmp_path / proof.value, proof=proof, max_shard_size=SHARD)
+        assert result.manifest.layout == done.manifest.layout
+        assert differing(tmp_path / proof.value, tmp_path / "cut")[-1:] != ["config.json"]
+
+
+def test_ragged_results_are_streamed(model: Path, tmp_path: Path) -> None:
+    plan = ragged_plan(headprune.from_pretrained(model))
+    ragged = {"plan": plan, "layout": LayoutOption.RAGGED}
+    proven = prune(model, tmp_path / "out", **ragged)
+    assert proven.manifest.proof is not None and proven.manifest.proof.gated_vs_cut is None
+    whole = in_memory(model, ragged_plan, tmp_path / "whole")
+    assert weights(whole).keys() == weights(tmp_path / "out").keys()
+    assert all(same(t, weights(whole)[n]) for n, t in weights(tmp_path / "out").items())
+
+
+# Bad input: exit 2, one sentence, nothing half-written
+
+
+def vanishing(model: Path) -> None:
+    max(model.glob("*.safetensors")).unlink()
+
+
+def shrinking(model: Path) -> None:
+    file = max(model.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 100)
+
+
+BAD = {
+    "vanishes": (vanishing, "is damaged: [Errno 2] No such file or directory"),
+    "shrinks": (shrinking, "is damaged: it ends too early. Get it again."),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_shard_that_goes_while_it_is_read(
+    bad: str,
+    plan: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, said = BAD[bad]
+    model = saved("llama-gqa", tmp_path / "sharded")
+    plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
+    real_write = shards._write
+
+    def writing(*args: Any) -> None:
+        real_write(*args)
+        if any(model.glob("*.safetensors")) and not done:
+            done.append(change(model))
+
+    done: list[None] = []
+    monkeypatch.setattr(shards, "_write", writing)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    command = ["prune", model, "--plan", tmp_path / "plan.json", "--max-shard-size", SHARD]
+    code, _, err = run(capsys, *command, "--output", tmp_path / "out")
+    assert (code, done) == (2, [None])
+    assert said in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_a_shard_that_is_not_whole(
+    how: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved("llama-gqa", tmp_path / "sharded")
+    plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
+    (shrinking if how == "truncated" else vanishing)(model)
+    command = ["prune", model, "--plan", tmp_path / "plan.json", "--output", tmp_path / "out"]
+    code, _, err = run(capsys, *command)
+    assert code == 2
+    assert ("is damaged" if how == "truncated" else "which are not beside it") in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_shard(
+    model: Path,
+    plan: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real, real_copy, room = os.write, os.copy_file_range, [60_000]
+
+    def left(count: int) -> int:
+        """A full disk takes what fits first."""
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = min(count, room[0])
+        room[0] -= count
+        return count
+
+    def write(file: int, content: memoryview) -> int:
+        return real(file, content[: left(len(content))])
+
+    def copy(source: int, file: int, count: int, start: int) -> int:
+        return real_copy(source, file, left(count), start)
+
+    plan.write(tmp_path / "plan.json")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    monkeypatch.setattr(shards.os, "write", write)
+    monkeypatch.setattr(shards.os, "copy_file_range", copy)
+    command = ["prune", model, "--plan", tmp_path / "plan.json", "--output", tmp_path / "out"]
+    code, _, err = run(capsys, *command)
+    assert code == 2 and room == [0]
+    assert "the disk is full. Nothing was left there" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("size", ["5", "0GB", "5 GiB", "big"])
+def test_sizes_of_shards_have_a_unit(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "prune", "m", "--plan", "p", "--max-shard-size", size, "--dry-run")
+    assert code == 2
+    assert "give a number with its unit, such as 5GB" in err
