@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,14 +28,13 @@ from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, StoredTensor, write_shards
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
-from headprune.model.residency import Residency, residency_of
+from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.placements import ROOM, Placement, asked_placement
 from headprune.proof import equivalence, tensors
 from headprune.surgery.cut import Cut, resolve
 from headprune.surgery.streamed import cut_pieces
-from headprune.tensors.dtypes import SAFETENSORS
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,13 @@ class Streaming:
     on_stage: Stage = lambda stage: None
     on_tensor: OnModule = lambda done, total: None
 
-    def too_large(self, net: PreTrainedModel) -> str | None:
-        """Why no outputs are compared, unless that was asked for."""
-        if asked_placement() is not Placement.WHOLE:
-            return None  # then it is proven layer by layer
+    def too_large(self, net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> str | None:
+        """Why no outputs are compared, unless that was asked for, or goes layer by layer."""
         needed = ROOM * sum(weight.nbytes for weight in net.parameters())
         free = memory.available()
         if self.proof is not ProofOption.AUTO or free is None or needed <= free:
+            return None
+        if asked_placement() is not Placement.WHOLE and runs_by_layers(net, tensors):
             return None
         return (
             f"No outputs were compared: that takes {needed / 1e9:.1f} GB of memory, and "
@@ -92,7 +91,7 @@ def write_streamed(
         ProofError: If the result is not what it should be.
     """
     before, source = counts(net, cuts), stored_tensors(order.origin)
-    too_large = None if changed else how.too_large(net)
+    too_large = None if changed else how.too_large(net, source)
     try:
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
         if not set(changed) <= {piece.live for piece in pieces}:
@@ -105,13 +104,15 @@ def write_streamed(
         net = whole()
         return write_proven(net, _resolved(order, net), order, how.on_stage)
     facts = described(net, order, shape, before, cuts)
-    expected, residency = None, None
+    expected = None
     if how.proof is not ProofOption.TENSORS and too_large is None:
         how.on_stage("probing the gated original")
-        # then nothing holds the model, but for a file of what changed
-        expected, pieces, residency = _expected(whole(), order, pieces, changed)
+        probed = whole()
+        expected, held = _expected(probed, order, changed)
+        if residency_of(probed) is None:
+            del probed  # nothing holds the model now; else its file is read from
+        pieces = [_changed(piece, held) for piece in pieces]
     pruned = _written(net, pieces, order, how, facts, expected)
-    del residency
     warnings = (*pruned.warnings, *([too_large] if too_large else []))
     return replace(pruned, warnings=warnings)
 
@@ -151,7 +152,7 @@ def write_changed(
 
 def _written(
     net: PreTrainedModel,
-    pieces: Sequence[Piece],
+    pieces: list[Piece],
     order: WriteOrder,
     how: Streaming,
     facts: dict[str, Any],
@@ -178,37 +179,22 @@ def _resolved(order: WriteOrder, net: PreTrainedModel) -> list[Cut]:
 
 
 def _expected(
-    net: PreTrainedModel, order: WriteOrder, pieces: Sequence[Piece], changed: Collection[str]
-) -> tuple[equivalence.Expectation, list[Piece], Residency | None]:
-    """What the result must compute, and its tensors, those that changed made of what they are now.
-
-    The last is what keeps these on disk, where the model runs layer by layer.
-
-    Args:
-        net: The model with its weights.
-        order: What is written.
-        pieces: The tensors of the result.
-        changed: The weights that are others than in the checkpoint.
-    """
+    net: PreTrainedModel, order: WriteOrder, changed: Collection[str]
+) -> tuple[equivalence.Expectation, dict[str, Tensor | StoredTensor]]:
+    """What the result must compute, and the weights that changed, as they are stored."""
     expected, _ = equivalence.expect_stored(net, _resolved(order, net), order.stored)
-    residency, parameters = residency_of(net), dict(net.named_parameters(remove_duplicate=False))
-    kept: Mapping[StoredTensor, StoredTensor] = {}
+    residency = residency_of(net)
+    held: Mapping[str, Tensor | StoredTensor] = dict(net.named_parameters(remove_duplicate=False))
     if residency is not None:
-        residency.detach()
-        source = stored_tensors(order.origin)
-        kept = {source[name]: now for name, now in residency.changed.items()}
+        held = residency.written()
+    return expected, {name: held[name] for name in changed if name in held}
 
-    def now(piece: Piece) -> Piece:
-        if piece.live not in changed:
-            return piece
-        held: Tensor | StoredTensor | None = parameters[piece.live]
-        if residency is not None:
-            assert isinstance(piece.source, StoredTensor)
-            held = kept.get(piece.source)
-        if held is None:
-            return piece
-        unscaled = None if piece.kept is None else replace(piece.kept, scale=None)
-        dtype = held.dtype if isinstance(held, Tensor) else SAFETENSORS[held.dtype]
-        return replace(piece, source=held, kept=unscaled, computed=dtype)
 
-    return expected, [now(piece) for piece in pieces], residency
+def _changed(piece: Piece, held: Mapping[str, Tensor | StoredTensor]) -> Piece:
+    """A piece of a weight that changed, which has taken up its gates."""
+    weight = held.get(piece.live or "")
+    if weight is None:
+        return piece
+    kept = None if piece.kept is None else replace(piece.kept, scale=None)
+    computed = weight.dtype if isinstance(weight, Tensor) else piece.computed
+    return replace(piece, source=weight, kept=kept, computed=computed)

@@ -96,6 +96,11 @@ class Residency:
         self._forwards = []
         self._reader.shutdown()
 
+    def written(self) -> dict[str, StoredTensor]:
+        """The weights that were written, by their names in the model."""
+        kept = set(self.changed.values())
+        return {full: source for full, source in self._sources.items() if source in kept}
+
     def restored(self) -> Callable[[], None]:
         """Notes what the weights are now, and returns what makes them so again."""
         noted = {**self._sources}, {**self.changed}
@@ -266,6 +271,16 @@ def _recomputed() -> Iterator[None]:
         yield
     finally:
         _RECOMPUTING.pop()
+
+
+def runs_by_layers(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a model without weights can be run layer by layer from these tensors."""
+    try:
+        _blocks(net)
+        _sources(net, tensors)
+    except Unmapped:
+        return False
+    return True
 
 
 def residency_of(net: nn.Module) -> Residency | None:
