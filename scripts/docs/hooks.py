@@ -29,6 +29,8 @@ GENERATED = {
     "criteria": registry_tables.criteria,
     "merges": registry_tables.merges,
     "metrics": registry_tables.metrics,
+    "engines": registry_tables.engines,
+    "formats": registry_tables.formats,
     "schemas": registry_tables.schemas,
     "functions": command_pages.functions,
     "commands": command_pages.commands,

@@ -104,6 +104,19 @@ def schemas() -> str:
     return "\n\n".join(sections)
 
 
+def engines() -> str:
+    """Engine by shape of a result: what it takes, and the version that was tried."""
+    rows = [("engine", *SHAPES, "tried with"), ("---",) * (len(SHAPES) + 2)]
+    rows += [(e.name, *(e.cells[shape] for shape in SHAPES), e.tested) for e in ENGINES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def formats() -> str:
+    """The formats of export."""
+    rows = [f"| `{name}` | {form.what} |" for name, form in FORMATS.items()]
+    return "\n".join(["| `--to` | what is written |\n|---|---|", *rows])
+
+
 def _attributes(model: type[BaseModel]) -> dict[str, str]:
     """What the docstrings of a class and those above it say of its fields."""
     found = {"schema_version": "Version of this schema."}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ExportOptions(Replacing, Trust, ExportConfig):
-    """Write a model for an engine (llama.cpp), proven there or by reading it back."""
+    """Write a model for an engine (llama.cpp, vLLM), proven there or by reading it back."""
 
     model: Place = model(metavar="FOLDER")
     output: Path = output("Folder for the result.")

@@ -204,6 +204,8 @@ def exported(console: Console, result: Exported) -> None:
         f"Written to {escape(str(result.output))}: {escape(', '.join(record.files))} "
         f"({result.bytes:,} bytes)."
     )
+    if result.serve:
+        console.print(f"Serve it: {escape(result.serve)}", soft_wrap=True)
 
 
 def verification(console: Console, result: Verification) -> None:
@@ -218,9 +220,13 @@ def verification(console: Console, result: Verification) -> None:
 
 
 def written(console: Console, result: Pruned) -> None:
-    """How the result loads, and where it lies."""
+    """How the result loads, where it lies, and the commands that serve it."""
+    from headprune.exporting.engines import serving
+
     stored = _stored(result.manifest.shape, result.manifest.uneven)
     console.print(f"{stored} Written to {escape(str(result.output))}.")
+    for engine, line in serving(result.manifest, result.output):
+        console.print(f"  {engine}: {escape(line)}", soft_wrap=True)
 
 
 def _stored(shape: Shape, uneven: bool) -> str:

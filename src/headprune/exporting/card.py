@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from headprune.exporting.engines import serving
 from headprune.io.markup import printable, xml_safe
 from headprune.io.writing import write_whole
 from headprune.schemas.manifest import CARD, Manifest, read_manifest
@@ -37,7 +38,7 @@ tags: [headprune, attention-pruning]
 
 {needs}
 
-{quality}## Proof
+{serve}{quality}## Proof
 
 {proof}
 
@@ -141,6 +142,13 @@ def load_needs(manifest: Manifest) -> str:
     if manifest.shape is Shape.NATIVE:
         return _NATIVE
     return _RUNTIME.format(why=_UNEVEN if manifest.uneven else _EVEN)
+
+
+def serve_section(manifest: Manifest, folder: str) -> str:
+    """The commands that serve it, as a part of the card; nothing where no engine takes it."""
+    lines = [f"# {engine}\n{line}" for engine, line in serving(manifest, Path(folder))]
+    code = printable("\n\n".join(lines))
+    return f"## Serve it\n\n```bash\n{code}\n```\n\n" if lines else ""
 
 
 def proof_sentence(manifest: Manifest) -> str:
@@ -266,6 +274,7 @@ def card(title: str, plan: Plan, manifest: Manifest, measured: Sequence[Sequence
         chosen=chosen_part(manifest.choice),
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),
+        serve=serve_section(manifest, title),
         quality=quality_section(measured),
         proof=proof_sentence(manifest),
         proof_rows=markdown_table(proof_columns(manifest), proof_rows(manifest)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.util import find_spec
@@ -31,15 +32,17 @@ class Exported:
         output: The folder.
         record: The record in it.
         bytes: Bytes of its files, but for the record.
+        serve: The command that serves it; "" where there is none.
     """
 
     output: Path
     record: ExportRecord
     bytes: int
+    serve: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``: the record, and the size."""
-        return {**self.record.model_dump(mode="json"), "bytes": self.bytes}
+        """For ``--json``: the record, the size, and the command."""
+        return {**self.record.model_dump(mode="json"), "bytes": self.bytes, "serve": self.serve}
 
 
 @claims_output("model")
@@ -100,7 +103,7 @@ def export(
         )
         (folder / EXPORTED).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in files)
-    return Exported(output, record, size)
+    return Exported(output, record, size, form.serve.format(shlex.quote(str(output))))
 
 
 def _refuse_missing(form: Format, config: ExportConfig) -> None:

@@ -203,4 +203,5 @@ decilm = Format(
     refusal=_refusal,
     write=_write,
     prove=_prove,
+    serve="python -m sglang.launch_server --model-path {} --trust-remote-code",
 )

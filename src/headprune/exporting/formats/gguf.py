@@ -63,4 +63,5 @@ gguf = Format(
     ),
     modules=("gguf",),
     extra="llama-cpp",
+    serve="llama-server -m {}/model.gguf",
 )

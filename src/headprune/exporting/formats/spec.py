@@ -27,6 +27,7 @@ class Format:
         dtypes: Element types of weights that it has, beside "auto".
         modules: What must be installed to write it.
         extra: The extra of headprune that installs these.
+        serve: The command that serves the folder, which stands for "{}" in it.
     """
 
     what: str
@@ -36,3 +37,4 @@ class Format:
     dtypes: tuple[ExportDtype, ...] = ()
     modules: tuple[str, ...] = ()
     extra: str = ""
+    serve: str = ""

@@ -83,4 +83,5 @@ vllm = Format(
     refusal=_refusal,
     write=_write,
     prove=_prove,
+    serve="vllm serve {} --model-impl transformers --trust-remote-code",
 )

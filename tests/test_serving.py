@@ -1,0 +1,75 @@
+"""The commands that serve a result: printed, on its card, and for its shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import headprune
+from headprune.exporting.engines import EMPTY, ENGINES, EVEN, RAGGED, SHAPES, serving, shapes_of
+from headprune.schemas.manifest import read_manifest
+from tests import tiny
+from tests.cutting import ragged_plan, uneven_plan
+from tests.test_cli import run
+
+
+def pruned(folder: Path, shape: str) -> Path:
+    model = tiny.model("llama-gqa")
+    tiny.save(model, folder / "m")
+    given = headprune.from_pretrained(folder / "m")
+    plan = {
+        RAGGED: ragged_plan,
+        EMPTY: lambda m: uneven_plan(m, 1),
+        EVEN: lambda m: uneven_plan(m).model_copy(update={"attentions": even(m)}),
+    }[shape](given)
+    plan = plan.model_copy(update={"model": None})
+    layout = "ragged" if shape == RAGGED else "per-layer"
+    headprune.prune(folder / "m", folder / "out put", plan=plan, layout=layout)
+    return folder / "out put"
+
+
+def even(model: object) -> object:
+    parts = uneven_plan(model).attentions  # type: ignore[arg-type]
+    keep = {"keep": (0, 1, 2, 3, 4, 5), "scale": None}
+    return {path: part.model_copy(update=keep) for path, part in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "line"),
+    [
+        (EVEN, "vllm serve 'out put'"),
+        (RAGGED, "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve"),
+        (EMPTY, "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve"),
+    ],
+)
+def test_the_card_names_the_command_for_the_shape(shape: str, line: str, tmp_path: Path) -> None:
+    out = pruned(tmp_path, shape)
+    manifest = read_manifest(out)
+    assert shape in shapes_of(manifest)
+    card = (out / "README.md").read_text()
+    assert line in card and ("transformers --trust-remote-code" in card) == (shape != EVEN)
+    assert "headprune export 'out put' --to gguf" in card
+    assert all(said in card for _, said in serving(manifest, Path(out.name)))
+
+
+def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
+    line = ("convert-gqa", model, "--kv-heads", "1", "--output", tmp_path / "out")
+    code, out, err = run(capsys, *line)
+    assert code == 0, err
+    assert f"vLLM: vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
+
+
+def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:
+    tiny.save(tiny.model("bert-mlm"), tmp_path / "m")
+    model = headprune.from_pretrained(tmp_path / "m")
+    plan = uneven_plan(model, 1).model_copy(update={"model": None})
+    headprune.prune(tmp_path / "m", tmp_path / "out", plan=plan)
+    assert list(serving(read_manifest(tmp_path / "out"), tmp_path / "out")) == []
+    assert "Serve it" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_every_cell_of_the_table_is_filled() -> None:
+    for engine in ENGINES:
+        assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())
