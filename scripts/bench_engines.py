@@ -95,8 +95,8 @@ def table(columns: Sequence[str], rows: list[list[str]]) -> str:
 
 
 def heads(folder: Path) -> str:
-    """Query heads of every layer."""
-    return ", ".join(str(a.query_heads) for a in attention_of(headprune.from_pretrained(folder)))
+    """Query heads of all layers."""
+    return str(sum(a.query_heads for a in attention_of(headprune.from_pretrained(folder))))
 
 
 def per_second(report: Report, name: str) -> list[str]:
