@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import headprune
 from headprune.errors import HeadpruneError, PlanError, ProofError
@@ -57,6 +57,28 @@ def test_the_engine_computes_what_torch_does(case: str, cut: str, tmp_path: Path
     proof = done.record.proof
     assert proof.how == "engine" and "xllamacpp" in proof.engine
     assert proof.difference < 1e-3 and proof.details["greedy tokens equal"] == 32
+
+
+@engine
+@pytest.mark.process
+@pytest.mark.parametrize("cut", CUTS)
+def test_norms_of_q_and_k_go_by_openelm_where_layers_differ(cut: str, tmp_path: Path) -> None:
+    config = Qwen3Config(
+        **{"vocab_size": gguf_words.SIZE, "hidden_size": 48, "intermediate_size": 64},
+        **{"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3},
+        **{"head_dim": 10, "max_position_embeddings": 128, "initializer_range": 0.2},
+        tie_word_embeddings=True,
+    )
+    model, plan = Qwen3ForCausalLM(config).eval(), CUTS[cut]
+    if plan is not None:
+        cut_heads(model, resolve(plan(model), model, ragged=True))
+    model.save_pretrained(tmp_path / "m")
+    gguf_words.words().save_pretrained(tmp_path / "m")
+    done = headprune.export(tmp_path / "m", tmp_path / "out", to="gguf")
+    assert done.record.proof.how == "engine" and done.record.proof.difference < 1e-3
+    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    arch = reader.get_field("general.architecture").contents()
+    assert arch == ("openelm" if cut in ("uneven", "first-layer-empty") else "qwen3")
 
 
 @engine

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from headprune.errors import ProofError
 from headprune.exporting.llama_cpp import server
@@ -21,7 +22,7 @@ from headprune.model.loading import load_tokenizer
 from headprune.schemas.exports import ExportProof
 from headprune.schemas.records import PROBE_SEED
 
-_PROMPT, _STEPS = 24, 32
+_PROMPT, _STEPS, _PROMPTS = 24, 32, 16
 TOLERANCE = 2e-3  # of log-probabilities, in float32
 _MODULE = "xllamacpp"
 # what rules of cutting text differ in: contractions, numbers, runs of spaces and lines, accents
@@ -52,31 +53,33 @@ def prove(source: ExportSource, file: Path, own_words: bool) -> ExportProof:
     vocabulary = source.shapes["model.embed_tokens.weight"][0]
     length = min(_PROMPT, source.config.max_position_embeddings // 2)
     steps = min(_STEPS, source.config.max_position_embeddings - length)
-    prompt = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
-    prompts: list[Any] = [prompt]
+    prompts: list[Any] = torch.randint(
+        0, vocabulary, (_PROMPTS, length), generator=generator
+    ).tolist()
     if own_words:
         tokenizer = load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
-        prompts += [_TEXT, tokenizer(_TEXT)["input_ids"]]
-    answer, *texts = generate(file, prompts, steps)
-    if texts and texts[0] != texts[1]:
-        raise ProofError(
-            "llama.cpp cuts a text into other tokens than the tokenizer beside the model. Give "
-            "--like FILE, the original model as llama.cpp's convert_hf_to_gguf.py writes it."
-        )
-    chosen = [step[0][0] for step in answer]
-    wanted = _log_probabilities(source, prompt + chosen)[length - 1 : -1]
-    gaps = [
-        abs(said - float(wanted[step, token]))
-        for step, tokens in enumerate(answer)
-        for token, said in tokens
-    ]
-    behind = wanted.amax(-1) - wanted.gather(1, torch.tensor(chosen)[:, None])[:, 0]
-    equal, mean = int((behind == 0).sum()), sum(gaps) / len(gaps)
+        texts = [_TEXT, tokenizer(_TEXT)["input_ids"]]
+        by_text, by_ids = generate(file, texts, steps=2)
+        if by_text[:1] != by_ids[:1]:
+            raise ProofError(
+                "llama.cpp cuts a text into other tokens than the tokenizer beside the model. Give "
+                "--like FILE, the original model as llama.cpp's convert_hf_to_gguf.py writes it."
+            )
+    net, gaps, behind = source.load(), [], []
+    for prompt, answer in zip(prompts, generate(file, prompts, steps), strict=True):
+        chosen = [step[0][0] for step in answer]
+        wanted = _log_probabilities(net, prompt + chosen)[length - 1 : -1]
+        for row, step in zip(wanted, answer, strict=True):
+            gaps += [abs(said - float(row[token])) for token, said in step]
+            behind.append(float(row.max() - row[step[0][0]]))
+    if not gaps:
+        raise ProofError("llama.cpp chose nothing but parts of characters, and told no numbers.")
+    equal, mean = behind.count(0.0), sum(gaps) / len(gaps)
     return ExportProof(
         how="engine",
         engine=f"llama.cpp (xllamacpp {metadata.version(_MODULE)})",
-        compared=f"log-probabilities of {len(gaps)} tokens in {len(chosen)} greedy steps",
-        difference=max(*gaps, float(behind.max())),
+        compared=f"log-probabilities of {len(gaps)} tokens in {len(behind)} greedy steps",
+        difference=max(*gaps, *behind),
         tolerance=TOLERANCE,
         details={"greedy tokens equal": equal, "mean difference": mean},
     )
@@ -104,6 +107,6 @@ def generate(file: Path, prompts: list[Any], steps: int) -> list[Steps]:
 
 
 @torch.no_grad()
-def _log_probabilities(source: ExportSource, tokens: list[int]) -> Tensor:
-    logits: Tensor = source.load()(torch.tensor([tokens]), use_cache=False).logits[0]
+def _log_probabilities(net: PreTrainedModel, tokens: list[int]) -> Tensor:
+    logits: Tensor = net(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits.double().log_softmax(-1)
