@@ -358,19 +358,19 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from transformers import PreTrainedModel
+    from headprune.exporting import streamed
 
-    save = PreTrainedModel.save_pretrained
+    write = streamed.write_shards
 
-    def corrupted(self: PreTrainedModel, folder: Path, **options: object) -> None:
-        save(self, folder, **options)
+    def corrupted(pieces: Any, folder: Path, *others: Any) -> None:
+        write(pieces, folder, *others)
         file = Path(folder) / "model.safetensors"
         weights = load_file(file)
         name = next(n for n in weights if n.endswith("o_proj.weight") and weights[n].numel())
         weights[name] = weights[name].roll(1, dims=1)
         save_file(weights, file, metadata={"format": "pt"})
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", corrupted)
+    monkeypatch.setattr(streamed, "write_shards", corrupted)
     before = sorted(tmp_path.iterdir())
     code, _, err = run(capsys, "prune", llama_folder, "--gates", gates, "--output", tmp_path / "o")
     assert (code, "proof failed" in err) == (1, True), err
@@ -463,7 +463,7 @@ def test_convert_heals_and_says_so(
     code, out, err = run(capsys, *command, *small, "--overwrite")
     assert code == 0, err
     assert "KV heads (lowrank), verified" in err
-    assert "after 2 steps" in out
+    assert "of 2 steps" in out
     assert not (tmp_path / "out-unhealed").exists()
     for wrong, message in (
         (["--kv-heads", "many"], "give a number such as 2"),

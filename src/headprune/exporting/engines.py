@@ -19,7 +19,7 @@ _CAUSAL = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
-class Engine:
+class Server:
     """An engine that serves results.
 
     Attributes:
@@ -66,21 +66,21 @@ def _decilm(folder: Path, shapes: frozenset[str]) -> str | None:
 
 _ALL = dict.fromkeys(SHAPES, "yes")
 ENGINES = (
-    Engine(
+    Server(
         "llama.cpp (`export --to gguf`)",
         "xllamacpp 2026.10.11549",
         {**_ALL, RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
         tuple(ARCHES),
         _llama_cpp,
     ),
-    Engine(
+    Server(
         "vLLM, transformers backend",
         "0.32.0, CPU",
         {**_ALL, RAGGED: "`export --to vllm`", EMPTY: "`export --to vllm`"},
         (),
         _vllm,
     ),
-    Engine(
+    Server(
         "DeciLM: SGLang, vLLM's own class (`export --to decilm`)",
         "vLLM 0.32.0, CPU",
         {

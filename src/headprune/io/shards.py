@@ -181,7 +181,7 @@ def _read(source: StoredTensor | Tensor, runs: Sequence[tuple[int, int]]) -> Ite
     ]
     if isinstance(source, Tensor):
         held = source.detach() if source.shape else source.detach()[None]
-        yield from (held[first : first + rows] for first, rows in parts)
+        yield from (held[first : first + rows].cpu() for first, rows in parts)
         return
     buffer = torch.empty(most * width, dtype=torch.uint8)
     with _opened(source) as file:

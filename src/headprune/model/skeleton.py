@@ -61,9 +61,8 @@ def built(
             net.generation_config = GenerationConfig.from_pretrained(str(model))
     net.name_or_path = net.config.name_or_path = str(model)
     _tie_same(net, tensors)
-    family = FAMILIES.get(config.model_type)
-    if family is not None:
-        _sample_outputs(net, family.for_runtime(), tensors)
+    if config.model_type in FAMILIES:  # attention_of says it better
+        _sample_outputs(net, FAMILIES[config.model_type].for_runtime(), tensors)
     return net, info
 
 
