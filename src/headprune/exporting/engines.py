@@ -82,7 +82,7 @@ ENGINES = (
     ),
     Server(
         "DeciLM: SGLang, vLLM's own class (`export --to decilm`)",
-        "vLLM 0.32.0, CPU",
+        "vLLM 0.32.0, CPU; not SGLang",
         {
             **_ALL,
             EVEN: "not needed",
