@@ -482,9 +482,9 @@ def test_an_interrupted_healing_is_not_thrown_away(folder: Path) -> None:
         healing(folder)
 
 
-def test_only_attention_moves_unless_more_is_asked_for(folder: Path) -> None:
+def test_attention_alone_moves_where_that_is_asked_for(folder: Path) -> None:
     convert(folder, "llama-mha", 2, merge="mean")
-    healing(folder)
+    healing(folder, train=HealTrain.ATTENTION)
     before = headprune.from_pretrained(folder / "out").state_dict()
     after = headprune.from_pretrained(folder / "healed").state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -141,9 +141,6 @@ def test_what_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     text.write_text(tiny.text(100))
     with pytest.raises(CheckpointError, match="holds no model.onnx, so onnxruntime cannot run it"):
         headprune.evaluate(folder, data=text, engine="onnxruntime")
-    (folder / "export.json").touch()
-    with pytest.raises(CheckpointError, match="exported for an engine.*Name the engine"):
-        headprune.evaluate(folder, data=text)
     (folder / "model.onnx").touch()
     monkeypatch.setattr(spec, "find_spec", lambda name: None)
     message = r"The engine onnxruntime is not installed.*headprune\[onnx\]"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import headprune
 from headprune.errors import HeadpruneError, PlanError, ProofError
@@ -79,6 +80,8 @@ def test_a_proof_that_fails_leaves_nothing(
         ({"to": "guf"}, "No format named 'guf'. Did you mean 'gguf'"),
         ({"to": "gguf", "model": "nope"}, "There is no folder 'nope'"),
         ({"to": "gguf", "out_dtype": "q4"}, "out_dtype"),
+        ({"to": "vllm", "like": "any.gguf"}, "copies the tokenizer .* leave out like"),
+        ({"to": "vllm", "prove": "engine"}, "prove engine: no engine ran"),
     ],
 )
 def test_wrong_settings_are_refused(
@@ -96,3 +99,26 @@ def test_a_missing_package_is_named_with_its_extra(
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
     with pytest.raises(HeadpruneError, match="needs the package gguf.*extra 'llama-cpp'"):
         headprune.export(folder, tmp_path / "out", to="gguf")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NumPy, to int8
+def test_a_number_that_is_none_is_no_proof(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa", torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ProofError, match="nan apart"):
+        headprune.export(tmp_path / "model", tmp_path / "out", to="gguf", out_dtype="q8_0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_measured_in_its_own_engine_alone(
+    folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    headprune.export(folder, tmp_path / "out", to="vllm")
+    with pytest.raises(HeadpruneError, match="exported as vllm, .*the model that it was made of"):
+        headprune.evaluate(tmp_path / "out", text_file)
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    (tmp_path / "out" / "export.json").write_text(json.dumps({**record, "format": "onnx"}))
+    with pytest.raises(HeadpruneError, match="torch cannot run it. Give engine onnxruntime"):
+        headprune.evaluate(tmp_path / "out", text_file)

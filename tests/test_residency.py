@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 
 import headprune
 from headprune import placements
 from headprune.config import Dtype
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, HeadpruneError
+from headprune.io import hub
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.opening import load
@@ -263,3 +265,59 @@ def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatc
             net, _ = load(sharded, Dtype.AUTO, False, False)
         assert (residency_of(net) is not None) == (free == 10_000)
     assert said == ["placement: layers (0.0 GB of weights, and 0.0 GB are free)"]
+
+
+def test_a_block_that_changes_while_others_run(sharded: Path) -> None:
+    """What was read ahead of the change is not what it is filled with."""
+    with placing(Placement.LAYERS):
+        net, _ = load(sharded, Dtype.AUTO, False, False)
+    residency, attention = residency_of(net), attention_of(net)[3]
+    assert residency is not None
+    with residency.holding(3):
+        heads, _ = read_output(attention)
+        write_output(attention, heads + 1, None)
+        for number in (1, 2):  # after the second, the third is read ahead
+            with residency.holding(number):
+                pass
+    assert torch.equal(read_output(attention)[0], heads + 1)
+
+
+def test_memory_of_the_device_counts(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placements, "available", lambda: 2**40)
+    for free, layered in ((2**40, False), (1000, True)):
+        monkeypatch.setattr(placements, "free_on_device", lambda free=free: free)
+        with placing(Placement.AUTO):
+            net, _ = load(sharded, Dtype.AUTO, False, False)
+        assert (residency_of(net) is not None) is layered
+
+
+def test_healing_has_the_whole_model_in_memory(sharded: Path, tmp_path: Path) -> None:
+    given = {"calibrate": sharded / "text.txt", "kv_heads": 1, "merge": "mean", "seq_len": 16}
+    with pytest.raises(HeadpruneError, match="trains the whole model"):
+        headprune.convert_gqa(
+            sharded, output=tmp_path / "out", heal_steps=2, placement="layers", **given
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_the_hub_are_fetched_first(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def download(model: str, file: str) -> str:
+        fetched.append(file)
+        if not (sharded / file).is_file():
+            raise EntryNotFoundError("404")
+        return str(sharded / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub, "why_not", lambda: None)
+    hub.fetch_weights("someone/model")
+    index = ["model.safetensors", "model.safetensors.index.json"]
+    assert fetched == [*index, *sorted(file.name for file in sharded.glob("*.safetensors"))]
+    fetched.clear()
+    hub.fetch_weights(sharded)
+    monkeypatch.setattr(hub, "why_not", lambda: "no network")
+    hub.fetch_weights("someone/model")
+    assert not fetched

@@ -17,5 +17,7 @@ def available() -> int | None:
         found.append(1024 * int(free.split()[1]))
     with suppress(OSError, ValueError):  # the limit may be "max"
         limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(0, limit - used))
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # pages of files that were read are let go when others need the room
+        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     return min(found, default=None)

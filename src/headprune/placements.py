@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 
+from headprune.devices import free_on_device
 from headprune.memory import available
 
 ROOM = 1.25  # times the weights, for what they compute
@@ -57,7 +58,8 @@ def by_layers(weights: int) -> bool:
     Args:
         weights: Bytes of its weights, in the element type that it computes in.
     """
-    choice, free = _CHOICE.get(), available()
+    choice = _CHOICE.get()
+    free = min((n for n in (available(), free_on_device()) if n is not None), default=None)
     if choice is None or choice.asked is Placement.WHOLE:
         return False
     why = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,6 +38,7 @@ from headprune.declaration import (
     option,
 )
 from headprune.errors import HeadpruneError
+from headprune.placements import Placement, placing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,7 +119,14 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPre
     if options.output is None or options.dry_run:
         return _preview(options, context)
     inputs = (options.model, options.calibrate)
-    with claimed(options.output, options.overwrite, inputs):
+    healed_after = options.heal_steps is not None
+    if healed_after and options.placement is Placement.LAYERS:
+        raise HeadpruneError(
+            "--heal trains the whole model, which --placement layers has not in memory: convert "
+            "without --heal, or leave out --placement."
+        )
+    place = placing(Placement.WHOLE) if healed_after else nullcontext()
+    with place, claimed(options.output, options.overwrite, inputs):
         if options.heal_steps is None or options.calibrate is None:
             return _converted(options, options.output, context)
         healing = options.healing(options.heal_steps)

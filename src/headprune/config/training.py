@@ -170,7 +170,7 @@ class HealConfig(Options):
     train: HealTrain = option(
         "What is trained. lora: low-rank additions to the attention projections, merged at the "
         "end.",
-        HealTrain.ATTENTION,
+        HealTrain.ALL,
         Panel.TRAINING,
     )
     lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
@@ -179,7 +179,7 @@ class HealConfig(Options):
     learning_rate: Positive = option(
         "Highest learning rate, reached after a tenth of the steps and then lowered to zero along "
         "a cosine.",
-        5e-4,
+        1e-4,
         Panel.TRAINING,
     )
     bf16: bool = option(

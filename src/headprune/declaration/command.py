@@ -210,9 +210,10 @@ class Command(Generic[Asked, Result]):
                     raise
                 fields = type(options).model_fields
                 less = [flags(n, fields[n])[0] for n in _TAKE_MEMORY if n in fields]
+                layers = "--placement layers, " if "placement" in fields else ""
                 raise HeadpruneError(
                     f"{devices.chosen()} ran out of memory while {stages[-1]}. Give a smaller "
-                    f"{' or '.join(less) or 'model'}, or --device cpu."
+                    f"{' or '.join(less) or 'model'}, {layers}or --device cpu."
                 ) from error
 
     def asked(self, settings: Mapping[str, Any], door: Door) -> Asked:

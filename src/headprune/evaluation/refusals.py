@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,18 +14,33 @@ from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.model.loading import (
     task_of,
 )
+from headprune.schemas.exports import read_export
+
+_ENGINES = {
+    "onnx": EngineName.ONNXRUNTIME,
+    "openvino": EngineName.OPENVINO,
+    "executorch": EngineName.EXECUTORCH,
+}  # by the format that they run; the others serve, and are not called token by token
 
 
 def refuse_exported(model: str, engine: EngineName) -> None:
-    """Refuses to run in torch what was exported for an engine.
+    """Refuses to run an exported model in another engine than the one that it is for.
 
     Raises:
         CheckpointError: Naming the option.
     """
-    if engine is EngineName.TORCH and is_exported(model):
+    if not is_exported(model):
+        return
+    form = read_export(Path(model)).format
+    if form not in _ENGINES:
         raise CheckpointError(
-            f"'{model}' was exported for an engine, and torch cannot run it. Name the engine with "
-            "--engine, or give the model that it was made of."
+            f"'{model}' was exported as {form}, which is measured in the engine that serves it. "
+            "Give the model that it was made of."
+        )
+    if engine is not _ENGINES[form]:
+        raise CheckpointError(
+            f"'{model}' was exported as {form}, and {engine.value} cannot run it. Give --engine "
+            f"{_ENGINES[form].value}, or the model that it was made of."
         )
 
 

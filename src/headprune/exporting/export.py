@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headprune.config import ExportConfig, ExportDtype
+from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.declaration import Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.exporting.formats import FORMATS
@@ -89,6 +89,12 @@ def export(
                 f"--to {config.to}: what was written computes something else than '{model}': "
                 f"{proof}. Nothing was left there."
             )
+        if config.prove is ExportProofBy.ENGINE and proof.how != "engine":
+            raise HeadpruneError(
+                f"--prove engine: no engine ran '{model}' as {config.to}, as it is not installed, "
+                f"takes no such file, or has none of its own; it was {proof}. Nothing was left "
+                "there: leave out --prove."
+            )
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         record = ExportRecord(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -117,6 +123,10 @@ def _refuse_missing(form: Format, config: ExportConfig) -> None:
         raise HeadpruneError(
             f"--to {config.to} needs the package {' and '.join(missing)}, which is not installed: "
             f"it comes with the extra '{form.extra}' of headprune."
+        )
+    if config.like is not None and not form.takes_like:
+        raise HeadpruneError(
+            f"--to {config.to} copies the tokenizer beside the model; leave out --like."
         )
     if config.out_dtype not in (ExportDtype.AUTO, *form.dtypes):
         known = ", ".join(dtype.value for dtype in (ExportDtype.AUTO, *form.dtypes))

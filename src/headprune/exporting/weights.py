@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headprune.errors import CheckpointError
-from headprune.model.stored import model_files, stored_tensors
+from headprune.io.shards import StoredTensor, rows_of
+from headprune.model.stored import stored_tensors
 
 _PIECE = 2**24  # numbers
 
@@ -38,29 +36,13 @@ class StoredWeights(Weights):
     """
 
     def __init__(self, folder: Path, names: Mapping[str, object], prefix: str) -> None:
-        files = {}
-        for file in model_files(folder):
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as content:
-                    files.update(dict.fromkeys(content.keys(), file))
         stored = stored_tensors(folder)
-        self._found = {}
+        self._found: dict[str, StoredTensor] = {}
         for name in names:
             known_as = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-            on_disk = next((one for one in known_as if one in files), None)
+            on_disk = next((one for one in known_as if one in stored), None)
             if on_disk is not None:
-                self._found[name] = (files[on_disk], on_disk, stored[on_disk])
-
-    def _read(self, name: str, rows: slice | None = None) -> Tensor:
-        # the file is closed again at once: what is mapped of it counts as memory
-        file, on_disk, _ = self._found[name]
-        try:
-            with safe_open(file, "pt") as content:
-                part: Any = content.get_slice(on_disk)
-                tensor: Tensor = part[rows] if rows is not None else content.get_tensor(on_disk)
-                return tensor.clone()
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"'{file}' is damaged: {error}. Get it again.") from None
+                self._found[name] = stored[on_disk]
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor as a whole.
@@ -68,21 +50,21 @@ class StoredWeights(Weights):
         Raises:
             CheckpointError: If its file is damaged.
         """
-        return self._read(name)
+        return rows_of(self._found[name])
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The rows of a tensor, some at a time."""
-        shape = self._found[name][2].shape
-        if len(shape) < 2:
+        source = self._found[name]
+        if len(source.shape) < 2:
             yield self[name]
             return
-        step = max(1, _PIECE // max(shape[1], 1))
-        for start in range(0, shape[0], step):
-            yield self._read(name, slice(start, start + step))
+        step = max(1, _PIECE // max(source.shape[1], 1))
+        for start in range(0, source.shape[0], step):
+            yield rows_of(source, start, start + step)
 
     def bytes(self, name: str) -> int:
         """How many bytes a tensor takes."""
-        return self._found[name][2].bytes
+        return self._found[name].bytes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

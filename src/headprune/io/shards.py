@@ -236,6 +236,20 @@ def same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
     return all(torch.equal(bytes_between(one, *part), bytes_between(two, *part)) for part in parts)
 
 
+def rows_of(source: StoredTensor, start: int = 0, end: int | None = None) -> Tensor:
+    """Rows of a tensor; all of them, if not said.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    dtype, shape = SAFETENSORS[source.dtype], source.shape
+    if not shape or not source.elements:
+        return bytes_between(source, 0, source.bytes).view(dtype).view(shape)
+    end, width = min(shape[0] if end is None else end, shape[0]), source.bytes // shape[0]
+    part = bytes_between(source, start * width, end * width)
+    return part.view(dtype).view(end - start, *shape[1:])
+
+
 def first_numbers(source: StoredTensor, count: int) -> Tensor:
     """The first numbers of a tensor.
 

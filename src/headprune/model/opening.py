@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import Dtype
 from headprune.errors import CheckpointError
+from headprune.io.hub import fetch_weights
 from headprune.model.attention import identity, refuse_unknown_settings
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.placement import placed
@@ -60,6 +61,7 @@ def load(
     """
     config = load_config(model, trust_remote_code=trust_remote_code)
     refuse_quantised(model, config)
+    fetch_weights(model)
     tensors = stored_tensors(model)
     refuse_quantised_tensors(model, tensors)
     held = commonest_dtype(tensors) or getattr(config, "dtype", None)
@@ -89,6 +91,7 @@ def as_it_fits(model: str | Path, dtype: torch.dtype | str, **options: Any) -> P
     Raises:
         CheckpointError: If it cannot be loaded, or be run as was asked for.
     """
+    fetch_weights(model)
     tensors = stored_tensors(model)
     size = sum(tensor.bytes for tensor in tensors.values())
     if isinstance(dtype, torch.dtype):

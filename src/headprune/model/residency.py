@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.io.shards import StoredTensor, bytes_between
+from headprune.io.shards import StoredTensor, rows_of
 from headprune.io.streaming import bytes_of
 from headprune.model.skeleton import Names, Unmapped
 from headprune.tensors.dtypes import SAFETENSORS
@@ -153,6 +153,8 @@ class Residency:
             self._coming = number + step, self._reader.submit(self._read, number + step)
 
     def _release(self, number: int) -> None:
+        if self._coming is not None and self._coming[0] == number:
+            self._coming = None  # read before it was written to
         for full, slot in self._slots[number].items():
             weight, version = self._filled.pop(full)
             if weight._version != version:
@@ -164,9 +166,7 @@ class Residency:
         return {full: self._value(full, slot.empty.dtype) for full, slot in slots.items()}
 
     def _value(self, full: str, dtype: torch.dtype) -> Tensor:
-        source = self._sources[full]
-        flat = bytes_between(source, 0, source.bytes).view(SAFETENSORS[source.dtype])
-        return flat.view(source.shape).to(self.device, dtype)
+        return rows_of(self._sources[full]).to(self.device, dtype)
 
     def _rounded(self, full: str, value: Tensor) -> Tensor:
         return value if self.stored_as is None else value.to(self.stored_as(full)).to(value.dtype)

@@ -79,7 +79,9 @@ def prove(source: ExportSource, file: Path, own_words: bool) -> ExportProof:
         how="engine",
         engine=f"llama.cpp (xllamacpp {metadata.version(_MODULE)})",
         compared=f"log-probabilities of {len(gaps)} tokens in {len(behind)} greedy steps",
-        difference=max(*gaps, *behind),
+        difference=float(
+            torch.tensor([*gaps, *behind], dtype=torch.float64).max()
+        ),  # NaN, if one is
         tolerance=TOLERANCE,
         details={"greedy tokens equal": equal, "mean difference": mean},
     )

@@ -163,7 +163,7 @@ def read_back(source: ExportSource, path: Path, wanted: Type) -> ExportProof:
     """Compares a file with a prepared model: keys, and every number of every tensor."""
     arch, reader = arch_of(source), gguf.GGUFReader(path)
     _check_keys(reader, arch.name, keys(source, arch))
-    stored, worst, count = {t.name: t for t in reader.tensors}, 0.0, 0
+    stored, gaps, count = {t.name: t for t in reader.tensors}, [0.0], 0
     expected = tensors(source, arch)
     for tensor in expected:
         found = stored.pop(tensor.name)
@@ -179,7 +179,7 @@ def read_back(source: ExportSource, path: Path, wanted: Type) -> ExportProof:
                 read = _decoded(raw, found.tensor_type, piece.shape)
                 if part.heads:
                     read = by_halves(read, part.heads)
-                worst = max(worst, _gap(read, piece, found.tensor_type))
+                gaps.append(_gap(read, piece, found.tensor_type))
     left = set(stored) - {ROPE_FACTORS}
     assert not left, left
     exact = wanted is not Type.Q8_0
@@ -188,7 +188,7 @@ def read_back(source: ExportSource, path: Path, wanted: Type) -> ExportProof:
         engine=f"gguf {metadata.version('gguf')}",
         compared=f"{count:,} weights of {len(expected)} tensors"
         + ("" if exact else ", relative to the largest of their block"),
-        difference=worst,
+        difference=float(torch.tensor(gaps, dtype=torch.float64).max()),  # NaN, if one is
         tolerance=0.0 if exact else _Q8_STEP,
     )
 
