@@ -7,6 +7,7 @@ comes in: padding counts neither as query nor as key.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -66,8 +67,9 @@ def watch(
         stack.enter_context(eager_attention(model))
         for position, attention in enumerate(attentions):
             if attention.query_heads:
-                hook = attention.module.register_forward_hook(watcher.hook(position))
-                stack.callback(hook.remove)
+                module = attention.module
+                stack.callback(module.register_forward_pre_hook(_asks, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(watcher.hook(position)).remove)
         for number, batch in enumerate(given.batches):
             watcher.batch = batch
             run_model(model, batch)
@@ -159,15 +161,28 @@ class _Watcher:
         return torch.ones(sequences, length, dtype=torch.bool) if mask is None else mask
 
 
+def _asks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asks a module for its weights, where it returns them on demand only."""
+    signature = inspect.signature(module.forward)
+    if "output_attentions" not in signature.parameters:
+        return None
+    bound = signature.bind(*args, **kwargs)
+    bound.arguments["output_attentions"] = True
+    return bound.args, bound.kwargs
+
+
 def _weights(outputs: Any, attention: Attention) -> Tensor:
     """The attention weights among what a module returns.
 
-    Some return the bias of positions as well, whose shape is the same; rows of weights sum to one,
-    or to less where part of them goes to no key.
+    Some return the bias of positions before them, whose shape may be the same. Rows of weights sum
+    to one, or to less where part of them goes to no key.
+
+    Raises:
+        FamilyError: If there are none.
     """
-    for part in outputs[1:] if isinstance(outputs, tuple) else ():
+    for part in reversed(outputs[1:] if isinstance(outputs, tuple) else ()):
         if isinstance(part, Tensor) and part.dim() == 4 and part.shape[1] == attention.query_heads:
-            rows = part[:, 0, -1].float()
+            rows = part[:, :, -1].float()
             if bool((rows >= 0).all()) and bool((rows.sum(-1) <= 1.01).all()):
                 return part
     raise FamilyError(

@@ -18,11 +18,12 @@ from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kin
 from headprune.model.loading import load_tokenizer
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
-from headprune.role import ROLES
+from headprune.role import ROLES, Role
 from headprune.role.against import changes
-from headprune.role.collection import Tallies, watch
+from headprune.role.collection import watch
 from headprune.role.inputs import repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
+from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.roles import ROLES_FILE, ModuleRoles, RoleFacts, RolesRecord
@@ -123,20 +124,21 @@ def _of_model(
     text, tokens = text_input(net, tokenizer, data, config)
     twice, other = repeated_inputs(net, tokenizer, config)
     classes = token_classes(tokenizer)
-    found: Tallies = {}
-    controls: Tallies = {}
     watcher.stage("reading text")
-    of_text = {name: role for name, role in ROLES.items() if role.on == "text"}
-    seen = watch(net, attentions, text, of_text, classes, watcher.step)
-    found.update(seen.found)
-    controls.update(seen.uniform)
-    of_runs = {name: role for name, role in ROLES.items() if role.on == "repeated"}
+    seen = watch(net, attentions, text, _on("text"), classes, watcher.step)
     watcher.stage("reading random tokens twice")
-    found.update(watch(net, attentions, twice, of_runs, classes, watcher.step).found)
+    again = watch(net, attentions, twice, _on("repeated"), classes, watcher.step)
     watcher.stage("reading the control")
-    controls.update(watch(net, attentions, other, of_runs, classes, watcher.step).found)
+    others = {name: role for name, role in ROLES.items() if role.control == "unrepeated"}
+    control = watch(net, attentions, other, others, classes, watcher.step)
+    found = {**seen.found, **again.found}
+    controls = {**seen.uniform, **again.uniform, **control.found}
     watcher.stage("resampling")
     return labelled(attentions, found, controls, config, watcher.step), tokens
+
+
+def _on(source: Source) -> dict[str, Role]:
+    return {name: role for name, role in ROLES.items() if role.on == source}
 
 
 def _facts(name: str) -> RoleFacts:
