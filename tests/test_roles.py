@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 from headprune.config import DataConfig, RolesConfig
 from headprune.console.roles import roles as show
 from headprune.errors import DataError, FamilyError
+from headprune.evidence.losses import losses_without
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
+from headprune.model.loading import task_of
 from headprune.role import ROLES
 from headprune.role.against import changes
 from headprune.role.collection import Watched, watch
+from headprune.role.effects import effects
 from headprune.role.inputs import Input, repeated_inputs, token_classes
 from headprune.role.roles import roles
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -155,6 +160,70 @@ def test_neither_batch_nor_padding_counts(case: str) -> None:
     for key, (sums, _) in alone.uniform.items():
         torch.testing.assert_close(sums, together.uniform[key][0])
     assert differs  # another text would show
+
+
+def _losing(case: str) -> tuple[PreTrainedModel, list[Any]]:
+    """A model and two batches with labels; the second is padded."""
+    model, generator = tiny.model(case), torch.Generator().manual_seed(0)
+    batches = []
+    for padded in (0, 3):
+        ids = torch.randint(5, 60, (2, 12), generator=generator)
+        ids[1, 12 - padded :] = 1
+        labels = torch.where(ids == 1, -100, ids)
+        batch = {"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": labels}
+        if model.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = ids
+        batches.append(batch)
+    return model, batches
+
+
+@pytest.mark.parametrize(
+    "case", tiny.present("llama-gqa", "gpt2", "bert-mlm", "albert", "t5", "falcon")
+)
+def test_the_loss_without_a_head_is_that_of_the_whole_model_run_again(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batches = _losing(case)
+    attentions = attention_of(model)
+    found = effects(model, attentions, batches, SMALL)
+    units = [[(head,) for head in range(a.query_heads)] for a in attentions]
+    zeroed = losses_without(model, task_of(model), attentions, units, batches)
+    expected = torch.cat(zeroed).tolist()
+    assert [e.zero.nats for e in found.values()] == pytest.approx(expected, abs=1e-5)
+    assert [e.zero.nats for e in found.values()] != pytest.approx(expected[::-1], abs=1e-5)
+    monkeypatch.setattr("headprune.role.effects._replayed", lambda outputs, until: nullcontext())
+    again = effects(model, attentions, batches, SMALL)
+    for key, effect in found.items():
+        assert effect.mean.nats == pytest.approx(again[key].mean.nats, abs=1e-5)
+        assert effect.mean.low <= effect.mean.nats <= effect.mean.high
+
+
+def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
+    model, batches = _losing("llama-mha")
+    attention = attention_of(model)[1]
+    with torch.no_grad():  # the values of its first head are what its bias says
+        attention.module.v_proj.weight[: attention.head_dim] = 0
+    found = effects(model, attention_of(model), batches, SMALL)
+    assert found[1, 0].mean.nats == pytest.approx(0, abs=1e-5)
+    assert abs(found[1, 0].zero.nats) > 1e-3
+    assert abs(found[1, 1].mean.nats) > 1e-4
+
+
+def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
+    record = measured(whole(), tmp_path, ablation_tokens=120)
+    heads = [head for module in record.modules for head in module.heads]
+    assert all(head.effect is not None for head in heads)
+    idle = record.modules[1].heads[1].effect  # writes nothing
+    assert idle is not None
+    assert idle.zero.nats == idle.mean.nats == pytest.approx(0, abs=1e-6)
+    console = Console(width=60, record=True, file=io.StringIO())
+    show(console, record, tmp_path)
+    assert "The 6 heads that the loss needs most" in console.export_text()
+
+
+def test_a_model_without_a_loss_has_no_effects(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--ablation-tokens needs the loss .* this is a BertModel"):
+        measured(tiny.model("bert-base"), tmp_path, ablation_tokens=120)
 
 
 SMALLER = ["--sequences", "8", "--seq-len", "60", "--resamples", "200", "--json"]

@@ -90,6 +90,12 @@ class RolesConfig(Options):
     sequences: Annotated[Few, Field(ge=2)] = option(
         "Sequences of the text, spread evenly, and of random tokens.", 64, Panel.MAIN
     )
+    ablation_tokens: Annotated[int, Field(ge=0, le=10**9), NUMBER] = option(
+        "Also take out every head for itself, and measure the loss on so many tokens (2048 will "
+        "do); 0 for none.",
+        0,
+        Panel.MAIN,
+    )
     seq_len: Length = option("Tokens per sequence of the text.", 512)
     batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(

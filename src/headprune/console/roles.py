@@ -25,6 +25,7 @@ def roles(console: Console, result: RolesRecord, output: Path) -> None:
     rows = {module.path: [_signs(module, result)] for module in result.modules}
     module_table(console, ("heads",), rows, numbers_from=2)
     _by_role(console, result)
+    _effects(console, result)
     if result.against is not None:
         _changes(console, result)
     console.print(
@@ -89,6 +90,28 @@ def _name(path: str, head: int) -> str:
     """``18.6`` of head 6 in layer 18; paths that name no layer are given whole."""
     layer = re.search(r"(?<=\.)\d+(?=\.)", path)
     return f"{layer[0] if layer else path}.{head}"
+
+
+def _effects(console: Console, result: RolesRecord) -> None:
+    """The heads without which the loss rises most."""
+    found = [
+        (head.effect, _name(module.path, head.head), head.role)
+        for module in result.modules
+        for head in module.heads
+        if head.effect is not None
+    ]
+    if not found:
+        return
+    grid = table("head", "role", "set to zero", "set to its mean", numbers_from=2)
+    for effect, name, role in sorted(found, key=lambda one: -one[0].mean.nats)[:_MOST]:
+        cells = (
+            f"{r.nats:+.3f} ({r.low:+.3f} to {r.high:+.3f})" for r in (effect.zero, effect.mean)
+        )
+        grid.add_row(escape(name), role or "", *cells)
+    console.print(
+        f"The {min(_MOST, len(found))} heads that the loss needs most, in nats per token:"
+    )
+    console.print(grid)
 
 
 def _changes(console: Console, result: RolesRecord) -> None:

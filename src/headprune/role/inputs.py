@@ -62,6 +62,39 @@ def text_input(
     return Input(sample.batches()), sample.tokens
 
 
+def loss_batches(
+    net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig
+) -> list[Batch]:
+    """Sequences of the text with what a language model's loss is of.
+
+    Raises:
+        DataError: If the model has no such loss, or the text makes fewer than two sequences.
+    """
+    task = task_of(net)
+    objective = Objective.MLM if task == "masked-lm" else Objective.LM
+    if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
+        raise DataError(
+            f"--ablation-tokens needs the loss of a language model, and this is a "
+            f"{type(net).__name__}. Leave it out; roles need no loss."
+        )
+    taken = CalibrationConfig(
+        calibration_tokens=max(2, config.ablation_tokens),
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    rows, collate = batches(objective, net, tokenizer, data, taken)
+    sample = CalibrationSample.spread(
+        rows, collate, taken.calibration_tokens, batch_size=config.batch_size
+    )
+    if len(sample.rows) < 2:
+        raise DataError(
+            f"--ablation-tokens {config.ablation_tokens} makes {len(sample.rows)} sequences of "
+            f"--seq-len {config.seq_len}; an interval needs two."
+        )
+    return sample.batches()
+
+
 def repeated_inputs(
     net: PreTrainedModel, tokenizer: Any, config: RolesConfig
 ) -> tuple[Input, Input]:

@@ -21,7 +21,8 @@ from headprune.model.refusals import refuse_without_text
 from headprune.role import ROLES, Role
 from headprune.role.against import changes
 from headprune.role.collection import watch
-from headprune.role.inputs import repeated_inputs, text_input, token_classes
+from headprune.role.effects import effects, with_effects
+from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
 from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
@@ -134,7 +135,12 @@ def _of_model(
     found = {**seen.found, **again.found}
     controls = {**seen.uniform, **again.uniform, **control.found}
     watcher.stage("resampling")
-    return labelled(attentions, found, controls, config, watcher.step), tokens
+    modules = labelled(attentions, found, controls, config, watcher.step)
+    if config.ablation_tokens:
+        watcher.stage("taking out every head")
+        batches = loss_batches(net, tokenizer, data, config)
+        modules = with_effects(modules, effects(net, attentions, batches, config, watcher.step))
+    return modules, tokens
 
 
 def _on(source: Source) -> dict[str, Role]:

@@ -61,6 +61,36 @@ class RoleScore(BaseModel):
     variant: str = ""
 
 
+class Rise(BaseModel):
+    """By how much the loss rises.
+
+    Attributes:
+        nats: On all sequences; below 0 where it falls.
+        low: Lower end of its interval.
+        high: Upper end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nats: float
+    low: float
+    high: float
+
+
+class HeadEffect(BaseModel):
+    """What the loss says of a head.
+
+    Attributes:
+        zero: With its output set to zero, as a cut does.
+        mean: With its output set to its mean over the text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    zero: Rise
+    mean: Rise
+
+
 class HeadRoles(BaseModel):
     """What a head does.
 
@@ -70,6 +100,7 @@ class HeadRoles(BaseModel):
         nearly: Roles whose line its interval straddles.
         attributes: What else is over its line.
         scores: By role; those that the module cannot have are left out.
+        effect: What the loss says of it; None where that was not asked for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,6 +110,7 @@ class HeadRoles(BaseModel):
     nearly: tuple[str, ...]
     attributes: tuple[str, ...]
     scores: dict[str, RoleScore]
+    effect: HeadEffect | None = None
 
 
 class ModuleRoles(BaseModel):
