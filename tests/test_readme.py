@@ -61,6 +61,10 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             shrunk += ["--seq-len", "16", "--calibration-tokens", "256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
+        if shrunk[1] == "roles":
+            shrunk += ["--seq-len", "16", "--sequences", "4", "--resamples", "20"]
+            if "--ablation-tokens" in shrunk:
+                shrunk[shrunk.index("--ablation-tokens") + 1] = "64"
         if shrunk[1] == "run":
             shrunk += [f"--set=steps.{step}.seq_len=16" for step in RECIPE_STEPS]
             shrunk += ["--set=steps.train-gates.steps=3", "--set=steps.train-gates.batch_size=2"]

@@ -27,6 +27,7 @@ import registry_tables  # noqa: E402  (a sibling script)
 GENERATED = {
     "families": registry_tables.families,
     "criteria": registry_tables.criteria,
+    "roles": registry_tables.roles,
     "merges": registry_tables.merges,
     "metrics": registry_tables.metrics,
     "engines": registry_tables.engines,

@@ -16,10 +16,12 @@ from headprune.evidence.criteria import CRITERIA
 from headprune.family.capabilities import capabilities
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
+from headprune.role import ROLES
 from headprune.schemas.exports import ExportRecord
 from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Plan
+from headprune.schemas.roles import RolesRecord
 from headprune.schemas.runs import RunRecord
 from headprune.schemas.scores import ScoresMetadata
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION
@@ -33,9 +35,11 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "The report of `evaluate`": Report,
     "The report of `check`": CheckReport,
     "The baseline of `check`": Baseline,
+    "`roles.json`": RolesRecord,
     "`run.json`, of a recipe": RunRecord,
     "`export.json`, in an export": ExportRecord,
 }
+_INPUTS = {"text": "the text", "repeated": "random tokens, twice"}
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {
     "gradients": "a loss and its gradients",
@@ -65,6 +69,20 @@ def criteria() -> str:
         sections.append(f"## `{name}` {{ #{name} }}\n\n{text}\n\n{source}")
     head = "| criterion | lowest score | needs | assumes a refit |\n| --- | --- | --- | --- |"
     return "\n\n".join(["\n".join([head, *rows]), *sections])
+
+
+def roles() -> str:
+    """A table of all roles, then what the docstring of its file says of each."""
+    rows, sections = [], []
+    for name, role in ROLES.items():
+        told = "attribute" if role.attribute else "role"
+        control = {"uniform": "uniform attention", "unrepeated": "another second run"}
+        cells = (told, f"{role.line:g}", _INPUTS[role.on], control.get(role.control or "", "none"))
+        rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} | {role.cost} |")
+        text = _docstring(f"headprune.role.{name.replace('-', '_')}")
+        sections.append(f"### `{name}` {{ #{name} }}\n\n{text}\n\nSource: {_escaped(role.source)}.")
+    head = "| | name | kind | line | measured on | control | cost per layer |"
+    return "\n\n".join(["\n".join([head, "|---|---|---|---|---|---|---|", *rows]), *sections])
 
 
 def merges() -> str:

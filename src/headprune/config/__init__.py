@@ -18,7 +18,7 @@ from headprune.config.data import (
     domain_name,
 )
 from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
-from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig
+from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig, RolesConfig
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -97,6 +97,7 @@ __all__ = [
     "Positive",
     "ProofOption",
     "RecallConfig",
+    "RolesConfig",
     "Seed",
     "ShardSize",
     "Steps",

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from headprune.config.data import DataConfig, Domains, data_configs
 from headprune.config.values import (
+    COMPUTED,
     MEASURED,
     NUMBER,
     Batches,
@@ -81,6 +82,28 @@ class EvaluateConfig(RecallConfig):
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
+
+
+class RolesConfig(Options):
+    """How it is measured what heads do."""
+
+    sequences: Annotated[Few, Field(ge=2)] = option(
+        "Sequences of the text, spread evenly, and of random tokens.", 64, Panel.MAIN
+    )
+    ablation_tokens: Annotated[int, Field(ge=0, le=10**9), NUMBER] = option(
+        "Also take out every head for itself, and measure the loss on so many tokens (2048 will "
+        "do); 0 for none.",
+        0,
+        Panel.MAIN,
+    )
+    seq_len: Length = option("Tokens per sequence of the text.", 512)
+    batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
+    confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(
+        "Level of the intervals.", 0.95
+    )
+    resamples: Few = option("Bootstrap resamples behind them.", 1000)
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+    seed: Seed = option("Seed of random tokens and of the bootstrap.", 0)
 
 
 class CheckConfig(Options):

@@ -90,6 +90,7 @@ KINDS = (
     FolderKind(
         "scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES
     ),
+    FolderKind("roles.json", frozenset({"versions", "model", "settings", "roles", "modules"})),
     *TRAININGS,
     FolderKind(
         "run.json",

@@ -78,8 +78,14 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     Masks are tensors then, whatever they stand for, and weights can be seen.
     """
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
     try:
+        _attend_by(model, "eager")
         yield
     finally:
-        model.set_attn_implementation(before)
+        _attend_by(model, before)
+
+
+def _attend_by(model: PreTrainedModel, name: str) -> None:
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # Falcon asks its config at every call
+        model.config._attn_implementation = name

@@ -1,0 +1,208 @@
+"""One streaming pass over an input: attention is summed up while it is there, layer by layer.
+
+Hooks take the weights that a module returns and leave per sequence and head a few sums; the weights
+of a layer are gone before those of the next are made. Nothing depends on the batch that a sequence
+comes in: padding counts neither as query nor as key.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.errors import FamilyError
+from headprune.model.batch import Batch, token_mask
+from headprune.model.forward import eager_attention, run_model
+from headprune.role.inputs import Input
+from headprune.role.spec import Attended, Counted, Role
+from headprune.runtime.modeling_headprune import Attention
+
+Tallies = dict[tuple[int, str], Counted]
+"""By module and role: sums of all sequences, shape (sequences, heads, variants), and counts."""
+
+
+class Watched:
+    """What one pass found.
+
+    Attributes:
+        found: Of the heads.
+        uniform: Of attention that spreads evenly over the same keys.
+    """
+
+    def __init__(self) -> None:
+        self.found: Tallies = {}
+        self.uniform: Tallies = {}
+
+
+@torch.no_grad()
+def watch(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    given: Input,
+    roles: Mapping[str, Role],
+    classes: Mapping[str, Tensor],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Watched:
+    """Measures roles on an input.
+
+    Args:
+        model: The model.
+        attentions: The modules to look at.
+        given: What the model reads.
+        roles: Those that are measured on it, by name.
+        classes: Ids of tokens by kind.
+        progress: Called with batches done and in all.
+
+    Raises:
+        FamilyError: If a module gives no attention weights.
+    """
+    watcher = _Watcher(attentions, given, roles, classes)
+    with ExitStack() as stack:
+        stack.enter_context(eager_attention(model))
+        for position, attention in enumerate(attentions):
+            if attention.query_heads:
+                module = attention.module
+                stack.callback(module.register_forward_pre_hook(_asks, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(watcher.hook(position)).remove)
+        for number, batch in enumerate(given.batches):
+            watcher.batch = batch
+            run_model(model, batch)
+            watcher.finish()
+            progress(number + 1, len(given.batches))
+    return watcher.result
+
+
+class _Watcher:
+    """Sums up what hooks see."""
+
+    batch: Batch
+
+    def __init__(
+        self,
+        attentions: Sequence[Attention],
+        given: Input,
+        roles: Mapping[str, Role],
+        classes: Mapping[str, Tensor],
+    ) -> None:
+        self.attentions, self.given = attentions, given
+        self.roles, self.classes = roles, classes
+        self.result = Watched()
+        self._causal: dict[int, bool] = {}
+        self._batch: Tallies = {}
+        self._even: dict[tuple[Any, ...], Counted] = {}
+        self._of: dict[tuple[int, str], tuple[Any, ...]] = {}
+
+    def hook(self, position: int) -> Callable[[nn.Module, Any, Any], None]:
+        """What is called with the outputs of a module."""
+        attention = self.attentions[position]
+
+        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
+            weights = _weights(outputs, attention)
+            seen = self._attended(position, weights)
+            for name, role in self._roles_of(attention):
+                key = position, name
+                sums, counts = role.measure(seen)
+                before = self._batch.get(key)  # of a module that runs more than once
+                self._batch[key] = (
+                    (sums, counts)
+                    if before is None
+                    else (
+                        before[0] + sums,
+                        before[1] + counts,
+                    )
+                )
+                if role.control == "uniform":
+                    self._of[key] = kind = (name, seen.causal, attention.kind)
+                    if kind not in self._even:
+                        self._even[kind] = role.measure(_evenly(seen))
+
+        return hook
+
+    def finish(self) -> None:
+        """Takes over what the hooks saw of a batch."""
+        for (position, name), sums in self._batch.items():
+            _add(self.result.found, (position, name), sums)
+        for key, kind in self._of.items():
+            _add(self.result.uniform, key, self._even[kind])
+        self._batch, self._even, self._of = {}, {}, {}
+
+    def _roles_of(self, attention: Attention) -> list[tuple[str, Role]]:
+        crosses = attention.kind == "cross"
+        return [(name, role) for name, role in self.roles.items() if role.crosses or not crosses]
+
+    def _attended(self, position: int, weights: Tensor) -> Attended:
+        kind, device = self.attentions[position].kind, weights.device
+        decodes = "decoder_input_ids" in self.batch
+        ids = self.batch["decoder_input_ids" if kind == "decoder" and decodes else "input_ids"]
+        queries = self._mask(kind, weights.shape[0], weights.shape[-2])
+        keys = self._mask("encoder" if kind == "cross" else kind, *weights.shape[::3])
+        if position not in self._causal:  # told by the weights: a class does not say it of itself
+            later = weights[:, 0].triu(1).amax(-1)[queries.to(device)]
+            self._causal[position] = kind != "cross" and not bool(later.any())
+        return Attended(
+            weights,
+            queries.to(device),
+            keys.to(device),
+            ids.to(device),
+            self._causal[position],
+            {name: numbers.to(device) for name, numbers in self.classes.items()},
+            self.given.start,
+            self.given.period,
+        )
+
+    def _mask(self, kind: str, sequences: int, length: int) -> Tensor:
+        mask = token_mask(self.batch, kind)
+        return torch.ones(sequences, length, dtype=torch.bool) if mask is None else mask
+
+
+def _asks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Asks a module for its weights, where it returns them on demand only."""
+    signature = inspect.signature(module.forward)
+    if "output_attentions" not in signature.parameters:
+        return None
+    bound = signature.bind(*args, **kwargs)
+    bound.arguments["output_attentions"] = True
+    return bound.args, bound.kwargs
+
+
+def _weights(outputs: Any, attention: Attention) -> Tensor:
+    """The attention weights among what a module returns.
+
+    Some return the bias of positions before them, whose shape may be the same. Rows of weights sum
+    to one, or to less where part of them goes to no key.
+
+    Raises:
+        FamilyError: If there are none.
+    """
+    for part in reversed(outputs[1:] if isinstance(outputs, tuple) else ()):
+        if isinstance(part, Tensor) and part.dim() == 4 and part.shape[1] == attention.query_heads:
+            rows = part[:, :, -1].float()
+            if bool((rows >= 0).all()) and bool((rows.sum(-1) <= 1.01).all()):
+                return part
+    raise FamilyError(
+        f"'{attention.path}' gives no attention weights, from which roles are told. Choose other "
+        "modules with --attention, or another model."
+    )
+
+
+def _evenly(seen: Attended) -> Attended:
+    """One head that spreads its attention evenly over the keys in view."""
+    view = seen.seen()[:, None].float()
+    even = view / view.sum(-1, keepdim=True).clamp(min=1)
+    return Attended(**{**vars(seen), "weights": even})
+
+
+def _add(tallies: Tallies, key: tuple[int, str], new: Counted) -> None:
+    sums, counts = (part.double().cpu() for part in new)
+    before = tallies.get(key)
+    tallies[key] = (
+        (sums, counts)
+        if before is None
+        else (torch.cat([before[0], sums]), torch.cat([before[1], counts]))
+    )

@@ -1,0 +1,170 @@
+"""What the loss says of a head: how much it rises without it.
+
+A head's output is set to zero, which is what a cut does, or to its mean over the text, which leaves
+later layers the distribution that they know and takes away only what the head says of its input.
+
+    loss(head set to zero or to its mean) - loss
+
+What runs before the head's layer is the same every time and is not run again: both measures of all
+heads of a decoder take about as long as one forward pass per head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.config import RolesConfig
+from headprune.evaluation.comparison import bootstrap
+from headprune.evidence.collection import collect
+from headprune.evidence.losses import example_losses
+from headprune.model.batch import Batch
+from headprune.model.loading import task_of
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.roles import HeadEffect, ModuleRoles, Rise
+
+Layers = list[tuple[nn.Module, Any]]
+
+
+@torch.no_grad()
+def effects(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    batches: Sequence[Batch],
+    config: RolesConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[tuple[int, int], HeadEffect]:
+    """Takes out every head for itself.
+
+    Args:
+        net: The model.
+        attentions: Its attention modules.
+        batches: Sequences with what their loss is of.
+        config: Level and resamples of the intervals.
+        progress: Called with heads done and in all.
+
+    Returns:
+        By module and place of the head in it.
+    """
+    task = task_of(net)
+    means = [
+        evidence.activations.sums / max(evidence.activations.tokens, 1)
+        for evidence in collect(net, task, attentions, batches, frozenset({"activations"}))
+        if evidence.activations is not None
+    ]
+    heads = [(i, head) for i, a in enumerate(attentions) for head in range(a.query_heads)]
+    layers = {net.get_submodule(_layer_of(a.path)): None for a in attentions}
+    rises: dict[tuple[int, int], list[Tensor]] = {key: [] for key in heads}
+    for number, batch in enumerate(batches):
+        with _recorded(list(layers)) as outputs:
+            whole = example_losses(net, task, batch)
+        for done, (position, head) in enumerate(heads):
+            attention = attentions[position]
+            layer = net.get_submodule(_layer_of(attention.path))
+            pair = []
+            for value in (torch.zeros_like(means[position][head]), means[position][head]):
+                with _replayed(outputs, layer), _set(attention, head, value):
+                    pair.append(example_losses(net, task, batch) - whole)
+            rises[position, head].append(torch.stack(pair, 1).double().cpu())
+            progress(number * len(heads) + done + 1, len(batches) * len(heads))
+    return {key: _effect(torch.cat(found), config) for key, found in rises.items()}
+
+
+def with_effects(
+    modules: Sequence[ModuleRoles], found: Mapping[tuple[int, int], HeadEffect]
+) -> tuple[ModuleRoles, ...]:
+    """The same with the effect of every head."""
+    return tuple(
+        module.model_copy(
+            update={
+                "heads": tuple(
+                    head.model_copy(update={"effect": found[position, place]})
+                    for place, head in enumerate(module.heads)
+                )
+            }
+        )
+        for position, module in enumerate(modules)
+    )
+
+
+def _effect(rises: Tensor, config: RolesConfig) -> HeadEffect:
+    """From the rise of every sequence, by zero and by mean."""
+
+    def interval(values: Any) -> Rise:
+        found = bootstrap(
+            lambda rows: values[rows].mean(-1),
+            len(values),
+            config.resamples,
+            config.confidence,
+            config.seed,
+        )
+        return Rise(nats=found.estimate, low=found.low, high=found.high)
+
+    zero, mean = rises.T.numpy()
+    return HeadEffect(zero=interval(zero), mean=interval(mean))
+
+
+def _layer_of(path: str) -> str:
+    """The layer that a module lies in; itself where it lies in none."""
+    found = re.match(r".*?\.\d+(?=\.|$)", path)
+    return found[0] if found else path
+
+
+@contextmanager
+def _set(attention: Attention, head: int, value: Tensor) -> Iterator[None]:
+    """Gives W_O a constant in place of a head's output."""
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        heads = args[0].unflatten(-1, (attention.query_heads, -1)).clone()
+        heads[..., head, :] = value.to(heads)
+        return heads.flatten(-2), *args[1:]
+
+    handle = attention.output_projection.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _recorded(layers: Sequence[nn.Module]) -> Iterator[Layers]:
+    """Keeps what layers return, in the order in which they run."""
+    outputs: Layers = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append((module, output))
+
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _replayed(outputs: Layers, until: nn.Module) -> Iterator[None]:
+    """Has the layers before one return what they returned; none, where a layer runs twice."""
+    order = [module for module, _ in outputs]
+    once = len(set(order)) == len(order)
+    before = outputs[: order.index(until)] if once and until in order else []
+    own = [vars(module).get("forward") for module, _ in before]
+    try:
+        for module, output in before:
+            module.forward = _constant(output)
+        yield
+    finally:
+        for (module, _), forward in zip(before, own, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def _constant(output: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: output

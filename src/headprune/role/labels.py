@@ -1,0 +1,111 @@
+"""From sums to scores with intervals, and from these to labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from headprune.config import RolesConfig
+from headprune.evaluation.comparison import Interval, bootstrap
+from headprune.role import ROLES, Role
+from headprune.role.collection import Tallies
+from headprune.role.spec import Counted
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.roles import HeadRoles, ModuleRoles, RoleScore, State
+
+
+def labelled(
+    attentions: Sequence[Attention],
+    found: Tallies,
+    controls: Tallies,
+    config: RolesConfig,
+    progress: Callable[[int, int], None],
+) -> tuple[ModuleRoles, ...]:
+    """What every head does, by what was counted of it.
+
+    Args:
+        attentions: The modules.
+        found: What was counted, by module and role.
+        controls: The same of controls.
+        config: Level and resamples of the intervals.
+        progress: Called with modules done and in all.
+    """
+    modules = []
+    for position, attention in enumerate(attentions):
+        heads = []
+        for place, head in enumerate(attention.query_ids):
+            scores = {}
+            for name, role in ROLES.items():
+                key = position, name
+                if key in found:
+                    score = _scored(role, found[key], controls.get(key), place, config)
+                    scores.update({} if score is None else {name: score})
+            heads.append(_labelled(head, scores))
+        modules.append(ModuleRoles(path=attention.path, kind=attention.kind, heads=tuple(heads)))
+        progress(position + 1, len(attentions))
+    return tuple(modules)
+
+
+def _scored(
+    role: Role, found: Counted, control: Counted | None, place: int, config: RolesConfig
+) -> RoleScore | None:
+    """The score of one head; None where there was nothing to count."""
+    sums, counts = found[0][:, place], found[1]
+    shares = _share(sums, counts)
+    if bool((counts.sum(0) == 0).all()):
+        return None
+    best = int(shares.argmax())
+    interval = _interval(sums[:, best], counts[:, best], config)
+    beside = None
+    if control is not None:
+        # uniform attention is that of one head for all
+        at = min(place, control[0].shape[1] - 1)
+        beside = float(_share(control[0][:, at], control[1])[best])
+    return RoleScore(
+        score=interval.estimate,
+        low=interval.low,
+        high=interval.high,
+        control=beside,
+        state=_state(interval, beside, role.line),
+        variant=role.variants[best],
+    )
+
+
+def _share(sums: Tensor, counts: Tensor) -> Tensor:
+    """Per variant, the mean over all queries."""
+    return sums.sum(0) / counts.sum(0).clamp(min=1)
+
+
+def _interval(sums: Tensor, counts: Tensor, config: RolesConfig) -> Interval:
+    summed, queries = sums.numpy(), counts.numpy()
+    return bootstrap(
+        lambda rows: summed[rows].sum(-1) / queries[rows].sum(-1),
+        len(summed),
+        config.resamples,
+        config.confidence,
+        config.seed,
+    )
+
+
+def _state(interval: Interval, control: float | None, line: float) -> State:
+    if (control is not None and control >= line) or not interval.high >= line:
+        return "under"
+    return "over" if interval.low >= line else "nearly"
+
+
+def _labelled(head: int, scores: dict[str, RoleScore]) -> HeadRoles:
+    def of(state: State, attribute: bool) -> list[str]:
+        return [
+            name
+            for name, score in scores.items()
+            if score.state == state and ROLES[name].attribute == attribute
+        ]
+
+    return HeadRoles(
+        head=head,
+        role=max(of("over", False), key=lambda n: scores[n].score / ROLES[n].line, default=None),
+        nearly=tuple(of("nearly", False)),
+        attributes=tuple(of("over", True)),
+        scores=scores,
+    )

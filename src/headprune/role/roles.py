@@ -1,0 +1,152 @@
+"""headprune roles: what every head of a model does, with controls and intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from headprune.config import DataConfig, RolesConfig
+from headprune.data.sources import refuse_missing_file
+from headprune.evaluation.refusals import refuse_other_tokenizer
+from headprune.io.outputs import claims_output, whole_folder
+from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
+from headprune.model.loading import load_tokenizer
+from headprune.model.opening import load
+from headprune.model.refusals import refuse_without_text
+from headprune.role import ROLES, Role
+from headprune.role.against import changes
+from headprune.role.collection import watch
+from headprune.role.effects import effects, with_effects
+from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
+from headprune.role.labels import labelled
+from headprune.role.spec import Source
+from headprune.schemas.manifest import versions
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.roles import ROLES_FILE, ModuleRoles, RoleFacts, RolesRecord
+from headprune.schemas.runs import digest_of_data
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Where the work tells how far it is.
+
+    Attributes:
+        stage: Called with a few words before every stage.
+        step: Called with steps of the stage done, and in all.
+    """
+
+    stage: Callable[[str], None] = lambda stage: None
+    step: Callable[[int, int], None] = lambda done, total: None
+
+
+@claims_output("model", "data", "against")
+def roles(
+    model: str,
+    output: Path,
+    data: DataConfig,
+    config: RolesConfig | None = None,
+    against: str | None = None,
+    attention: Sequence[str] = (),
+    overwrite: bool = False,
+    watcher: Watch | None = None,
+    **loading: bool,
+) -> RolesRecord:
+    """Measures what heads do, and writes ``roles.json`` to ``output``.
+
+    Args:
+        model: Folder or hub id.
+        output: The folder; it appears whole or not at all.
+        data: Where the text comes from.
+        config: How much of it is read, and how it is judged.
+        against: The original of a cut model, to say what became of its roles.
+        attention: Kinds of attention to look at; empty for all.
+        overwrite: Replace an existing output.
+        watcher: Told how far it is.
+        **loading: ``trust_remote_code``, ``assume_supported`` and ``drop_unexpected``.
+
+    Raises:
+        HeadpruneError: If model and data do not fit, or a module gives no attention weights.
+    """
+    config, watcher = config or RolesConfig(), watcher or Watch()
+    refuse_unknown_kinds(attention)
+    refuse_missing_file(data.source)
+    places = [model] if against is None else [model, against]
+    remote = loading.get("trust_remote_code", False)
+    tokenizers = [load_tokenizer(place, trust_remote_code=remote) for place in places]
+    if against is not None:
+        refuse_other_tokenizer(tokenizers[0], tokenizers[1], places)
+    found: list[tuple[ModelIdentity, tuple[ModuleRoles, ...], int]] = []
+    for place in places:  # one after the other: only one is in memory
+        watcher.stage(f"loading '{place}'")
+        net, identity = load(place, config.dtype, **_all(loading))
+        refuse_without_text(net, "roles")
+        modules, tokens = _of_model(net, tokenizers[0], data, config, attention, watcher)
+        found.append((identity, modules, tokens))
+        del net
+    (identity, modules, tokens), *originals = found
+    record = RolesRecord(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions=versions(),
+        model=identity,
+        data=data,
+        data_sha256=digest_of_data(data) if Path(data.source).exists() else None,
+        settings=config,
+        tokens=tokens,
+        roles={name: _facts(name) for name in ROLES},
+        modules=modules,
+        against=originals[0][0] if originals else None,
+        changes=changes(originals[0][1], modules) if originals else {},
+    )
+    with whole_folder(output) as folder:
+        text = record.model_dump_json(indent=1) + "\n"
+        (folder / ROLES_FILE).write_text(text, encoding="utf-8")
+    return record
+
+
+def _all(loading: dict[str, bool]) -> dict[str, bool]:
+    return {"trust_remote_code": False, "assume_supported": False, **loading}
+
+
+def _of_model(
+    net: PreTrainedModel,
+    tokenizer: Any,
+    data: DataConfig,
+    config: RolesConfig,
+    attention: Sequence[str],
+    watcher: Watch,
+) -> tuple[tuple[ModuleRoles, ...], int]:
+    """What the heads of a loaded model do, and how many tokens of text said so."""
+    attentions = of_kinds(attention_of(net), attention)
+    text, tokens = text_input(net, tokenizer, data, config)
+    twice, other = repeated_inputs(net, tokenizer, config)
+    classes = token_classes(tokenizer)
+    watcher.stage("reading text")
+    seen = watch(net, attentions, text, _on("text"), classes, watcher.step)
+    watcher.stage("reading random tokens twice")
+    again = watch(net, attentions, twice, _on("repeated"), classes, watcher.step)
+    watcher.stage("reading the control")
+    others = {name: role for name, role in ROLES.items() if role.control == "unrepeated"}
+    control = watch(net, attentions, other, others, classes, watcher.step)
+    found = {**seen.found, **again.found}
+    controls = {**seen.uniform, **again.uniform, **control.found}
+    watcher.stage("resampling")
+    modules = labelled(attentions, found, controls, config, watcher.step)
+    if config.ablation_tokens:
+        watcher.stage("taking out every head")
+        batches = loss_batches(net, tokenizer, data, config)
+        modules = with_effects(modules, effects(net, attentions, batches, config, watcher.step))
+    return modules, tokens
+
+
+def _on(source: Source) -> dict[str, Role]:
+    return {name: role for name, role in ROLES.items() if role.on == source}
+
+
+def _facts(name: str) -> RoleFacts:
+    role = ROLES[name]
+    return RoleFacts(**{field: getattr(role, field) for field in RoleFacts.model_fields})

@@ -1,0 +1,194 @@
+"""roles.json: what the heads of a model do, as ``headprune roles`` saw it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headprune.config import DataConfig, RolesConfig
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.records import Count, Digest
+
+ROLES_FILE = "roles.json"
+State = Literal["over", "nearly", "under"]
+
+
+class RoleFacts(BaseModel):
+    """A role as it was measured.
+
+    Attributes:
+        definition: What its score is.
+        line: The score from which on a head has it.
+        sign: Its letter in the table.
+        source: Where definition and line are taken from.
+        on: The input: the text, or random tokens that come twice.
+        control: What scores are held against.
+        attribute: Whether it is told beside the role.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    definition: str
+    line: float
+    sign: str
+    source: str
+    on: str
+    control: str | None
+    attribute: bool
+
+
+class RoleScore(BaseModel):
+    """The score of a head for a role.
+
+    Attributes:
+        score: On all sequences.
+        low: Lower end of its interval.
+        high: Upper end.
+        control: The score of the control; None where the role has none.
+        state: over: the interval is over the line, and the control under it. nearly: the interval
+            straddles the line. under: everything else.
+        variant: The offset, or the kind of token, with that score.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    score: float
+    low: float
+    high: float
+    control: float | None
+    state: State
+    variant: str = ""
+
+
+class Rise(BaseModel):
+    """By how much the loss rises.
+
+    Attributes:
+        nats: On all sequences; below 0 where it falls.
+        low: Lower end of its interval.
+        high: Upper end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nats: float
+    low: float
+    high: float
+
+
+class HeadEffect(BaseModel):
+    """What the loss says of a head.
+
+    Attributes:
+        zero: With its output set to zero, as a cut does.
+        mean: With its output set to its mean over the text.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    zero: Rise
+    mean: Rise
+
+
+class HeadRoles(BaseModel):
+    """What a head does.
+
+    Attributes:
+        head: Its id: its number in the original model.
+        role: The role whose line it passes by the largest factor; None if there is none.
+        nearly: Roles whose line its interval straddles.
+        attributes: What else is over its line.
+        scores: By role; those that the module cannot have are left out.
+        effect: What the loss says of it; None where that was not asked for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    head: Count
+    role: str | None
+    nearly: tuple[str, ...]
+    attributes: tuple[str, ...]
+    scores: dict[str, RoleScore]
+    effect: HeadEffect | None = None
+
+
+class ModuleRoles(BaseModel):
+    """The heads of an attention module.
+
+    Attributes:
+        path: Its path.
+        kind: Its kind.
+        heads: Those that it has.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    kind: str
+    heads: tuple[HeadRoles, ...]
+
+
+class RoleHead(BaseModel):
+    """A head that a change is about.
+
+    Attributes:
+        path: Path of its attention module.
+        head: Its id.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    head: Count
+
+
+class RoleChange(BaseModel):
+    """A role in the original and now.
+
+    Attributes:
+        kept: Heads that were over the line and are.
+        lost: Heads that were over it and are gone, or no longer surely over it.
+        moved: Heads that were under it and are over it now.
+        is_lost: Whether the original had heads with the role, and none is left.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kept: tuple[RoleHead, ...]
+    lost: tuple[RoleHead, ...]
+    moved: tuple[RoleHead, ...]
+    is_lost: bool
+
+
+class RolesRecord(BaseModel):
+    """What the heads of a model do.
+
+    Attributes:
+        created: UTC time.
+        versions: Of headprune, torch and transformers.
+        model: The model.
+        data: Where the text came from.
+        data_sha256: Digest of these files; None of data of the hub.
+        settings: How it was measured.
+        tokens: Tokens of the text that were read.
+        roles: Every role that was measured.
+        modules: The attention modules, first layer first.
+        against: The original that it was compared with.
+        changes: By role, what became of it; empty without an original.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    created: str
+    versions: dict[str, str]
+    model: ModelIdentity
+    data: DataConfig
+    data_sha256: Digest | None
+    settings: RolesConfig
+    tokens: Count
+    roles: Annotated[dict[str, RoleFacts], Field(min_length=1)]
+    modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
+    against: ModelIdentity | None = None
+    changes: dict[str, RoleChange] = {}
