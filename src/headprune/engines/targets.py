@@ -151,7 +151,7 @@ TARGETS: dict[Target, Engine] = {
         "xllamacpp 2026.10.11549",
         {**_ALL, RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
         _llama_cpp_refusal,
-        lambda net: _where(llama_cpp.uneven_refusal(net.config), *_UNEVEN),
+        lambda net: _where(llama_cpp.uneven_refusal(net.config), KV_COUNTS, QUERY_COUNTS, EMPTY),
         "first",
     ),
     Target.VLLM: Engine(
@@ -208,7 +208,8 @@ def shapes_of(groups: Sequence[Sequence[int]], plain: bool) -> frozenset[str]:
     present = [group for group in groups if group]
     found = {
         KV_COUNTS: len({len(group) for group in present}) > 1,
-        QUERY_COUNTS: len({sum(group) for group in present}) > 1,
+        # groups that are not equal are made so, up to the largest
+        QUERY_COUNTS: len({(sum(group), max(group) * len(group)) for group in present}) > 1,
         RAGGED: any(len(set(group)) > 1 for group in present),
         EMPTY: len(present) < len(groups),
     }
