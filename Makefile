@@ -8,14 +8,14 @@ export PYTHONDONTWRITEBYTECODE =
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign coverage demo docs quick test test-all self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-## demo: SmolLM2-135M from fetching it to a smaller, verified, evaluated model
+## demo: SmolLM2-135M from fetching it to a smaller, verified, evaluated model in ONNX Runtime
 DEMO := .venv-demo
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	@echo 'First the packages of the demo, into $(DEMO).'
@@ -45,6 +45,15 @@ test: $(STAMP)
 EVERY := -m 'not real and not gpu'
 test-all: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(EVERY) $(IN_PARALLEL)
+
+## test-engines: the checks of what engines run, in each engine whose package there is for this machine
+ENGINE_TESTS := tests/test_decilm.py tests/test_demo.py tests/test_engines.py tests/test_gguf.py tests/test_regularise.py tests/test_serving.py tests/test_targets.py tests/test_vllm.py
+test-engines: $(STAMP)
+	for extra in llama-cpp onnx openvino executorch; do \
+	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$$extra]" \
+	    || echo "$$extra: no package for this machine; what it would run is checked without it"; \
+	done
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(EVERY) $(ENGINE_TESTS)
 
 ## coverage: make test, and which lines and branches of the package it runs; WHOLE=1: make test-all
 coverage: $(STAMP)

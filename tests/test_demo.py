@@ -69,6 +69,10 @@ def test_the_demo_runs(
     table = told.partition("before and after")[2]
     for number in (cut["model"]["metrics"][0]["value"], shared["model"]["metrics"][0]["value"]):
         assert f"{number:,.2f}" in table
+    torch_says, _, engine_says = told.partition("in torch:")[2].partition("and in ONNX Runtime:")
+    assert (results / "smollm2-small-onnx" / "model.onnx").is_file()
+    words = torch_says.split()
+    assert len(words) > 3 and engine_says.split()[: len(words)] == words
     assert 'failures="0"' in (results / "check.xml").read_text()
     page = (results / "report.html").read_text()
     assert "three-quarters" in page and "one-kv-head" in page

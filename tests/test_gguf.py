@@ -249,7 +249,12 @@ def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
         ("mistral", "whole", {"sliding_window": 8}, "sliding window"),
         ("llama-gqa", "whole", {"hidden_act": "gelu"}, "activation gelu"),
         ("qwen3", "whole", {}, "has biases"),
-        ("qwen3", "uneven", {}, "openelm.*--layout uniform"),
+        (
+            "qwen3",
+            "uneven",
+            {"attention_bias": False, "tie_word_embeddings": False},
+            "openelm.*--for llama.cpp",
+        ),
     ],
 )
 def test_what_no_architecture_holds_is_refused(

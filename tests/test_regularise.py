@@ -84,7 +84,7 @@ def test_a_regular_model_stays_the_same_object(tmp_path: Path) -> None:
 
 def test_a_family_with_more_per_head_is_refused(tmp_path: Path) -> None:
     cut(tmp_path, "gpt2", 1)
-    with pytest.raises(PlanError, match="separate projections.*--layout uniform"):
+    with pytest.raises(PlanError, match="separate projections.*--for vllm"):
         regularise(open_source(tmp_path))
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import headprune
-from headprune.exporting.engines import EMPTY, ENGINES, EVEN, RAGGED, SHAPES, serving, shapes_of
+from headprune.engines.targets import DECILM, EMPTY, EVEN, RAGGED, SHAPES, TARGETS
+from headprune.exporting.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
@@ -46,11 +47,11 @@ def even(model: object) -> object:
 def test_the_card_names_the_command_for_the_shape(shape: str, line: str, tmp_path: Path) -> None:
     out = pruned(tmp_path, shape)
     manifest = read_manifest(out)
-    assert shape in shapes_of(manifest)
+    assert shape in shapes_in(manifest)
     card = (out / "README.md").read_text()
     assert line in card and ("transformers --trust-remote-code" in card) == (shape != EVEN)
     assert "headprune export 'out put' --to gguf" in card
-    assert all(said in card for _, said in serving(manifest, Path(out.name)))
+    assert all(said in card for _, said in serving(manifest, out, Path(out.name)))
 
 
 def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,10 +67,10 @@ def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:
     model = headprune.from_pretrained(tmp_path / "m")
     plan = uneven_plan(model, 1).model_copy(update={"model": None})
     headprune.prune(tmp_path / "m", tmp_path / "out", plan=plan)
-    assert list(serving(read_manifest(tmp_path / "out"), tmp_path / "out")) == []
+    assert [*serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out"))] == []
     assert "Serve it" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_every_cell_of_the_table_is_filled() -> None:
-    for engine in ENGINES:
+    for engine in (DECILM, *TARGETS.values()):
         assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())

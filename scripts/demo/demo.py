@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from fetch_demo_model import FetchError, fetch  # noqa: E402  (a sibling script)
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+import in_onnxruntime  # noqa: E402  (sibling scripts, as the next)
+
+from fetch_demo_model import FetchError, fetch  # noqa: E402
 
 RESULTS = Path("demo-results")
 PLAN = f"""\
@@ -27,6 +29,7 @@ PLAN = f"""\
  3. merge to one KV head per layer, evaluate
  4. check the pruned model against limits
  5. write one page on both: {RESULTS / "report.html"}
+ 6. export the pruned model to ONNX, and write a sentence with ONNX Runtime
 """
 SENTENCE = "The most important thing for the people of this country is"
 
@@ -69,6 +72,15 @@ def continuation(model: Path) -> str:
     return text
 
 
+def in_engine(model: Path, output: Path) -> None:
+    """Exports the cut model, and has both torch and the engine write the same sentence."""
+    headprune("export", model, "--to", "onnx", "--output", output, "--overwrite")
+    console.print("\n[bold]The cut model goes on, in torch:[/]", continuation(model))
+    console.print(
+        "[bold]and in ONNX Runtime:[/]", in_onnxruntime.continuation(output, SENTENCE), "\n"
+    )
+
+
 def closing_table(cut: dict[str, Any], shared: dict[str, Any]) -> Table:
     """Before and after, by both ways."""
     models = (cut["against"], cut["model"], shared["model"])
@@ -95,7 +107,7 @@ def closing_table(cut: dict[str, Any], shared: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    """Fetch; train gates, prune; share KV heads; evaluate both; check; report."""
+    """Fetch; train gates, prune; share KV heads; evaluate both; check; report; export."""
     console.print(PLAN)
     start = time.monotonic()
     try:
@@ -123,8 +135,8 @@ def main() -> None:
     headprune("check", *settings, "--update-baseline", "--allow-dirty", "--allow-other")
     headprune("check", *settings, "--against", model, "--junit", RESULTS / "check.xml")
     headprune("report", cut, shared, "--output", RESULTS / "report.html", "--overwrite")
+    in_engine(small, RESULTS / "smollm2-small-onnx")
 
-    console.print("\n[bold]The cut model goes on:[/]", continuation(small), "\n")
     console.print(closing_table(pruned, converted))
     console.print(
         f"{time.monotonic() - start:.0f} s after the download. All of it on one page: "

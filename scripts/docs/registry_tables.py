@@ -125,7 +125,8 @@ def schemas() -> str:
 def engines() -> str:
     """Engine by shape of a result: what it takes, and the version that was tried."""
     rows = [("engine", *SHAPES, "tried with"), ("---",) * (len(SHAPES) + 2)]
-    rows += [(e.name, *(e.cells[shape] for shape in SHAPES), e.tested) for e in ENGINES]
+    engines = (*TARGETS.values(), DECILM)
+    rows += [(e.name, *(e.cells[shape] for shape in SHAPES), e.tested) for e in engines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -77,6 +77,7 @@ def _as_json(result: Planned) -> str:
         "criterion": result.criterion,
         "rounds": result.rounds,
         "notes": list(result.notes),
+        "kept_of_free": result.kept_of_free,
         "spent": {said: list(pair) for said, pair in result.spent.items()},
         "plan": result.plan.model_dump(mode="json"),
     }

@@ -24,6 +24,7 @@ from headprune.config import (
     Kept,
     LayoutOption,
     Place,
+    Targeted,
     one_or_all,
 )
 from headprune.declaration import (
@@ -44,11 +45,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.estimates import Estimate, Sizes
-    from headprune.exporting.prune import Preview
+    from headprune.exporting.preview import Preview
     from headprune.exporting.publish import Pruned
 
 
-class PruneOptions(OneModel, CalibrationConfig, Columns, Streamed, Replacing, Cutting, Placed):
+class PruneOptions(
+    OneModel, CalibrationConfig, Targeted, Columns, Streamed, Replacing, Cutting, Placed
+):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}
@@ -105,14 +108,15 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
-    from headprune.exporting import prune
+    from headprune.exporting.preview import preview
+    from headprune.exporting.prune import prune
 
-    evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "dtype")
+    evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "targets", "dtype")
     what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
     if options.output is None or options.dry_run:
-        return prune.preview(options.model, **what)
+        return preview(options.model, **what)
     output, options = options.output, _as_scored(options, context)
-    return prune.prune(
+    return prune(
         options.model,
         output,
         refit=options.source(options.refit),
@@ -168,7 +172,7 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
 def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
     """Prints what was cut, or would be."""
     from headprune.console import results
-    from headprune.exporting.prune import Preview
+    from headprune.exporting.preview import Preview
 
     if isinstance(result, Preview):
         results.preview(console, result)

@@ -7,6 +7,8 @@ from headprune.config.cutting import (
     Grouping,
     LayoutOption,
     ProofOption,
+    Target,
+    Targeted,
 )
 from headprune.config.data import (
     AnyDomains,
@@ -101,6 +103,8 @@ __all__ = [
     "Seed",
     "ShardSize",
     "Steps",
+    "Target",
+    "Targeted",
     "TaskNames",
     "Train",
     "TrainGatesConfig",

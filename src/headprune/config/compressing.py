@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from headprune.config.cutting import Targeted
 from headprune.config.data import CalibrationConfig
 from headprune.config.values import NUMBER, WRITTEN, Amount, Count, Dtype, Steps
 from headprune.declaration import Panel, option
@@ -14,7 +15,7 @@ GOALS = ("keep", "kv_budget", "max_params", "max_kv_bytes", "min_speedup")
 Share = Annotated[float, Field(gt=0, le=1), NUMBER]
 
 
-class CompressConfig(CalibrationConfig):
+class CompressConfig(CalibrationConfig, Targeted):
     """What may stay, and how it is chosen. Exactly one of the goals is set."""
 
     keep: Share | None = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from headprune.config.values import (
     COMPUTED,
@@ -19,6 +19,7 @@ from headprune.config.values import (
     Length,
     Names,
     Seed,
+    listed,
     one_or_all,
 )
 from headprune.declaration import Choice, Options, Panel, option
@@ -37,6 +38,31 @@ class LayoutOption(Choice):
         return {"auto": "per-layer", "native": "uniform"}
 
 
+class Target(str, Enum):
+    """Where a result is to run."""
+
+    LLAMA_CPP = "llama.cpp"
+    VLLM = "vllm"
+    ONNX = "onnx"
+    OPENVINO = "openvino"
+    EXECUTORCH = "executorch"
+    MLX = "mlx"
+    TENSORRT_LLM = "tensorrt-llm"
+    ANYWHERE = "anywhere"  # whatever loads the original
+
+
+class Targeted(Options):
+    """What a result is for."""
+
+    targets: Annotated[tuple[Target, ...], BeforeValidator(listed)] = option(
+        "Engine that the result is for (repeatable): what stays is chosen among what it can hold. "
+        "anywhere: a plain config, as of the original.",
+        (),
+        Panel.CUT,
+        flags="--for",
+    )
+
+
 class ProofOption(Choice):
     """What shows that a result is right."""
 
@@ -52,7 +78,7 @@ class Grouping(str, Enum):
     SIMILAR = "similar"  # those that lose least by it
 
 
-class ConvertConfig(Options):
+class ConvertConfig(Targeted):
     """How KV heads are merged. One of ``kv_heads`` and ``kv_budget`` is set."""
 
     kv_heads: KvHeads | None = option(
@@ -96,7 +122,7 @@ class ConvertConfig(Options):
         return self
 
 
-class BudgetConfig(Options):
+class BudgetConfig(Targeted):
     """What a plan may keep. At least one of ``keep`` and the three limits is set."""
 
     keep: Kept | None = option(

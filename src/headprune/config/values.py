@@ -131,11 +131,12 @@ def one_or_all(value: object) -> str | None:
 Kept = Annotated[float | int, BeforeValidator(share_or_count)]
 
 
-def _listed(value: object) -> object:
+def listed(value: object) -> object:
+    """A list, also of what stands alone."""
     return [value] if isinstance(value, (str, Path)) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Names = Annotated[tuple[str, ...], BeforeValidator(listed)]
 
 
 def _between_commas(value: object) -> object:

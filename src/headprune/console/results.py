@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import Converted, KvPreview
     from headprune.exporting.export import Exported
-    from headprune.exporting.prune import Preview
+    from headprune.exporting.preview import Preview, ShapeCost
     from headprune.exporting.publish import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.gates.trainer import GateStep
@@ -63,16 +64,27 @@ def preview(console: Console, preview: Preview) -> None:
             ]
         )
     )
-    if preview.shapes:
-        grid = table("--layout", "heads", "kept evidence", "stored", numbers_from=1)
-        for cost in preview.shapes:
-            if cost.why_not is None:
-                grid.add_row(cost.shape, str(cost.heads), f"{cost.evidence:.1%}", cost.stored)
-            else:
-                grid.add_row(cost.shape, "-", "-", escape(cost.why_not))
-        console.print(grid)
+    _costs(console, "--layout", preview.shapes)
+    _costs(console, "--for", preview.engines)
     counts = {len(part.keep) for part in preview.plan.attentions.values()}
     console.print(f"{_stored(preview.shape, len(counts) > 1)} Nothing was written (--dry-run).")
+
+
+def _costs(console: Console, option: str, costs: Sequence[ShapeCost]) -> None:
+    """What the values of an option would keep of the evidence; a row for all that are alike."""
+    if not costs:
+        return
+    grid = table(option, "heads", "kept evidence", "stored", numbers_from=1)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for cost in costs:
+        share = "-" if cost.evidence is None else f"{cost.evidence:.1%}"
+        cells = [str(cost.heads), share, str(cost.stored)]
+        if cost.why_not is not None:
+            cells = ["-", "-", escape(cost.why_not)]
+        rows.setdefault(tuple(cells), []).append(cost.shape)
+    for row, names in rows.items():
+        grid.add_row(", ".join(names), *row)
+    console.print(grid)
 
 
 def pruned(console: Console, result: Pruned) -> None:
@@ -146,6 +158,12 @@ def kv_preview(console: Console, preview: KvPreview) -> None:
     """What every layer would keep, merge or lose, and what the other ways would have cost."""
     _ways(console, preview.planned)
     console.print(before_after([("KV heads", *preview.kv_heads)]))
+    grid = table("--for", "expected cost", numbers_from=2)
+    free = preview.free or 1.0
+    for target, cost in preview.engines.items():
+        said = escape(cost) if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's"
+        grid.add_row(target, said)
+    console.print(grid)
     console.print("Nothing was written (--dry-run).")
 
 
@@ -225,7 +243,7 @@ def written(console: Console, result: Pruned) -> None:
 
     stored = _stored(result.manifest.shape, result.manifest.uneven)
     console.print(f"{stored} Written to {escape(str(result.output))}.")
-    for engine, line in serving(result.manifest, result.output):
+    for engine, line in serving(result.manifest, result.output, result.output):
         console.print(f"  {engine}: {escape(line)}", soft_wrap=True)
 
 

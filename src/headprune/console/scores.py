@@ -114,6 +114,10 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         for said, (most, spent) in result.spent.items():
             grid.add_row(escape(said), f"{most:,.6g}", f"{spent:,.6g}")
         console.print(grid)
+    if result.kept_of_free is not None:
+        console.print(
+            f"It keeps {result.kept_of_free:.1%} of the evidence of a choice without --for."
+        )
     for note in result.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     if output is not None:

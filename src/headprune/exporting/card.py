@@ -144,9 +144,9 @@ def load_needs(manifest: Manifest) -> str:
     return _RUNTIME.format(why=_UNEVEN if manifest.uneven else _EVEN)
 
 
-def serve_section(manifest: Manifest, folder: str) -> str:
+def serve_section(manifest: Manifest, folder: Path, title: str) -> str:
     """The commands that serve it, as a part of the card; nothing where no engine takes it."""
-    lines = [f"# {engine}\n{line}" for engine, line in serving(manifest, Path(folder))]
+    lines = [f"# {engine}\n{line}" for engine, line in serving(manifest, folder, Path(title))]
     code = printable("\n\n".join(lines))
     return f"## Serve it\n\n```bash\n{code}\n```\n\n" if lines else ""
 
@@ -253,14 +253,21 @@ def quality_section(measured: Sequence[Sequence[str]]) -> str:
 
 def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
     """Writes the model card of a new result, README.md."""
-    (folder / CARD).write_text(card(title, plan, manifest), encoding="utf-8")
+    (folder / CARD).write_text(card(folder, title, plan, manifest), encoding="utf-8")
 
 
-def card(title: str, plan: Plan, manifest: Manifest, measured: Sequence[Sequence[str]] = ()) -> str:
+def card(
+    folder: Path,
+    title: str,
+    plan: Plan,
+    manifest: Manifest,
+    measured: Sequence[Sequence[str]] = (),
+) -> str:
     """The text of a model card.
 
     Args:
-        title: The name of the result.
+        folder: Where the result lies.
+        title: Its name.
         plan: What is left of it.
         manifest: What was done.
         measured: What an evaluation found; see ``quality_section``.
@@ -274,7 +281,7 @@ def card(title: str, plan: Plan, manifest: Manifest, measured: Sequence[Sequence
         chosen=chosen_part(manifest.choice),
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),
-        serve=serve_section(manifest, title),
+        serve=serve_section(manifest, folder, title),
         quality=quality_section(measured),
         proof=proof_sentence(manifest),
         proof_rows=markdown_table(proof_columns(manifest), proof_rows(manifest)),
@@ -297,4 +304,4 @@ def rewrite_card(folder: Path, measured: Sequence[Sequence[str]]) -> None:
     """
     manifest = read_manifest(folder)
     plan = read_plan(folder / "plan.json", {})
-    write_whole(folder / CARD, card(folder.resolve().name, plan, manifest, measured))
+    write_whole(folder / CARD, card(folder, folder.resolve().name, plan, manifest, measured))

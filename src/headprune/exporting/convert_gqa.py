@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption
+from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import Watch
 from headprune.exporting.opened import Opened, open_for_merging, weighs
@@ -20,7 +20,6 @@ from headprune.exporting.publish import (
     Pruned,
     Stage,
     WriteOrder,
-    check_shape,
     refuse_unprovable,
 )
 from headprune.exporting.streamed import Streaming, write_changed
@@ -30,13 +29,14 @@ from headprune.model.attention import attention_of, family_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.model.opening import result_dtypes
 from headprune.model.residency import residency_of
+from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, stated_counts
-from headprune.planning.kv_heads import KvPlan, Way
+from headprune.planning.kv_heads import KvPlan, Way, choose
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
 from headprune.schemas.records import MadeBy, Merging
 from headprune.surgery.conversion import convert_in_sequence, geometry
-from headprune.surgery.cut import resolve, result_shape
+from headprune.surgery.cut import resolve
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
 from headprune.surgery.merges.outputs import without
 from headprune.surgery.transfer import has_twin
@@ -79,11 +79,15 @@ class KvPreview:
         plan: The plan.
         kv_heads: KV heads before and after, of the modules that are converted.
         planned: The way every module goes, and the others that were measured.
+        free: What the choice among all ways is expected to cost.
+        engines: Per ``--for``, the expected cost of what it leaves to choose from, or why nothing.
     """
 
     plan: Plan
     kv_heads: tuple[int, int]
     planned: KvPlan
+    free: float
+    engines: Mapping[str, float | str]
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -91,6 +95,7 @@ class KvPreview:
         return {
             "kv_heads": list(self.kv_heads),
             "expected_cost": self.planned.cost,
+            "engines": dict(self.engines),
             "ways": {path: way.model_dump(mode="json") for path, way in ways.items()},
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -144,8 +149,8 @@ def convert_gqa(
     ways = {} if planned is None else planned.chosen
     wanted = {path: way.kv_heads for path, way in ways.items()}
     if planned is None:
-        wanted = _wanted(opened, config, layout, settings, on_stage)
-    _check_native(layout, net, attentions, wanted)
+        wanted = _wanted(opened, config, settings, on_stage)
+    _check_native(opened.constraints, net, wanted)
     if has_twin(net) and set(wanted.values()) == {1} and residency_of(net) is not None:
         raise PlanError(
             "With one KV head this model becomes one of another class, which is made of all its "
@@ -186,7 +191,7 @@ def convert_gqa(
     ragged = layout is LayoutOption.RAGGED
     cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)
     if not (has_twin(net) and set(wanted.values()) == {1}):
-        check_shape(layout, result_shape(cuts, net.config))
+        opened.constraints.check(cuts)
     tokens = sample.tokens if sample is not None else 0
     merging = Merging(
         merge=merger.name,
@@ -231,13 +236,32 @@ def preview(
     plan = _plan(opened.net, opened.source, groups, ways)
     plan = plan.model_copy(update={"merge": opened.merger.name if plan.merged else None})
     before = sum(a.kv_heads for a in opened.attentions)
-    return KvPreview(plan, (before, sum(way.kv_heads for way in ways.values())), opened.planned)
+    after = sum(way.kv_heads for way in ways.values())
+    assert config.kv_budget is not None
+    budget = round(config.kv_budget * before)
+    free = choose(opened.planned.ways, budget, "the budget").cost
+    return KvPreview(plan, (before, after), opened.planned, free, _engines(opened, budget))
+
+
+def _engines(opened: Opened, budget: int) -> dict[str, float | str]:
+    """What the choice would cost if it was made for each engine."""
+    assert opened.planned is not None
+    found: dict[str, float | str] = {}
+    for target in Target:
+        try:
+            constraints = constraints_of(opened.net, LayoutOption.PER_LAYER, (target,))
+            chosen = choose(opened.planned.ways, budget, "the budget", constraints)
+            wanted = {path: way.kv_heads for path, way in chosen.chosen.items()}
+            _check_native(constraints, opened.net, wanted)
+            found[target.value] = chosen.cost
+        except PlanError as error:
+            found[target.value] = str(error).split(". ")[0] + "."
+    return found
 
 
 def _wanted(
     opened: Opened,
     config: ConvertConfig,
-    layout: LayoutOption,
     settings: dict[str, MergeContext],
     on_stage: Stage,
 ) -> dict[str, int]:
@@ -245,7 +269,7 @@ def _wanted(
     attentions, share = opened.attentions, config.kv_budget or 1.0
     if config.kv_heads is not None:
         counts = stated_counts(config.kv_heads, attentions)
-    elif layout is LayoutOption.UNIFORM:
+    elif opened.constraints.even_kv_heads:
         counts = equal_counts(share, attentions)
     else:
         on_stage("spreading the budget over the layers")
@@ -283,27 +307,22 @@ def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:
         )
 
 
-def _check_native(
-    layout: LayoutOption,
-    net: PreTrainedModel,
-    attentions: Sequence[Attention],
-    wanted: dict[str, int],
-) -> None:
-    """Refuses what --layout uniform cannot hold before anything is computed."""
-    if layout is not LayoutOption.UNIFORM:
+def _check_native(constraints: Constraints, net: PreTrainedModel, wanted: dict[str, int]) -> None:
+    """Refuses what a plain config cannot hold, where it must, before anything is computed."""
+    if not constraints.even_kv_heads:
         return
     family = family_of(net.config)
     if has_twin(net) and set(wanted.values()) == {1}:
         return
     if family.fewer_kv_heads != "native":
         raise PlanError(
-            f"--layout uniform: the stock class of {family.model_type} has no setting for the "
-            "number of KV heads; leave out --layout for the runtime."
+            f"{constraints.said}: the stock class of {family.model_type} has no setting for the "
+            "number of KV heads; leave that out for the runtime."
         )
     if len(set(wanted.values())) > 1:
         raise PlanError(
-            "--layout uniform needs the same number of KV heads in every layer; give one number to "
-            "--kv-heads."
+            f"{constraints.said} needs the same number of KV heads in every layer; give one number "
+            "to --kv-heads."
         )
 
 

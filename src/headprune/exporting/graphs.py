@@ -26,7 +26,7 @@ from headprune.model.loading import task_of
 from headprune.model.probes import probe_inputs
 
 _PARTS = ("key", "value")
-_TEXT = {"input_ids", "attention_mask", "decoder_input_ids"}
+
 Dims = dict[int, str]
 
 
@@ -128,14 +128,6 @@ class _Decoder(Flat):
             for part, tensor in zip(_PARTS, (layer.keys, layer.values), strict=True):
                 found[f"{PRESENT}.{number}.{part}"] = tensor
         return found
-
-
-def unfit(model: PreTrainedModel) -> str | None:
-    """Why a model comes to no graphs; None if nothing is known against it."""
-    strange = sorted(set(probe_inputs(model)) - _TEXT)
-    if strange:
-        return f"a {type(model).__name__} takes {', '.join(strange)}; models of text alone fit."
-    return None
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from headprune.evidence.score import Watch
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import task_of
 from headprune.model.opening import load
+from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
 from headprune.runtime.modeling_headprune import Attention
@@ -35,6 +36,7 @@ class Opened:
         merger: What merges them.
         sample: The text that it merges by, if it does.
         planned: The way every module goes, where that was to be weighed.
+        constraints: What the result must look like.
     """
 
     net: PreTrainedModel
@@ -43,6 +45,7 @@ class Opened:
     merger: Merger
     sample: CalibrationSample | None
     planned: KvPlan | None
+    constraints: Constraints
 
 
 def weighs(config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOption) -> bool:
@@ -71,6 +74,7 @@ def open_for_merging(
         refuse_missing_file(calibrate.source)
     watch.stage("loading the model")
     net, source = load(model, config.dtype, *loading)
+    constraints = constraints_of(net, layout, config.targets)
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     if config.kv_heads is not None:
@@ -84,8 +88,8 @@ def open_for_merging(
                 settings = config.part(CalibrationConfig)
                 scored = calibration(net, model, calibrate, settings, "--kv-budget", loading[0])
             texts = Texts(sample.whole(), scored)
-            planned = plan_kv_heads(net, attentions, texts, merger, config, watch)
-    return Opened(net, source, attentions, merger, sample, planned)
+            planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, watch)
+    return Opened(net, source, attentions, merger, sample, planned, constraints)
 
 
 def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption, ProofOption
+from headprune.config import CalibrationConfig, DataConfig, Dtype, LayoutOption, ProofOption, Target
 from headprune.data.calibration import calibration as calibration_of
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
@@ -22,7 +21,6 @@ from headprune.exporting.publish import (
     Pruned,
     Stage,
     WriteOrder,
-    check_shape,
     refuse_unprovable,
 )
 from headprune.exporting.refitting import JudgedRefit, judged_refit
@@ -30,69 +28,19 @@ from headprune.exporting.streamed import Streaming, write_streamed
 from headprune.io.outputs import claims_output
 from headprune.io.shards import SHARD
 from headprune.model.attention import attention_of
-from headprune.model.fitting import fitted_gates
 from headprune.model.legacy import has_pruned_heads
 from headprune.model.loading import (
     load_config,
 )
 from headprune.model.opening import load, result_dtypes
 from headprune.model.residency import present
-from headprune.model.units import unit_sizes
-from headprune.planning.from_evidence import PlanSource, from_gates, plan_from, refuse_source
+from headprune.planning.constraints import constraints_of
+from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
 from headprune.planning.from_scores import plan_from_scores
-from headprune.schemas.plan import ModelIdentity, Plan, Shape
+from headprune.schemas.plan import Plan
 from headprune.schemas.records import Evidence, MadeBy, Migration, Pruning
-from headprune.surgery.cut import cut_heads, resolve, result_shape
-from headprune.tensors.units import Unit, members
-
-
-@dataclass(frozen=True)
-class ShapeCost:
-    """What a shape would cost.
-
-    Attributes:
-        shape: The value of ``--layout``.
-        heads: Query heads that it keeps; None where it is not possible.
-        evidence: Share of the expected open heads, by the gates, that it keeps.
-        stored: How it would be stored.
-        why_not: Why it is not possible.
-    """
-
-    shape: str
-    heads: int | None
-    evidence: float | None
-    stored: str | None
-    why_not: str | None
-
-
-@dataclass(frozen=True)
-class Preview:
-    """What a cut would do.
-
-    Attributes:
-        plan: The plan.
-        shape: How the result would be stored.
-        parameters: Parameters before and after.
-        kv_heads: KV heads before and after.
-        shapes: With gates: what every shape would keep of the evidence.
-    """
-
-    plan: Plan
-    shape: Shape
-    parameters: tuple[int, int]
-    kv_heads: tuple[int, int]
-    shapes: tuple[ShapeCost, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``--dry-run --json``."""
-        return {
-            "shape": self.shape.value,
-            "query_heads": [self.plan.query_heads, self.plan.kept_heads],
-            "kv_heads": list(self.kv_heads),
-            "parameters": list(self.parameters),
-            "shapes": [asdict(cost) for cost in self.shapes],
-            "plan": self.plan.model_dump(mode="json"),
-        }
+from headprune.surgery.cut import resolve
+from headprune.tensors.units import Unit
 
 
 @claims_output("model", "gates", "plan", "scores", "refit")
@@ -107,6 +55,7 @@ def prune(
     refit: DataConfig | None = None,
     calibration: CalibrationConfig | None = None,
     layout: LayoutOption = LayoutOption.PER_LAYER,
+    targets: Sequence[Target] = (),
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
     out_dtype: Dtype = Dtype.AUTO,
@@ -133,6 +82,7 @@ def prune(
         refit: Text on which W_O is refitted to make up for the heads that go.
         calibration: How much of that text is used.
         layout: What the result may look like.
+        targets: Where it is to run.
         overwrite: Replace an existing output.
         dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
         out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
@@ -156,10 +106,11 @@ def prune(
     loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
     on_stage("reading the headers")
     net, source = load(model, *loading, weights=False)
-    chosen, evidence, weights = plan_from(net, source, asked, layout)
+    constraints = constraints_of(net, layout, targets)
+    chosen, evidence, weights = plan_from(net, source, asked, constraints)
     ragged = layout is LayoutOption.RAGGED
     cuts = resolve(chosen, net, ragged)
-    check_shape(layout, result_shape(cuts, net.config))
+    constraints.check(cuts)
     stored = result_dtypes(net, model, out_dtype)
     judged, changed = JudgedRefit(None, None), [*weights]
     whole: Callable[[], PreTrainedModel] = partial(_whole, model, loading, out_dtype, weights)
@@ -285,63 +236,6 @@ def migrate(
     how = Streaming(proof, on_stage, on_tensor)
     whole = partial(_whole, model, loading, out_dtype, {})
     return write_streamed(net, resolve(chosen, net), order, how, whole)
-
-
-def preview(
-    model: str | Path,
-    gates: Path | None = None,
-    plan: Path | Plan | None = None,
-    scores: Path | None = None,
-    criterion: str | None = None,
-    keep: float | int | None = None,
-    layout: LayoutOption = LayoutOption.PER_LAYER,
-    dtype: Dtype = Dtype.AUTO,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-) -> Preview:
-    """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    asked = PlanSource(gates, plan, scores, criterion, keep)
-    refuse_source(asked)
-    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
-    net, source = load(model, *loading, weights=False)
-    chosen, _, _ = plan_from(net, source, asked, layout)
-    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
-    stored = result_shape(cuts, net.config)
-    check_shape(layout, stored)
-    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    costs = () if gates is None else _shape_costs(net, source, gates, keep)
-    cut_heads(net, cuts)
-    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    return Preview(chosen, stored, (before[0], after[0]), (before[1], after[1]), costs)
-
-
-def _shape_costs(
-    net: PreTrainedModel, source: ModelIdentity, gates: Path, keep: float | int | None
-) -> tuple[ShapeCost, ...]:
-    """What every shape would keep of the evidence."""
-    trained, attentions = fitted_gates(net, source, gates)
-    evidence, costs = trained.open_probability(), []
-    for layout in LayoutOption:
-        try:
-            plan, _, _ = from_gates(net, source, gates, keep, layout)
-            cuts = resolve(plan, net, ragged=layout is LayoutOption.RAGGED)
-            stored = result_shape(cuts, net.config)
-            check_shape(layout, stored)
-        except PlanError as error:
-            costs.append(ShapeCost(layout.value, None, None, None, str(error).split(". ")[0] + "."))
-            continue
-        stays = {(path, head) for path, part in plan.attentions.items() for head in part.keep}
-        kept, index = 0.0, 0
-        for attention in attentions:
-            for unit in members(trained.metadata.unit, attention.group_sizes):
-                inside = (attention.path, attention.query_ids[unit[0]]) in stays
-                kept += float(evidence[index]) * len(unit) * inside
-                index += 1
-        sizes = torch.tensor(unit_sizes(attentions, trained.metadata.unit))
-        share = kept / float((evidence * sizes).sum())
-        costs.append(ShapeCost(layout.value, plan.kept_heads, share, stored.value, None))
-    return tuple(costs)
 
 
 @torch.no_grad()

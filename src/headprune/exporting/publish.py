@@ -12,8 +12,6 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from headprune.config import LayoutOption
-from headprune.errors import PlanError
 from headprune.exporting.card import write_card
 from headprune.io import hub
 from headprune.io.folders import copy_companions
@@ -248,21 +246,6 @@ def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
     wide = net if net.dtype in equivalence.TOLERANCE else widened(copy.deepcopy(net))
     cuts = resolve(plan.model_copy(update={"model": None}), wide, ragged=True)
     equivalence.expect(wide, cuts).refuse_inconclusive()
-
-
-def check_shape(asked: LayoutOption, stored: Shape) -> None:
-    """Refuses a result that is not stored as asked.
-
-    Raises:
-        PlanError: If a plain config was asked for and cannot hold it.
-    """
-    if asked is LayoutOption.UNIFORM and stored is not Shape.NATIVE:
-        raise PlanError(
-            "--layout uniform: this plan does not fit a plain config, which needs the same counts "
-            "in every layer and a family that can hold them ('headprune families'; Llama's wants a "
-            "number of heads that divides hidden_size). With --gates or --scores, "
-            "headprune chooses such a plan; leave out --layout for the runtime."
-        )
 
 
 def _source_folder(model: str | Path) -> Path:

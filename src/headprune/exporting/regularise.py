@@ -14,6 +14,7 @@ from itertools import count, islice
 
 from torch import Tensor
 
+from headprune.engines.targets import zero_heads_refusal
 from headprune.errors import PlanError
 from headprune.exporting.source import ExportSource, built
 from headprune.exporting.weights import Weights
@@ -51,13 +52,10 @@ def regularise(
     }
     if not added:
         return source, ()
+    reason = zero_heads_refusal(source.net)
+    if reason is not None:
+        raise PlanError(f"{reason[0].upper()}{reason[1:]} Cut it with --for vllm.")
     family = family_of(source.config)
-    roles = {p.holds for a in added.values() for p in a.projections if p.holds}
-    if family.per_head or family.full_width_norms or roles != set("qkvo"):
-        raise PlanError(
-            f"Zero heads are made of separate projections of q, k, v and the output, and a "
-            f"{family.model_type} has more that goes by heads. Cut it with --layout uniform."
-        )
     config = copy.deepcopy(source.config)
     moves: dict[str, tuple[Slots, int, int]] = {}
     for attention in added.values():

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from headprune.config import ExportConfig, ExportProofBy
 from headprune.engines.model import open_exported
+from headprune.engines.targets import graph_refusal
 from headprune.errors import PlanError
 from headprune.exporting.formats.spec import OnStep
-from headprune.exporting.graphs import Graph, graphs_of, unfit
+from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.source import ExportSource
 from headprune.io.folders import copy_companions
 from headprune.io.parsing import read_json
@@ -32,7 +33,7 @@ def refusal(source: ExportSource, config: ExportConfig) -> str | None:
     """Why graphs cannot hold a model; None if they can."""
     if config.prove is ExportProofBy.READ_BACK:
         return "what was written is proven by running it. Give --prove engine."
-    return unfit(source.net)
+    return graph_refusal(source.net)
 
 
 @torch.no_grad()

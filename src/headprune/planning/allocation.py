@@ -11,6 +11,7 @@ it (Huangfu and Hall 2018), by way of scipy.optimize.milp.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def allocate(
     scores: Sequence[float],
     heads: int | None = None,
     heads_of_module: Sequence[int] | None = None,
-    min_per_module: int = 0,
+    min_per_module: Sequence[int] = (),
     limits: Sequence[BudgetLimit] = (),
 ) -> list[int]:
     """Positions of the units to keep.
@@ -65,14 +66,14 @@ def allocate(
             of them counts as a little more than nothing, so that budgets are used up.
         heads: Query heads to keep, exactly; None for as many as the limits allow.
         heads_of_module: The same for every module.
-        min_per_module: Query heads that every module keeps at least.
+        min_per_module: Query heads that every module keeps at least; none for no such demand.
         limits: Budgets.
 
     Raises:
         PlanError: If nothing keeps to them all.
     """
     units = [members(unit, a.group_sizes) for a in attentions]
-    if not limits and heads is not None and heads_of_module is None and not min_per_module:
+    if not limits and heads is not None and heads_of_module is None and not any(min_per_module):
         return keep_best(scores, unit_sizes(attentions, unit), heads)  # exact by itself
     flat = [(m, u) for m, of_module in enumerate(units) for u in of_module]
     sizes = np.array([len(u) for _, u in flat], dtype=float)
@@ -97,8 +98,8 @@ def allocate(
         own = {at: sizes[at] for at, (module, _) in enumerate(flat) if module == m}
         if heads_of_module is not None:
             rows.append((own, heads_of_module[m], heads_of_module[m]))
-        elif min_per_module and own:
-            rows.append((own, min_per_module, np.inf))
+        elif any(min_per_module) and own:
+            rows.append((own, min_per_module[m], np.inf))
     for limit in limits:
         spent = _spent(limit.prices, flat, sizes, kv_at, module_at)
         scale = max(map(abs, spent.values()), default=0.0) or 1.0  # the solver's tolerance is 1e-6
@@ -124,7 +125,7 @@ def allocate(
         options={"mip_rel_gap": 0.0},
     )
     if solved.x is None:
-        raise PlanError(_impossible(heads, heads_of_module, min_per_module, limits, modules))
+        raise PlanError(_impossible(heads, heads_of_module, min_per_module, limits))
     return [at for at in range(count) if solved.x[at] > 0.5]
 
 
@@ -163,15 +164,16 @@ def _gains(scores: Floats, sizes: Floats, fixed: bool) -> Floats:
 def _impossible(
     heads: int | None,
     heads_of_module: Sequence[int] | None,
-    min_per_module: int,
+    min_per_module: Sequence[int],
     limits: Sequence[BudgetLimit],
-    modules: int,
 ) -> str:
     asked = [] if heads is None else [f"{heads} query heads in all"]
     asked += ["equal shares in every module"] if heads_of_module is not None else []
-    asked += [f"{min_per_module} in each of {modules} modules (--min-per-layer)"] * bool(
-        min_per_module
-    )
+    floors_of = Counter(least for least in min_per_module if least)
+    asked += [
+        f"{least} in each of {modules} modules (--min-per-layer, or --for)"
+        for least, modules in floors_of.items()
+    ]
     asked += [limit.said for limit in limits]
     floors = [f"{each.said} (without any head: {each.prices.rest:.6g})" for each in limits]
     return (

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig, LayoutOption
+from headprune.config import DataConfig
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.units import head_budget, refuse_target, unit_sizes
-from headprune.planning.from_scores import even_units, plan_from_scores
+from headprune.planning.constraints import Constraints
+from headprune.planning.from_scores import even_units, plan_from_scores, with_a_head_in
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.plan import ModelIdentity, Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import read_scores
+from headprune.surgery.cut import config_holds
 from headprune.tensors.units import Unit
 
 
@@ -72,13 +75,13 @@ def refuse_source(asked: PlanSource, refit: DataConfig | None = None) -> None:
 
 
 def plan_from(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, layout: LayoutOption
+    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, constraints: Constraints
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
     """The plan, what it was made of, and the trained weights that belong to it."""
     if asked.gates is not None:
-        return from_gates(net, source, asked.gates, asked.keep, layout)
+        return from_gates(net, source, asked.gates, asked.keep, constraints)
     if asked.scores is not None:
-        return *_from_scores(net, source, asked, layout), {}
+        return *_from_scores(net, source, asked, constraints), {}
     assert asked.plan is not None
     plan = asked.plan
     if isinstance(plan, Path):
@@ -101,7 +104,7 @@ def _refuse_merging(plan: Plan) -> None:
 
 
 def _from_scores(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, layout: LayoutOption
+    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, constraints: Constraints
 ) -> tuple[Plan, Evidence]:
     assert asked.scores is not None
     assert asked.keep is not None
@@ -111,9 +114,7 @@ def _from_scores(
     sizes = unit_sizes(attentions, unit)
     budget = head_budget(asked.keep, sizes)
     criterion, values = found.of(asked.criterion)
-    scores = values.tolist()
-    if layout is LayoutOption.UNIFORM:
-        scores, budget = _even(attentions, unit, scores, budget)
+    scores, budget = _constrained(constraints, attentions, unit, values.tolist(), budget)
     evidence = Evidence(
         kind="scores",
         id=found.id,
@@ -124,12 +125,19 @@ def _from_scores(
     return plan_from_scores(attentions, unit, scores, budget, source, whole=whole), evidence
 
 
-def _even(
-    attentions: list[Attention], unit: Unit, scores: list[float], budget: int
+def _constrained(
+    constraints: Constraints,
+    attentions: list[Attention],
+    unit: Unit,
+    scores: list[float],
+    budget: int,
 ) -> tuple[list[float], int]:
-    """Scores and budget that lead to the same cut in every module."""
-    sizes = unit_sizes(attentions, unit)
-    even = even_units(attentions, unit, scores, budget)
+    """Scores and budget that lead to a cut as it is asked for."""
+    if not constraints.even:
+        layers = [constraints.keeps_a_head(layer) for layer in range(len(attentions))]
+        return with_a_head_in(layers, attentions, unit, scores), budget
+    sizes, config = unit_sizes(attentions, unit), constraints.net.config
+    even = even_units(attentions, unit, scores, budget, partial(config_holds, config))
     return [float(p in set(even)) for p in range(len(sizes))], sum(sizes[p] for p in even)
 
 
@@ -138,7 +146,7 @@ def from_gates(
     source: ModelIdentity,
     folder: Path,
     keep: float | int | None,
-    layout: LayoutOption,
+    constraints: Constraints,
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
     trained, attentions = fitted_gates(net, source, folder)
     unit = trained.metadata.unit
@@ -148,8 +156,7 @@ def from_gates(
     # units that training kept come first; one that --keep brings back is fully open
     scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    if layout is LayoutOption.UNIFORM:
-        scores, budget = _even(attentions, unit, scores, budget)
+    scores, budget = _constrained(constraints, attentions, unit, scores, budget)
     plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headprune.errors import PlanError
 from headprune.model.units import unit_sizes
@@ -13,7 +13,11 @@ from headprune.tensors.units import Unit, members
 
 
 def even_units(
-    attentions: Sequence[Attention], unit: Unit, scores: Sequence[float], budget: int
+    attentions: Sequence[Attention],
+    unit: Unit,
+    scores: Sequence[float],
+    budget: int,
+    fits: Callable[[int, int], bool] = lambda queries, kv_heads: True,
 ) -> list[int]:
     """The best units when every module must keep the same number of them.
 
@@ -22,12 +26,14 @@ def even_units(
         unit: What is removed as one piece.
         scores: One score per unit, in order.
         budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least.
+        fits: Whether a plain config holds so many query and KV heads.
 
     Returns:
         Positions of the kept units.
 
     Raises:
-        PlanError: If the modules differ in their heads, so that equal counts would be no plain cut.
+        PlanError: If the modules differ in their heads, so that equal counts would be no plain cut,
+            or no count fits.
     """
     per_module = [members(unit, a.group_sizes) for a in attentions]
     if len({(len(units), len(units[0]) if units else 0) for units in per_module}) != 1:
@@ -36,12 +42,44 @@ def even_units(
             "is no plain config. Leave out --layout uniform."
         )
     units, size = len(per_module[0]), len(per_module[0][0])
-    count = min(units, max(1, round(budget / (size * len(attentions)))))
+    groups = members(Unit.KV_GROUP, attentions[0].group_sizes)
+
+    def held(count: int) -> bool:
+        kept = {query for one in per_module[0][:count] for query in one}
+        return fits(len(kept), sum(not kept.isdisjoint(group) for group in groups))
+
+    wanted = budget / (size * len(attentions))
+    possible = [count for count in range(1, units + 1) if held(count)]
+    if not possible:
+        raise PlanError(
+            "No plan with the same heads in every layer keeps to the budgets. Loosen them, or "
+            "leave out --for."
+        )
+    count = min(possible, key=lambda count: abs(count - wanted))
     kept: list[int] = []
     for start in range(0, units * len(attentions), units):
         best = sorted(range(start, start + units), key=lambda u: (-scores[u], u))
         kept += sorted(best[:count])
     return kept
+
+
+def with_a_head_in(
+    layers: Sequence[bool], attentions: Sequence[Attention], unit: Unit, scores: Sequence[float]
+) -> list[float]:
+    """Scores by which the best unit of some layers comes before all others.
+
+    Args:
+        layers: Per module, whether it is one of them.
+        attentions: The attention modules, in order.
+        unit: What is removed as one piece.
+        scores: One score per unit, in order.
+    """
+    first, at, found = max(scores, default=0.0) + 1.0, 0, list(scores)
+    for asked, attention in zip(layers, attentions, strict=True):
+        own = range(at, at := at + len(members(unit, attention.group_sizes)))
+        if asked and own:
+            found[max(own, key=lambda u: (scores[u], -u))] += first - min(scores)
+    return found
 
 
 def plan_from_scores(

@@ -26,6 +26,7 @@ from headprune.evidence.score import Watch
 from headprune.model.batch import Batch
 from headprune.model.heads import HeadWeights
 from headprune.model.loading import task_of
+from headprune.planning.constraints import Constraints
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import KvWay
 from headprune.surgery.conversion import convert_in_sequence
@@ -118,6 +119,7 @@ def plan_kv_heads(
     texts: Texts,
     merger: Merger,
     config: ConvertConfig,
+    constraints: Constraints,
     watch: Watch,
 ) -> KvPlan:
     """Measures every way of every module and chooses; the model stays as it is.
@@ -128,6 +130,7 @@ def plan_kv_heads(
         texts: What is measured on.
         merger: Merges KV heads.
         config: The budget.
+        constraints: What the result must look like.
         watch: Told how far it is.
 
     Raises:
@@ -156,27 +159,56 @@ def plan_kv_heads(
 
     convert_in_sequence(model, attentions, texts.plain, measured)
     ways = {a.path: found[a.path] for a in attentions}
-    return choose(ways, budget, f"--kv-budget {config.kv_budget}")
+    return choose(ways, budget, f"--kv-budget {config.kv_budget}", constraints)
 
 
-def choose(ways: Mapping[str, Sequence[Way]], budget: int, asked: str) -> KvPlan:
+def choose(
+    ways: Mapping[str, Sequence[Way]],
+    budget: int,
+    asked: str,
+    constraints: Constraints | None = None,
+) -> KvPlan:
     """The ways with the least sum of costs that come to exactly so many KV heads.
 
     Args:
         ways: Per module path, those to choose from.
         budget: KV heads of all modules together.
         asked: How that was asked for, for messages.
+        constraints: What the result must look like; with the same KV heads everywhere, they come
+            as near to the budget as they can without going beyond it.
 
     Raises:
         PlanError: If no choice comes to the budget; it says which come nearest.
     """
-    cheapest = [_cheapest(of_module) for of_module in ways.values()]
+    allowed: Sequence[Sequence[Way]] = [*ways.values()]
+    if constraints is not None:
+        allowed = [
+            [w for w in ways if constraints.allows(layer, len(w.kept), len(ways[0].kept))]
+            for layer, ways in enumerate(allowed)
+        ]
+        if constraints.even_kv_heads:
+            allowed, budget = _even(allowed, budget)
+    cheapest = [_cheapest(of_module) for of_module in allowed]
     try:
         counts = exactly([{n: w.cost for n, w in each.items()} for each in cheapest], budget)
     except ValueError as error:
         raise PlanError(f"{asked} asks for {error}.") from None
     chosen = (each[count] for each, count in zip(cheapest, counts, strict=True))
     return KvPlan(ways, dict(zip(ways, chosen, strict=True)))
+
+
+def _even(ways: Sequence[Sequence[Way]], budget: int) -> tuple[list[list[Way]], int]:
+    """The ways that keep all queries and end with one number of KV heads, and what that comes to.
+
+    Raises:
+        PlanError: If the modules have no number in common.
+    """
+    whole = [[w for w in of_module if len(w.kept) == len(of_module[0].kept)] for of_module in ways]
+    common = set.intersection(*({w.kv_heads for w in of_module} for of_module in whole))
+    if not common:
+        raise PlanError("The layers have no number of KV heads in common that they could all have.")
+    count = max((n for n in common if n * len(ways) <= budget), default=min(common))
+    return [[w for w in each if w.kv_heads == count] for each in whole], count * len(ways)
 
 
 def _cheapest(ways: Sequence[Way]) -> dict[int, Way]:

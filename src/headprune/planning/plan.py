@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig
+from headprune.config import BudgetConfig, DataConfig, LayoutOption
 from headprune.data.calibration import calibration
+from headprune.engines.targets import SHAPES
 from headprune.errors import PlanError
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import Watch, gather, reckons_with_refit, scores_of
@@ -27,10 +28,12 @@ from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
-from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.constraints import Constraints, constraints_of
+from headprune.planning.from_scores import even_units, plan_from_scores
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
+from headprune.surgery.cut import config_holds, resolve
 from headprune.surgery.refit import refit as refit_outputs
 from headprune.tensors.units import Unit, members
 
@@ -47,6 +50,8 @@ class Planned:
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
         scores: What the scores say of themselves.
+        kept_of_free: With ``--for``: the sum of the scores that stay, as a share of what stays
+            without; None where shares of scores say nothing.
     """
 
     plan: Plan
@@ -54,6 +59,7 @@ class Planned:
     spent: dict[str, tuple[float, float]]
     rounds: int
     scores: ScoresMetadata
+    kept_of_free: float | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -139,6 +145,7 @@ def make_plan(
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
+    constraints = constraints_of(net, LayoutOption.PER_LAYER, budget.targets)
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, budget, stored, watch)
     target = None if budget.keep is None else head_budget(budget.keep, sizes)
@@ -151,43 +158,70 @@ def make_plan(
             watch.stage(f"round {number + 1} of {rounds}")
             values = again.scores(kept)
         last = number == rounds - 1
-        heads, at_least = target, budget.min_per_layer
+        heads = target
         if not last:
             goal = (
                 target if target is not None else _reached(attentions, unit, values, budget, limits)
             )
             heads = head_budget(_between(sum(sizes), goal, number + 1, rounds) / sum(sizes), sizes)
-        kept = _chosen(
-            attentions, unit, values, kept, heads, budget, at_least, limits if last else ()
-        )
+        choice = _Choice(attentions, unit, budget, limits if last else [], constraints)
+        before, kept = kept, choice.of(values, kept, heads)
+    free = replace(choice, constraints=replace(constraints, targets=(), shapes=frozenset(SHAPES)))
+    share = _share(values, kept, free.of(values, before, heads)) if budget.targets else None
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
-    return Planned(made, name, spent, rounds, scores.metadata)
+    if budget.targets:
+        # a refit between rounds has changed the weights that the plan's fingerprint is of
+        constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
+    return Planned(made, name, spent, rounds, scores.metadata, share)
 
 
-def _chosen(
-    attentions: Sequence[Attention],
-    unit: Unit,
-    values: Tensor,
-    allowed: set[int],
-    heads: int | None,
-    budget: BudgetConfig,
-    at_least: int,
-    limits: Sequence[BudgetLimit],
-) -> set[int]:
-    """Units to keep, of those that are still there."""
-    gone = [at for at in range(len(values)) if at not in allowed]
-    ranked = values.clone()
-    if gone:  # a unit that went in an earlier round comes behind all that are there
-        ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
-    of_module = None
-    if budget.per_layer:
-        assert heads is not None
-        of_module = equal_shares(attentions, unit, heads, at_least)
-        heads = None
-    return set(allocate(attentions, unit, ranked.tolist(), heads, of_module, at_least, limits))
+def _share(values: Tensor, kept: set[int], free: set[int]) -> float | None:
+    """The scores of some units as a share of those of others."""
+    total = float(values[sorted(free)].sum())
+    return float(values[sorted(kept)].sum()) / total if total > 0 <= float(values.min()) else None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A choice of units, within budgets."""
+
+    attentions: Sequence[Attention]
+    unit: Unit
+    budget: BudgetConfig
+    limits: Sequence[BudgetLimit]
+    constraints: Constraints
+
+    def of(self, values: Tensor, allowed: set[int], heads: int | None) -> set[int]:
+        """Units to keep, of those that are still there."""
+        attentions, unit, least = self.attentions, self.unit, self.budget.min_per_layer
+        gone = [at for at in range(len(values)) if at not in allowed]
+        ranked = values.clone()
+        if gone:  # a unit that went in an earlier round comes behind all that are there
+            ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
+        scores = ranked.tolist()
+        if self.constraints.even:
+            wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
+            return set(even_units(attentions, unit, scores, wanted, self._fits))
+        of_module = None
+        if self.budget.per_layer:
+            assert heads is not None
+            of_module = equal_shares(attentions, unit, heads, least)
+            heads = None
+        layers = range(len(attentions))
+        at_least = [max(least, int(self.constraints.keeps_a_head(layer))) for layer in layers]
+        return set(allocate(attentions, unit, scores, heads, of_module, at_least, self.limits))
+
+    def _fits(self, queries: int, kv_heads: int) -> bool:
+        """Whether every module may keep so many heads."""
+        present = [(queries, kv_heads)] * len(self.attentions)
+        return (
+            config_holds(self.constraints.net.config, queries, kv_heads)
+            and queries >= self.budget.min_per_layer
+            and all(limit.prices.total(present) <= limit.most for limit in self.limits)
+        )
 
 
 def equal_shares(
@@ -347,7 +381,15 @@ def _reached(
     limits: Sequence[BudgetLimit],
 ) -> int:
     """Heads that the limits would leave by the present scores."""
-    kept = allocate(attentions, unit, values.tolist(), None, None, budget.min_per_layer, limits)
+    kept = allocate(
+        attentions,
+        unit,
+        values.tolist(),
+        None,
+        None,
+        [budget.min_per_layer] * len(attentions),
+        limits,
+    )
     sizes = unit_sizes(attentions, unit)
     return sum(sizes[at] for at in kept)
 

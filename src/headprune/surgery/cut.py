@@ -259,15 +259,15 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     shared = any(max(cut.group_sizes, default=1) > 1 for cut in cuts)
     even = len(counts) == 1 and min(counts)[0] > 0 and native and not ragged
     even = even and (family.kv_heads_key is not None or not shared)
-    even = even and _config_holds(config, *min(counts), family)
+    even = even and config_holds(config, *min(counts))
     # an uncut model of any family is what its config already says
     already_cut = getattr(config, "headprune", None) is not None
     return Shape.NATIVE if even or (untouched and not already_cut) else Shape.RUNTIME
 
 
-def _config_holds(config: PreTrainedConfig, queries: int, kv_heads: int, family: Family) -> bool:
+def config_holds(config: PreTrainedConfig, queries: int, kv_heads: int) -> bool:
     """Whether a plain config passes its own checks: Llama's wants hidden_size to be a multiple."""
-    plain = copy.deepcopy(config)
+    plain, family = copy.deepcopy(config), family_of(config)
     setattr(plain, family.query_heads_key, queries)
     if family.kv_heads_key is not None:
         setattr(plain, family.kv_heads_key, kv_heads)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from headprune.config import ExportConfig
+from headprune.engines.targets import BLOCK, decilm_refusal
 from headprune.errors import ProofError
 from headprune.exporting.checkpoint import write_weights
 from headprune.exporting.formats.spec import Format, OnStep
@@ -36,22 +37,10 @@ from headprune.runtime.modeling_headprune import SCHEMA, layout_entry
 from headprune.schemas.exports import ExportProof
 
 _OURS = ("headprune", "per_layer_config", "allow_global_per_layer_attribute_access")
-_BLOCK = 256  # other engines than vLLM know widths of an MLP by a factor, and round it up to this
 
 
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
-    kind, own = source.config.model_type, source.config
-    if kind not in ("llama", "mistral"):
-        return (
-            f"DeciLM is a Llama, and this is a {kind}, which has norms, biases or more of its own."
-        )
-    if source.task != "causal-lm":
-        return f"DeciLM generates text, and this is a {type(source.net).__name__}."
-    if any(name.endswith("proj.bias") for name in source.weights):
-        return "DeciLM has no biases, and this model has."
-    if getattr(own, "sliding_window", None) is not None or own.hidden_act != "silu":
-        return "DeciLM has neither a sliding window nor another activation than silu."
-    return None
+    return decilm_refusal(source.net)
 
 
 def _regular(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
@@ -88,9 +77,9 @@ def _regular(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
     )
     if not source.attentions[0].query_heads:
         said.append("Layer 0 without heads has one KV head of zeros: engines need one there.")
-    if source.config.intermediate_size % _BLOCK:
+    if source.config.intermediate_size % BLOCK:
         said.append(
-            f"The MLP's width {source.config.intermediate_size} is no multiple of {_BLOCK}: vLLM "
+            f"The MLP's width {source.config.intermediate_size} is no multiple of {BLOCK}: vLLM "
             "reads it as it is; SGLang, TensorRT-LLM and MLX cannot."
         )
     return regular, tuple(said)
@@ -101,7 +90,7 @@ def _config(regular: ExportSource) -> dict[str, Any]:
     width, hidden = own["intermediate_size"], own["hidden_size"]
     ffn = {"no_op": False, "intermediate_size": width, "hidden_act": "silu"}
     ffn |= {"replace_with_linear": False, "sparsify": None}
-    if width % _BLOCK == 0:
+    if width % BLOCK == 0:
         ffn["ffn_mult"] = 3 * width / (2 * hidden)
     blocks = []
     for a in regular.attentions:

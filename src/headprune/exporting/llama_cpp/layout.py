@@ -4,52 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedConfig
 
+from headprune.engines import llama_cpp
+from headprune.engines.llama_cpp import ARCHES, Arch
+from headprune.engines.targets import generates_none
 from headprune.exporting.regularise import regularise
 from headprune.exporting.source import ExportSource
 from headprune.runtime.modeling_headprune import Attention
 
 ROPE_FACTORS = "rope_freqs.weight"
-
-
-@dataclass(frozen=True)
-class Arch:
-    """An architecture of llama.cpp.
-
-    Attributes:
-        name: Its name in the file.
-        per_layer: Whether every layer may have its own numbers of heads.
-        neighbours: Whether the rotary embedding turns neighbouring numbers, and not the halves of a
-            head: rows of q and k lie in another order then.
-        stacked: Whether q, k and v are one tensor, without biases.
-        skips_attention: Whether a layer may have no heads at all; the first one never may.
-    """
-
-    name: str
-    per_layer: bool = False
-    neighbours: bool = False
-    stacked: bool = False
-    skips_attention: bool = False
-
-
-_DECI = Arch("deci", per_layer=True, neighbours=True, skips_attention=True)
-_OPENELM = Arch("openelm", per_layer=True, stacked=True)
-# per model type: for the same heads in all layers, and for other heads in every layer
-ARCHES: dict[str, tuple[Arch, Arch | None]] = {
-    "llama": (Arch("llama", neighbours=True), _DECI),
-    "mistral": (Arch("llama", neighbours=True), _DECI),
-    "qwen2": (Arch("qwen2"), _DECI),
-    "qwen3": (Arch("qwen3"), _OPENELM),
-    "smollm3": (Arch("smollm3", neighbours=True), None),
-}
-_MOST_LAYERS = 512
-_ROPE_TYPES = ("default", "llama3", "linear")
 
 
 def is_even(source: ExportSource) -> bool:
@@ -81,52 +48,17 @@ def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
 
 def refusal(source: ExportSource) -> str | None:
     """Why no architecture of llama.cpp holds a model; None if one does."""
-    config, kind = source.config, source.config.model_type
-    if kind not in ARCHES:
-        return f"it is a {kind}, and GGUF is written of {', '.join(ARCHES)}."
-    if source.task != "causal-lm":
-        return f"a {type(source.net).__name__} generates no text, and llama.cpp is for what does."
-    if len(source.attentions) > _MOST_LAYERS:
-        return f"it has {len(source.attentions)} layers, and llama.cpp takes {_MOST_LAYERS}."
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if windows or (kind == "mistral" and config.sliding_window is not None):
-        return "its attention looks back through a sliding window, which this architecture has not."
-    if config.hidden_act != "silu":
-        return f"its MLP has the activation {config.hidden_act}, and llama.cpp computes silu there."
-    rope = _rope(config)
-    if rope["rope_type"] not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return (
-            f"its rotary embedding is {rope['rope_type']}, of which llama.cpp's keys are unknown."
-        )
-    if not is_even(prepared(source)[0]):
-        return _uneven_refusal(source)
-    if kind == "qwen3" and config.attention_bias:
-        return "its attention has biases, which llama.cpp's qwen3 has not."
-    if kind == "smollm3" and [*config.no_rope_layers] != [
-        int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)
-    ]:
-        return "its layers without rotary embedding are not every fourth, as in llama.cpp."
-    return None
-
-
-def _uneven_refusal(source: ExportSource) -> str | None:
-    config, kind = source.config, source.config.model_type
-    wanted = "prune --layout uniform makes a result that loads."
-    layer = _odd_one(source.attentions)
-    if ARCHES[kind][1] is None:
-        return (
-            f"{source.attentions[layer].path} has other heads than the first layer, and llama.cpp "
-            f"has no {kind} with counts per layer; {wanted}"
-        )
-    if kind == "qwen3" and not config.tie_word_embeddings:
-        return (
-            "heads differ between layers, and the one architecture of llama.cpp with norms of q "
-            f"and k and counts per layer (openelm) ties its embeddings; this model does not. "
-            f"{wanted}"
-        )
-    if kind == "qwen3" and config.attention_bias:
-        return f"heads differ between layers, and openelm has no biases; {wanted}"
-    return None
+    reason = llama_cpp.refusal(source.config) or generates_none(source.net)
+    if reason is not None or is_even(prepared(source)[0]):
+        return reason
+    reason = llama_cpp.uneven_refusal(source.config)
+    if reason is None:
+        return None
+    layer = source.attentions[_odd_one(source.attentions)].path
+    return (
+        f"{layer} has other heads than the first layer, and {reason} prune --for llama.cpp makes a "
+        "result that it holds."
+    )
 
 
 def _odd_one(attentions: tuple[Attention, ...]) -> int:
@@ -134,10 +66,6 @@ def _odd_one(attentions: tuple[Attention, ...]) -> int:
     first = attentions[0]
     same = (first.query_heads, first.group_sizes)
     return next((i for i, a in enumerate(attentions) if (a.query_heads, a.group_sizes) != same), 0)
-
-
-def _rope(config: PreTrainedConfig) -> dict[str, Any]:
-    return {"rope_type": "default", **(config.rope_parameters or {})}
 
 
 @dataclass(frozen=True)
@@ -233,7 +161,7 @@ def _stacked(source: ExportSource, name: str, parts: tuple[Part, ...]) -> FileTe
 def keys(source: ExportSource, arch: Arch) -> dict[str, int | float | list[int]]:
     """The keys that describe a model, below its architecture's name."""
     config, first = source.config, source.attentions[0]
-    rope = _rope(config)
+    rope = llama_cpp.rope(config)
     queries = [attention.query_heads for attention in source.attentions]
     kv_heads = [attention.kv_heads for attention in source.attentions]
     found: dict[str, int | float | list[int]] = {
@@ -257,7 +185,7 @@ def keys(source: ExportSource, arch: Arch) -> dict[str, int | float | list[int]]
 
 def rope_factors(source: ExportSource) -> Float[Tensor, " pairs"] | None:
     """What Llama 3's scaling divides every frequency by; None without such a scaling."""
-    rope = _rope(source.config)
+    rope = llama_cpp.rope(source.config)
     if rope["rope_type"] != "llama3":
         return None
     head_dim, theta = source.attentions[0].head_dim, float(rope["rope_theta"])

@@ -1,0 +1,170 @@
+"""headprune prune --dry-run: what a cut would do, and what other layouts and engines would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.config import Dtype, LayoutOption, Target
+from headprune.errors import PlanError
+from headprune.model.fitting import fitted_gates, fitted_scores
+from headprune.model.opening import load
+from headprune.model.units import unit_sizes
+from headprune.planning.constraints import constraints_of
+from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.plan import ModelIdentity, Plan, Shape
+from headprune.schemas.scores import read_scores
+from headprune.surgery.cut import cut_heads, resolve, result_shape
+from headprune.tensors.units import Unit, members
+
+
+@dataclass(frozen=True)
+class ShapeCost:
+    """What a shape would cost.
+
+    Attributes:
+        shape: The value of ``--layout``, or of ``--for``.
+        heads: Query heads that it keeps; None where it is not possible.
+        evidence: Share that it keeps of the expected open heads, by gates, or of the scores; None
+            where scores are not such that shares of them say anything.
+        stored: How it would be stored.
+        why_not: Why it is not possible.
+    """
+
+    shape: str
+    heads: int | None
+    evidence: float | None
+    stored: str | None
+    why_not: str | None
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a cut would do.
+
+    Attributes:
+        plan: The plan.
+        shape: How the result would be stored.
+        parameters: Parameters before and after.
+        kv_heads: KV heads before and after.
+        shapes: With gates or scores: what every layout would keep of the evidence.
+        engines: The same of every ``--for``.
+    """
+
+    plan: Plan
+    shape: Shape
+    parameters: tuple[int, int]
+    kv_heads: tuple[int, int]
+    shapes: tuple[ShapeCost, ...] = ()
+    engines: tuple[ShapeCost, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--dry-run --json``."""
+        return {
+            "shape": self.shape.value,
+            "query_heads": [self.plan.query_heads, self.plan.kept_heads],
+            "kv_heads": list(self.kv_heads),
+            "parameters": list(self.parameters),
+            "shapes": [asdict(cost) for cost in self.shapes],
+            "engines": [asdict(cost) for cost in self.engines],
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+
+def preview(
+    model: str | Path,
+    gates: Path | None = None,
+    plan: Path | Plan | None = None,
+    scores: Path | None = None,
+    criterion: str | None = None,
+    keep: float | int | None = None,
+    layout: LayoutOption = LayoutOption.PER_LAYER,
+    targets: Sequence[Target] = (),
+    dtype: Dtype = Dtype.AUTO,
+    trust_remote_code: bool = False,
+    assume_supported: bool = False,
+    drop_unexpected: bool = False,
+) -> Preview:
+    """Says what ``prune`` would do with the same arguments, and writes nothing."""
+    asked = PlanSource(gates, plan, scores, criterion, keep)
+    refuse_source(asked)
+    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
+    net, source = load(model, *loading, weights=False)
+    constraints = constraints_of(net, layout, targets)
+    chosen, _, _ = plan_from(net, source, asked, constraints)
+    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
+    constraints.check(cuts)
+    stored = result_shape(cuts, net.config)
+    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    costs = _costs(net, source, asked) if plan is None else {}
+    cut_heads(net, cuts)
+    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    sizes = (before[0], after[0]), (before[1], after[1])
+    layouts, engines = (
+        tuple(cost for (option, _), cost in costs.items() if option == name)
+        for name in ("layout", "for")
+    )
+    return Preview(chosen, stored, *sizes, layouts, engines)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What heads were chosen by."""
+
+    attentions: Sequence[Attention]
+    unit: Unit
+    evidence: Tensor
+
+    def share(self, plan: Plan) -> float | None:
+        """The share of all evidence that a plan keeps; None where shares say nothing."""
+        kept = [
+            attention.query_ids[unit[0]] in plan.attentions[attention.path].keep
+            for attention in self.attentions
+            for unit in members(self.unit, attention.group_sizes)
+        ]
+        total = float(self.evidence.sum())
+        if total <= 0 or float(self.evidence.min()) < 0:
+            return None
+        return float(self.evidence[torch.tensor(kept)].sum()) / total
+
+
+def _units(net: PreTrainedModel, source: ModelIdentity, asked: PlanSource) -> _Units:
+    """Of gates the expected open heads, of scores the scores."""
+    if asked.gates is not None:
+        trained, attentions = fitted_gates(net, source, asked.gates)
+        unit = trained.metadata.unit
+        sizes = torch.tensor(unit_sizes(attentions, unit))
+        return _Units(attentions, unit, trained.open_probability() * sizes)
+    assert asked.scores is not None
+    found = read_scores(asked.scores, source)
+    values = found.of(asked.criterion)[1]
+    return _Units(fitted_scores(net, found), found.metadata.unit, values)
+
+
+def _costs(
+    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource
+) -> dict[tuple[str, str], ShapeCost]:
+    """What every layout and every engine would keep of the evidence."""
+    units, costs = _units(net, source, asked), {}
+    layouts = [("layout", layout.value, layout, ()) for layout in LayoutOption]
+    engines = [("for", target.value, LayoutOption.PER_LAYER, (target,)) for target in Target]
+    for option, name, layout, targets in (*layouts, *engines):
+        try:
+            constraints = constraints_of(net, layout, targets)
+            plan, _, _ = plan_from(net, source, asked, constraints)
+            cuts = resolve(plan, net, ragged=layout is LayoutOption.RAGGED)
+            constraints.check(cuts)
+        except PlanError as error:
+            why = str(error).split(". ")[0] + "."
+            costs[option, name] = ShapeCost(name, None, None, None, why)
+            continue
+        stored = result_shape(cuts, net.config).value
+        costs[option, name] = ShapeCost(name, plan.kept_heads, units.share(plan), stored, None)
+    return costs

@@ -1,0 +1,261 @@
+"""Plans for engines: what is chosen fits them, what cannot be is refused when the plan is made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.config import ExportConfig, LayoutOption, Target
+from headprune.engines.targets import EMPTY, EVEN, KV_COUNTS, SHAPES, TARGETS
+from headprune.errors import PlanError
+from headprune.exporting.formats import FORMATS
+from headprune.exporting.source import open_source
+from headprune.planning.constraints import constraints_of
+from headprune.planning.kv_heads import Way, choose
+from headprune.schemas.plan import Plan, Shape
+from headprune.surgery.cut import cut_heads, resolve
+from tests import tiny
+from tests.cutting import ragged_plan, uneven_plan
+from tests.test_cli import run
+
+TO = {
+    Target.LLAMA_CPP: "gguf",
+    Target.VLLM: "vllm",
+    Target.ONNX: "onnx",
+    Target.OPENVINO: "openvino",
+    Target.EXECUTORCH: "executorch",
+}
+PLANS: dict[str, Any] = {
+    "even": lambda model: evenly(model),
+    "uneven": uneven_plan,
+    "empty": lambda model: uneven_plan(model, 0, 2),
+    "ragged": ragged_plan,
+}
+UNTIED = {"attention_bias": False, "tie_word_embeddings": False}
+TIED = {"attention_bias": False, "tie_word_embeddings": True}
+
+
+def saved(folder: Path, case: str = "llama-gqa", worthless: tuple[int, ...] = ()) -> Path:
+    """A model, with layers whose heads add nothing."""
+    model = tiny.model(case)
+    with torch.no_grad():
+        for layer in worthless:
+            model.model.layers[layer].self_attn.o_proj.weight.zero_()
+    return tiny.save(model, folder / "m")
+
+
+def scored(model: Path, **settings: Any) -> Path:
+    folder = model.with_name("scores")
+    headprune.score(model, output=folder, criterion=("magnitude",), **settings)
+    return folder
+
+
+def evenly(model: PreTrainedModel) -> Plan:
+    plan = uneven_plan(model)
+    keep = {"keep": (0, 1), "scale": None}
+    parts = {path: part.model_copy(update=keep) for path, part in plan.attentions.items()}
+    return plan.model_copy(update={"attentions": parts})
+
+
+def kept(plan: Plan) -> list[int]:
+    return [len(part.keep) for part in plan.attentions.values()]
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        ((), [0, 0, 6, 6]),
+        (("onnx",), [0, 0, 6, 6]),
+        (("llama.cpp",), [2, 0, 4, 6]),
+        (("vllm",), [2, 2, 2, 6]),
+        (("llama.cpp", "mlx"), [2, 2, 2, 2]),
+        (("anywhere",), [2, 2, 2, 2]),
+    ],
+)
+@pytest.mark.parametrize("by", ["plan", "prune"])
+def test_what_is_chosen_fits_the_engine(
+    by: str, targets: tuple[str, ...], layers: list[int], tmp_path: Path
+) -> None:
+    """A layer that would get a zero head keeps one of its own; even counts are the nearest."""
+    model = saved(tmp_path, worthless=(0, 1))
+    scores = scored(model)
+    if by == "plan":
+        planned = headprune.plan(model, scores=scores, keep=12, targets=targets)
+        plan, share = planned.plan, planned.kept_of_free
+        assert (share is None) == (not targets) and (share or 0) <= 1
+    else:
+        plan = headprune.prune(model, scores=scores, keep=12, targets=targets, dry_run=True).plan
+    if sum(layers) == 12:
+        assert sorted(kept(plan)[2:]) == sorted(layers[2:]) and kept(plan)[:2] == layers[:2]
+    else:
+        assert kept(plan) == layers
+
+
+def test_even_counts_divide_hidden_size(tmp_path: Path) -> None:
+    model = saved(tmp_path, "llama-mha")  # 6 heads; 5 do not divide 48, as 4 do
+    asked = {"scores": scored(model), "keep": 19, "dry_run": True}
+    found = headprune.prune(model, targets=["anywhere"], **asked)
+    assert kept(found.plan) == [4, 4, 4, 4] and found.shape is Shape.NATIVE
+    planned = headprune.plan(model, scores=asked["scores"], keep=19, targets=["mlx"])
+    assert planned.plan == found.plan
+
+
+def test_budgets_are_kept_to_evenly(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    scores, free = scored(model), headprune.inspect(model)
+    most = int(0.85 * free.parameters)
+    made = headprune.plan(model, scores=scores, max_params=most, targets=["anywhere"])
+    assert len(set(kept(made.plan))) == 1
+    (spent,) = made.spent.values()
+    assert spent[1] <= most
+    with pytest.raises(PlanError, match="No plan with the same heads"):
+        headprune.plan(model, scores=scores, max_params=100, targets=["anywhere"])
+
+
+@pytest.mark.parametrize(
+    ("case", "config"), [("llama-gqa", {}), ("qwen3", UNTIED), ("qwen3", TIED), ("gemma2", {})]
+)
+@pytest.mark.parametrize("target", TO)
+def test_the_table_says_what_formats_do(
+    target: Target, case: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of every shape: the format of an engine refuses just what its plans do."""
+    for shape, plan in PLANS.items():
+        net = tiny.model(case)
+        net.config.update({"sliding_window": None, **config})
+        cuts = resolve(plan(net), net, ragged=True)
+        refused = None
+        try:
+            constraints_of(net, LayoutOption.PER_LAYER, (target,)).check(cuts)
+        except PlanError as error:
+            refused = str(error)
+        cut_heads(net, cuts)
+        form = FORMATS[TO[target]]
+        net.save_pretrained(tmp_path / shape)
+        said = form.refusal(open_source(tmp_path / shape), ExportConfig(to=TO[target]))
+        assert (refused is None) == (said is None), (shape, refused, said)
+
+
+@pytest.mark.parametrize("target", ["mlx", "tensorrt-llm", "anywhere"])
+def test_a_plan_that_an_engine_cannot_hold_is_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, plan = saved(tmp_path), tmp_path / "plan.json"
+    uneven_plan(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
+    line = ("prune", model, "--plan", plan, "--output", tmp_path / "out")
+    code, _, err = run(capsys, *line, "--for", target)
+    assert code == 2 and not (tmp_path / "out").exists()
+    said = " ".join(err.split())
+    assert f"--for {target}: the plan has" in said and "--for llama.cpp and vllm" in said
+    assert run(capsys, *line, "--for", "llama.cpp", "--for", "vllm")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "message"),
+    [
+        ("bert-mlm", "llama.cpp", "it is a bert.*there are plans for onnx, openvino"),
+        ("bert-mlm", "vllm", "generates no text"),
+        ("vit", "onnx", "takes pixel_values"),
+    ],
+)
+def test_a_model_that_an_engine_does_not_take_is_refused(
+    case: str, target: str, message: str, tmp_path: Path
+) -> None:
+    tiny.model(case).save_pretrained(tmp_path / "m")
+    (tmp_path / "plan.json").write_text("{}")
+    asked = {"plan": tmp_path / "plan.json", "targets": [target], "dry_run": True}
+    with pytest.raises(PlanError, match=f"targets {target}: .*{message}"):
+        headprune.prune(tmp_path / "m", **asked)
+
+
+def test_ragged_groups_are_refused_where_none_are_held(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    with pytest.raises(PlanError, match="mlx holds no ragged groups.*layout ragged"):
+        headprune.prune(
+            model, scores=scored(model), keep=12, layout="ragged", targets=["mlx"], dry_run=True
+        )
+
+
+def test_the_dry_run_shows_the_price_of_every_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path, worthless=(0, 1))
+    line = ("prune", model, "--scores", scored(model), "--keep", "12", "--dry-run")
+    code, out, err = run(capsys, *line, "--json")
+    assert code == 0, err
+    costs = {cost["shape"]: cost for cost in json.loads(out)["engines"]}
+    assert list(costs) == [target.value for target in Target]
+    assert costs["onnx"]["evidence"] > costs["llama.cpp"]["evidence"] > costs["mlx"]["evidence"]
+    assert costs["anywhere"]["stored"] == "native" and costs["onnx"]["stored"] == "runtime"
+    code, out, err = run(capsys, *line)
+    assert "mlx, tensorrt-llm, anywhere" in out
+
+
+def decilm() -> PreTrainedModel:
+    """A model that MLX holds as a DeciLM: no biases, and widths as it knows them."""
+    net = tiny.model("mistral")
+    net.config.update({"head_dim": 8, "intermediate_size": 256, "sliding_window": None})
+    return net
+
+
+def ways(cheap: int) -> list[Way]:
+    """Of a module with 2 KV heads; one way costs nothing."""
+    found = [
+        Way((0, 1), ((0,), (1,)), 1.0),
+        Way((1,), ((1,),), 1.0),
+        Way((), (), 1.0),
+        Way((0, 1), ((0, 1),), 0.5),
+    ]
+    return [replace(way, cost=0.0) if n == cheap else way for n, way in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("onnx", ["no attention", "1 kept", "no attention", "1 kept"]),
+        ("llama.cpp", ["2 merged to 1", "1 kept", "no attention", "1 kept"]),
+        ("vllm", ["2 merged to 1", "1 kept", "2 merged to 1", "1 kept"]),
+        ("mlx", ["2 merged to 1", "2 merged to 1", "no attention", "2 merged to 1"]),
+        ("anywhere", ["2 merged to 1"] * 4),
+    ],
+)
+def test_kv_heads_go_in_ways_that_the_engine_holds(target: str, said: list[str]) -> None:
+    constraints = constraints_of(decilm(), LayoutOption.PER_LAYER, (Target(target),))
+    choices = {str(n): ways(cheap) for n, cheap in enumerate((2, 1, 2, 1))}
+    budget = sum("no" not in one for one in said)
+    found = choose(choices, budget, "x", constraints).chosen.values()
+    assert [way.said for way in found] == said
+
+
+def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, text = saved(tmp_path), tmp_path / "t.txt"
+    text.write_text(tiny.text(4_000))
+    line = ("convert-gqa", model, "--kv-budget", "0.5", "--calibrate", text, "--seq-len", "16")
+    line = (*line, "--calibration-tokens", "256")
+    code, out, err = run(capsys, *line, "--dry-run", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["engines"]["onnx"] == found["expected_cost"]
+    assert found["engines"]["anywhere"] > found["engines"]["onnx"]
+    code, _, err = run(capsys, *line, "--for", "anywhere", "--output", tmp_path / "out")
+    assert code == 0, err
+    assert open_source(tmp_path / "out").config.num_key_value_heads == 1
+    counts = ("convert-gqa", model, "--kv-heads", "3,1,1,1", "--output", tmp_path / "other")
+    code, _, err = run(capsys, *counts, "--for", "anywhere")
+    assert code == 2 and "--for anywhere needs the same number of KV heads" in " ".join(err.split())
+
+
+def test_cells_name_shapes_and_the_free_one_is_held_by_all() -> None:
+    for engine in TARGETS.values():
+        assert set(engine.cells) == set(SHAPES) and engine.cells[EVEN] == "yes"
+    assert TARGETS[Target.ANYWHERE].holds(decilm()) == {EVEN}
+    assert TARGETS[Target.MLX].holds(tiny.model("llama-gqa")) == {EVEN}  # as it has biases
+    assert TARGETS[Target.MLX].holds(decilm()) == {EVEN, KV_COUNTS, EMPTY}
+    assert TARGETS[Target.VLLM].holds(decilm()) == {*SHAPES}
