@@ -1,7 +1,6 @@
 """What gates cost while they are trained, and what a physical cut saves. Ratios of one run.
 
-    python scripts/bench_speed.py --model FOLDER --data TEXT          # a real model, here
-    python scripts/bench_speed.py --device cuda                       # 1B and 7B shapes, bf16
+    python scripts/bench_speed.py --model FOLDER --data TEXT
 
 Every ratio is taken between two things timed in turn (A B A B ...) in this process; the median of
 the pairwise ratios is reported. Peak memory is that of two separate processes.
@@ -23,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headprune import from_pretrained
 from headprune.config import DataConfig, Train
@@ -41,25 +40,6 @@ from headprune.model.loading import load_tokenizer
 from headprune.model.units import default_unit, head_budget, unit_sizes
 from headprune.planning.from_scores import plan_from_scores
 from headprune.surgery.cut import cut_heads, resolve
-
-SHAPES = {
-    "1B-shaped Llama": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-    },
-    "7B-shaped Llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32_000,
-    },
-}
 
 console = Console()
 
@@ -91,8 +71,10 @@ def plain_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
     model(inputs_embeds=embedded, labels=ids, use_cache=False).loss.backward()
 
 
-def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> dict[str, float]:
-    """A whole gate-training step against ``plain_step``."""
+def gate_steps(
+    model: PreTrainedModel, ids: torch.Tensor
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """``plain_step``, and a whole step of gate training."""
     attentions = attention_of(model)
     freeze(model, attentions, Train.GATES)
     gates = Gates(attentions, default_unit(attentions), 3.0, 2 / 3).to(ids.device)
@@ -114,7 +96,12 @@ def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> di
         optimizer.zero_grad()
         sparsity.after_step(gates, only, 10)
 
-    plain_s, step_s, ratio = paired_ratio(plain, step, pairs, ids.device.type)
+    return plain, step
+
+
+def gate_step_ratio(model: PreTrainedModel, ids: torch.Tensor, pairs: int) -> dict[str, float]:
+    """A whole gate-training step against ``plain_step``."""
+    plain_s, step_s, ratio = paired_ratio(*gate_steps(model, ids), pairs, ids.device.type)
     return {"plain_s": plain_s, "gate_step_s": step_s, "ratio": ratio}
 
 
@@ -223,9 +210,8 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(
-    model: Annotated[str | None, typer.Option(help="Model folder (CPU run).")] = None,
-    data: Annotated[str | None, typer.Option(help="Text for the gate-training step.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for the random shapes.")] = "cpu",
+    model: Annotated[str, typer.Option(help="Model folder.")],
+    data: Annotated[str, typer.Option(help="Text for the gate-training step.")],
     pairs: Annotated[int, typer.Option(help="Timed pairs per ratio.")] = 7,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence of a training step.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Sequences per training step.")] = 2,
@@ -234,53 +220,22 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write the numbers as JSON.")] = None,
 ) -> None:
     """Measure, print, and optionally write."""
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            console.print("No CUDA device here: the GPU figures were skipped.")
-            return
-        results = cuda_results(pairs)
-    elif model is None or data is None:
-        raise typer.BadParameter("give --model and --data, or --device cuda")
-    elif plain_loop:
+    if plain_loop:
         net = from_pretrained(model).requires_grad_(False)
         ids = batch_of(model, data, seq_len, batch_size)
         for _ in range(plain_loop):
             plain_step(net, ids)
         return
-    else:
-        ids = batch_of(model, data, seq_len, batch_size)
-        step = gate_step_ratio(from_pretrained(model), ids, pairs)
-        show("gate-training step against plain forward + backward", [step])
-        rows = prefill_rows(
-            lambda: from_pretrained(model), batch_of(model, data, prefill, 1), pairs
-        )
-        show(f"prefill of {prefill} tokens, physical kv-group cuts", rows)
-        memory = peak_memory_ratio(model, data, 3, seq_len, batch_size)
-        show("peak resident memory", [memory])
-        results = {"gate_step": step, "prefill": rows, "peak_memory": memory}
+    ids = batch_of(model, data, seq_len, batch_size)
+    step = gate_step_ratio(from_pretrained(model), ids, pairs)
+    show("gate-training step against plain forward + backward", [step])
+    rows = prefill_rows(lambda: from_pretrained(model), batch_of(model, data, prefill, 1), pairs)
+    show(f"prefill of {prefill} tokens, physical kv-group cuts", rows)
+    memory = peak_memory_ratio(model, data, 3, seq_len, batch_size)
+    show("peak resident memory", [memory])
+    results = {"gate_step": step, "prefill": rows, "peak_memory": memory}
     if output is not None:
         output.write_text(json.dumps(results, indent=2) + "\n")
-
-
-def cuda_results(pairs: int) -> dict[str, Any]:
-    """The same ratios on random weights in bfloat16 at length 2,048."""
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name()}
-    for name, sizes in SHAPES.items():
-
-        def build(sizes: dict[str, int] = sizes) -> PreTrainedModel:
-            with torch.device("cuda"):
-                config = LlamaConfig(**sizes, max_position_embeddings=4096, dtype=torch.bfloat16)
-                return LlamaForCausalLM(config).to(torch.bfloat16).eval()
-
-        ids = torch.randint(0, sizes["vocab_size"], (1, 2048), device="cuda")
-        step = gate_step_ratio(build(), ids, pairs)
-        torch.cuda.empty_cache()
-        rows = prefill_rows(build, ids, pairs)
-        torch.cuda.empty_cache()
-        show(f"{name}: gate-training step", [step])
-        show(f"{name}: prefill of 2,048 tokens", rows)
-        results[name] = {"gate_step": step, "prefill": rows}
-    return results
 
 
 if __name__ == "__main__":

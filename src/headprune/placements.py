@@ -1,4 +1,7 @@
-"""How much of a model is in memory at once: all of it, or one layer; chosen by ``--placement``."""
+"""How much of a model is in memory at once: all of it, or one layer; chosen by ``--placement``.
+
+Of several processes each may hold a part of every layer (``--shard``).
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,24 @@ def asked_placement() -> Placement:
     """The one of the command that runs; outside of one, models are whole."""
     choice = _CHOICE.get()
     return Placement.WHOLE if choice is None else choice.asked
+
+
+_SHARDS: ContextVar[bool] = ContextVar("shards", default=False)
+
+
+@contextmanager
+def sharding(asked: bool) -> Iterator[None]:
+    """Has models split over the processes for the time of a ``with`` block, if asked for."""
+    token = _SHARDS.set(asked)
+    try:
+        yield
+    finally:
+        _SHARDS.reset(token)
+
+
+def in_shards() -> bool:
+    """Whether models are to be split over the processes."""
+    return _SHARDS.get()
 
 
 def by_layers(weights: int) -> bool:

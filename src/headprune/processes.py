@@ -1,8 +1,8 @@
 """Several processes, one per device, as ``accelerate launch`` and ``torchrun`` start them.
 
-Every process holds the whole model and takes its share of a batch; ``Trainer`` averages their
-gradients, so that all of them hold the same weights after every step. The main one alone writes
-and tells; what it finds out, the others learn from it.
+Every process holds the whole model, or a shard of it (``model.sharding``), and takes its share of a
+batch; ``Trainer`` averages their gradients, so that all of them know the same after every step. The
+main one alone writes and tells; what it finds out, the others learn from it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_SPLITTING = {
+    "FSDP": "FSDP",
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "PARALLELISM_CONFIG": "a parallelism of accelerate, such as tensor parallelism",
+}
 PATIENCE_S = 6 * 3600  # the others wait while the main process proves and writes a large model
 
 
@@ -44,11 +50,12 @@ def share_of(batch_size: int) -> int:
     Raises:
         HeadpruneError: If they cannot be shared evenly, or the model itself would be split.
     """
-    for name in ("FSDP", "DEEPSPEED"):
+    for name, settings in _SPLITTING.items():
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise HeadpruneError(
-                f"The launcher asks for {name}, which splits a model over processes; headprune "
-                "trains with a whole model in each of them. Use 'accelerate launch --multi_gpu'."
+                f"The launcher asks for {settings}, which splits a model in its own way. Use "
+                "'torchrun --nproc-per-node N -m headprune ...', which trains with a whole model "
+                "in each process, and train-gates with --shard with a part in each."
             )
     share, rest = divmod(batch_size, count())
     if rest or not share:
@@ -115,6 +122,19 @@ def on_cpu() -> bool:
     if count() == 1:
         return False
     return devices.chosen().type == "cpu"
+
+
+def join() -> None:
+    """Makes the process group, where several processes have none yet."""
+    if count() > 1:
+        _state()
+
+
+def lost(error: BaseException) -> bool:
+    """Whether an error says that another process is gone."""
+    # gloo has no class of its own for it; torch's is not imported for --help
+    told = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return told or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
 
 
 def _state() -> PartialState:

@@ -32,6 +32,13 @@ class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting, 
 
     data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
     output: Path = output("Folder for the gates.")
+    shard: bool = option(
+        "Split the model over the processes that torchrun started, so that each holds a part of "
+        "every layer.",
+        False,
+        Panel.TRAINING,
+        in_recipes=False,
+    )
 
 
 def run(options: TrainGatesOptions, context: Context) -> GatesRun:
@@ -49,6 +56,7 @@ def run(options: TrainGatesOptions, context: Context) -> GatesRun:
         options.part(TrainGatesConfig),
         resume=options.resume,
         overwrite=options.overwrite,
+        shard=options.shard,
         **options.loading(),
         on_step=on_step,
         on_stage=context.stage,

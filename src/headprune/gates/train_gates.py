@@ -47,6 +47,7 @@ from headprune.model.gating import gated
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
+from headprune.model.sharding import refuse_to_shard
 from headprune.model.units import (
     default_unit,
     head_budget,
@@ -54,6 +55,7 @@ from headprune.model.units import (
     refuse_target,
     unit_sizes,
 )
+from headprune.placements import sharding
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.tensors.units import Unit
@@ -87,6 +89,7 @@ def train_gates(
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     drop_unexpected: bool = False,
+    shard: bool = False,
     on_step: Callable[[GateStep], None] = lambda record: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> GatesRun:
@@ -108,6 +111,7 @@ def train_gates(
         assume_supported: Go on where the config has settings that the family's row does not know.
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
+        shard: Split the model over the processes.
         on_step: Called after every optimiser step.
         on_stage: Called with a few words before every stage.
 
@@ -117,11 +121,13 @@ def train_gates(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
+    if shard:
+        _refuse_to_shard(config)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
     settings = settings_now(GatesSettings, model, data=data, train_gates=config)
     inputs = [place_of(model), place_of(data)]
-    with at_work(output, settings, inputs, resume, overwrite) as work:
+    with at_work(output, settings, inputs, resume, overwrite) as work, sharding(shard):
         refuse_missing_file(data.source)
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
@@ -142,6 +148,7 @@ def train_gates(
         unit = config.unit or default_unit(attentions)
         sampled = config.method is Method.L0
         gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, sampled)
+        gates.to(devices.chosen())  # Trainer moves no model that is in shards
         sizes = unit_sizes(attentions, unit)
         sparsity = _sparsity(config, sizes, len(attentions))
 
@@ -191,6 +198,20 @@ def train_gates(
             lambda: _finish(output, work, trainer, source, unit, objective, data, attentions)
         )
         return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
+
+
+def _refuse_to_shard(config: TrainGatesConfig) -> None:
+    """Refuses what cannot be split over processes.
+
+    Raises:
+        HeadpruneError: Saying why, and what to do instead.
+    """
+    refuse_to_shard()
+    if config.train is not Train.GATES:
+        raise HeadpruneError(
+            f"--shard leaves weights as they are, and --train {config.train.value} changes them. "
+            "Use --train gates, or leave out --shard."
+        )
 
 
 def _say_nothing(_: object) -> None:

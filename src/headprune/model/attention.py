@@ -16,12 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.family import COMMON_SETTINGS, FAMILIES, Family
 from headprune.model.ids import with_restored_ids
-from headprune.model.placement import refuse_spread
+from headprune.model.placement import refuse_spread, whole_class
 from headprune.model.skeleton import sample_of
 from headprune.model.unknown import why_unknown
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
 from headprune.schemas.plan import ModelIdentity
+from headprune.tensors.shards import whole
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -143,7 +144,7 @@ def identity(model: PreTrainedModel, name: str | Path) -> ModelIdentity:
     return ModelIdentity(
         name=Path(name).name if Path(name).is_dir() else str(name),
         model_type=model.config.model_type,
-        architecture=type(model).__name__,
+        architecture=whole_class(model).__name__,
         fingerprint=fingerprint(attention_of(model)),
     )
 
@@ -159,6 +160,6 @@ def fingerprint(attentions: list[Attention]) -> str:
         geometry = (attention.query_ids, attention.kv_ids, attention.head_dim)
         digest.update(repr(geometry).encode())
         weight: Tensor = attention.output_projection.get_parameter("weight")
-        sample = sample_of(weight)
+        sample = sample_of(whole(weight))
         digest.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ from headprune.errors import CheckpointError
 from headprune.io.hub import fetch_weights
 from headprune.model.attention import identity, refuse_unknown_settings
 from headprune.model.loading import from_pretrained, load_config
-from headprune.model.placement import placed
+from headprune.model.placement import placed, reshard
 from headprune.model.precision import (
     compute_dtype,
     refuse_missing_dtype,
@@ -23,6 +23,7 @@ from headprune.model.precision import (
     refuse_unwritable,
 )
 from headprune.model.residency import Residency
+from headprune.model.sharding import load_sharded
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import (
     StoredDtypes,
@@ -31,7 +32,7 @@ from headprune.model.stored import (
     stored_dtypes,
     stored_tensors,
 )
-from headprune.placements import Placement, asked_placement, by_layers
+from headprune.placements import Placement, asked_placement, by_layers, in_shards
 from headprune.schemas.plan import ModelIdentity
 
 
@@ -77,11 +78,12 @@ def load(
         refuse_unknown_settings(net.config)
     if weights:
         refuse_not_finite(net, model)
+        reshard(net)
     return net, identity(net, model)
 
 
 def as_it_fits(model: str | Path, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
-    """Loads a model, whole or to be run layer by layer, as ``--placement`` says.
+    """Loads a model, whole, in shards or to be run layer by layer, as the command asks for.
 
     Args:
         model: Folder or hub id.
@@ -91,6 +93,8 @@ def as_it_fits(model: str | Path, dtype: torch.dtype | str, **options: Any) -> P
     Raises:
         CheckpointError: If it cannot be loaded, or be run as was asked for.
     """
+    if in_shards():
+        return load_sharded(model, dtype=dtype, **options)
     fetch_weights(model)
     tensors = stored_tensors(model)
     size = sum(tensor.bytes for tensor in tensors.values())

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.errors import FamilyError
@@ -17,9 +19,31 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def placed(model: Model) -> Model:
-    """Puts a loaded model on the device of the command; one that runs layer by layer is there."""
+    """Puts a loaded model on the device of the command, where layers and shards are already."""
     devices.announce()
-    return model if residency_of(model) else model.to(devices.chosen())
+    there = residency_of(model) is not None or is_sharded(model)
+    return model if there else model.to(devices.chosen())
+
+
+def is_sharded(net: nn.Module) -> bool:
+    """Whether this process holds shards of a model."""
+    return isinstance(net, FSDPModule)
+
+
+def reshard(net: nn.Module) -> None:
+    """Leaves of a model in shards nothing whole, as the last layer is after a forward pass.
+
+    What is set on whole weights, such as that they are frozen, is forgotten with them.
+    """
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_class(net: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class of a model; of one in shards, that which it would have without."""
+    own: type[PreTrainedModel] = type(net).__bases__[-1] if is_sharded(net) else type(net)
+    return own
 
 
 @contextmanager

@@ -282,6 +282,12 @@ def train(
             trainer.train()
         else:
             trainer.go_on(checkpoint)
+    except RuntimeError as error:
+        if not processes.lost(error):
+            raise
+        raise HeadpruneError(
+            f"Another of the {processes.count()} processes ended. {go_on}"
+        ) from error
     except TrainingError:
         if not found(work.checkpoints):  # nothing to go on from
             processes.on_main(work.remove)
@@ -385,6 +391,7 @@ def resumable_arguments(
         per_device_train_batch_size=processes.share_of(batch_size),
         seed=seed,
         save_strategy="steps",
+        save_only_model=True,  # asked for of shards; what is saved is ours to say
         save_steps=save_every or max(1, steps // 10),
         logging_strategy="no",
         report_to="none",
