@@ -82,10 +82,12 @@ def roles(
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], places)
     found: list[tuple[ModelIdentity, tuple[ModuleRoles, ...], int]] = []
     for place in places:  # one after the other: only one is in memory
+        # what the loss says is asked of the model alone
+        asked = config if place == model else config.model_copy(update={"ablation_tokens": 0})
         watcher.stage(f"loading '{place}'")
         net, identity = load(place, config.dtype, **_all(loading))
         refuse_without_text(net, "roles")
-        modules, tokens = _of_model(net, tokenizers[0], data, config, attention, watcher)
+        modules, tokens = _of_model(net, tokenizers[0], data, asked, attention, watcher)
         found.append((identity, modules, tokens))
         del net
     (identity, modules, tokens), *originals = found
@@ -124,6 +126,7 @@ def _of_model(
     attentions = of_kinds(attention_of(net), attention)
     text, tokens = text_input(net, tokenizer, data, config)
     twice, other = repeated_inputs(net, tokenizer, config)
+    batches = loss_batches(net, tokenizer, data, config) if config.ablation_tokens else []
     classes = token_classes(tokenizer)
     watcher.stage("reading text")
     seen = watch(net, attentions, text, _on("text"), classes, watcher.step)
@@ -136,9 +139,8 @@ def _of_model(
     controls = {**seen.uniform, **again.uniform, **control.found}
     watcher.stage("resampling")
     modules = labelled(attentions, found, controls, config, watcher.step)
-    if config.ablation_tokens:
+    if batches:
         watcher.stage("taking out every head")
-        batches = loss_batches(net, tokenizer, data, config)
         modules = with_effects(modules, effects(net, attentions, batches, config, watcher.step))
     return modules, tokens
 
