@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
 from headprune.engines.targets import EMPTY, EVEN, KV_COUNTS, SHAPES, TARGETS
-from headprune.errors import PlanError
+from headprune.errors import HeadpruneError, PlanError
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.source import open_source
 from headprune.planning.constraints import constraints_of
@@ -250,6 +250,34 @@ def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     counts = ("convert-gqa", model, "--kv-heads", "3,1,1,1", "--output", tmp_path / "other")
     code, _, err = run(capsys, *counts, "--for", "anywhere")
     assert code == 2 and "--for anywhere needs the same number of KV heads" in " ".join(err.split())
+
+
+def test_compressed_for_an_engine(tmp_path: Path) -> None:
+    """Every candidate is one that the engine holds."""
+    model, text = saved(tmp_path), tmp_path / "t.txt"
+    text.write_text(tiny.text(3_000))
+    small = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
+    asked = {"keep": 0.67, "targets": ["anywhere"], **small}
+    made = headprune.compress(model, [text], tmp_path / "out", **asked)
+    assert made.pruned.manifest.shape is Shape.NATIVE and not made.choice.failed
+    assert {one.kv_heads for one in made.choice.contenders} <= {4, 8}
+    (tmp_path / "bert").mkdir()
+    bert = saved(tmp_path / "bert", "bert-mlm")
+    with pytest.raises(PlanError, match="it is a bert"):
+        headprune.compress(bert, keep=0.5, dry_run=True, targets=["llama.cpp"])
+
+
+def test_a_step_of_a_recipe_says_what_it_is_for(tmp_path: Path) -> None:
+    recipe, plan = tmp_path / "job.yaml", tmp_path / "plan.json"
+    model = saved(tmp_path)
+    evenly(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
+    steps = f"{{plan: {plan}, targets: [anywhere, llama.cpp]}}"
+    job = f"model: {model}\noutput: {tmp_path / 'job'}\nsteps:\n  prune: {steps}\n"
+    recipe.write_text(job)
+    assert headprune.run(recipe).passed
+    uneven_plan(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
+    with pytest.raises(HeadpruneError, match="anywhere: the plan has"):
+        headprune.run(recipe)
 
 
 def test_cells_name_shapes_and_the_free_one_is_held_by_all() -> None:

@@ -15,7 +15,7 @@ from headprune.compression.candidates import Candidate, Job, candidates_for
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
-from headprune.config import CompressConfig, DataConfig, HealConfig
+from headprune.config import CompressConfig, DataConfig, HealConfig, LayoutOption
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
 from headprune.errors import DataError, HeadpruneError, PlanError, ProofError, TrainingError
@@ -29,6 +29,7 @@ from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
+from headprune.planning.constraints import constraints_of
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import MadeBy, ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
@@ -137,6 +138,7 @@ class _Compression:
         context.stage("loading the model")
         self.net, _ = load(model, config.dtype, **{**_STRICT, **loading})
         refuse_without_text(self.net, "compress")
+        constraints_of(self.net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
         task = task_of(self.net)
         _refuse_unfit(task, list(data.values()))
         trust = loading.get("trust_remote_code", False)
