@@ -262,4 +262,4 @@ def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatc
         with placing(Placement.AUTO, said.append):
             net, _ = load(sharded, Dtype.AUTO, False, False)
         assert (residency_of(net) is not None) == (free == 10_000)
-    assert said == ["placement: layers (0.0 GB of weights, and 0.0 GB are free)"]
+    assert said == ["placement: layers (0.0 GB of weights, and 0.0 GB are free on cpu)"]

@@ -1,9 +1,13 @@
-"""How much memory a process may still take."""
+"""How much memory a process may still take, of the host and of a device."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -19,3 +23,12 @@ def available() -> int | None:
         limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         found.append(max(0, limit - used))
     return min(found, default=None)
+
+
+def on_device(device: torch.device) -> int | None:
+    """Bytes that are free on a device with memory of its own; None on others."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
