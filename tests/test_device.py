@@ -107,7 +107,7 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
 
     monkeypatch.setattr(evaluation, "measure", full)
     report = tmp_path / "report.json"
-    told = "cpu ran out of memory while evaluating. Give a smaller batch_size or seq_len, or"
+    told = "while evaluating. Give a smaller batch_size or seq_len, placement layers, or device cpu"
     with pytest.raises(HeadpruneError, match=told) as error:
         headprune.evaluate(llama_folder, str(text_file), output=report, seq_len=16)
     assert error.value.exit_code == 2 and not report.exists()

@@ -76,14 +76,6 @@ def announce() -> None:
         say(f"device: {choice.device}")
 
 
-def free_on_device() -> int | None:
-    """Bytes that are free on the device of the command; None for one without memory of its own."""
-    import torch
-
-    device = chosen()
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device has no memory left."""
     # MPS has no class of its own for it; torch's is not imported for --help

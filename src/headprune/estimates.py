@@ -23,13 +23,17 @@ class Estimate:
 
     Attributes:
         seconds: Time; None where it depends on data that is not here.
-        memory_bytes: Largest memory.
+        memory_bytes: Largest memory, where it computes.
         disk_bytes: What it leaves, and needs meanwhile.
+        weights_bytes: Of this, weights, which are read into the memory of the host first.
+        layers_bytes: Largest memory layer by layer; None where it does not run so.
     """
 
     seconds: float | None
     memory_bytes: int
     disk_bytes: int
+    weights_bytes: int = 0
+    layers_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,16 @@ class Sizes:
         """Bytes of the weights in what is computed in; "auto" is float32 at least."""
         return self.parameters * self.computed_itemsize(dtype)
 
+    def by_layers(self, weights: int) -> int:
+        """Of so many bytes of weights, those that are there at once layer by layer.
+
+        These are embeddings and head, and three layers: one that runs, one that is read, one that
+        was let go.
+        """
+        outside = min(self.parameters, 2 * self.hidden * self.vocabulary)
+        layers = 3 * (self.parameters - outside) / max(self.layers, 1)
+        return int(weights * min(1.0, (outside + layers) / self.parameters))
+
     def itemsize_of(self, dtype: str) -> int:
         """Bytes of an element."""
         return _ITEMSIZE.get(dtype, self.itemsize)
@@ -106,10 +120,12 @@ class Sizes:
         """
         passes = 2 + trained / self.parameters + bool(teacher) + checkpointing
         held = self.activations(batch, itemsize, trained=not checkpointing)
+        weights = self.parameters * itemsize + teacher
         return Estimate(
             None if tokens is None else OVERHEAD_SECONDS + passes * self.forward(tokens),
-            self.parameters * itemsize + teacher + 12 * trained + held,
+            weights + 12 * trained + held,
             2 * 12 * trained,  # two checkpoints: weights and two moments
+            weights,
         )
 
     def rule(self) -> str:

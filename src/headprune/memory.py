@@ -1,9 +1,13 @@
-"""How much memory a process may still take."""
+"""How much memory a process may still take, of the host and of a device."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -21,3 +25,12 @@ def available() -> int | None:
         # pages of files that were read are let go when others need the room
         found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     return min(found, default=None)
+
+
+def on_device(device: torch.device) -> int | None:
+    """Bytes that are free on a device with memory of its own; None on others."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 
-from headprune.devices import free_on_device
-from headprune.memory import available
+from headprune import devices
+from headprune.memory import available, on_device
 
 ROOM = 1.25  # times the weights, for what they compute
 
@@ -39,9 +39,12 @@ def placing(asked: Placement, say: Callable[[str], None] = lambda line: None) ->
     """Has models placed so for the time of a ``with`` block.
 
     Args:
-        asked: The value of ``--placement``.
+        asked: The value of ``--placement``. Within another block, "auto" is that block's.
         say: Called with a line, where a model is run layer by layer.
     """
+    before = _CHOICE.get()
+    if asked is Placement.AUTO and before is not None:
+        asked = before.asked
     token = _CHOICE.set(_Asked(asked, say))
     try:
         yield
@@ -73,6 +76,24 @@ def in_shards() -> bool:
     return _SHARDS.get()
 
 
+def room() -> dict[str, int]:
+    """Bytes that are free on the host, "cpu", and on the device of the command, if they say so."""
+    device = devices.chosen()
+    found = {devices.CPU: available(), str(device): on_device(device)}
+    if device.type == devices.CPU:
+        found = {devices.CPU: available()}
+    return {place: free for place, free in found.items() if free is not None}
+
+
+def too_large(weights: int) -> str | None:
+    """Where a model does not fit as a whole by the rule of "auto"; None where it does.
+
+    Args:
+        weights: Bytes of its weights, in the element type that it computes in.
+    """
+    return next((place for place, free in room().items() if ROOM * weights > free), None)
+
+
 def by_layers(weights: int) -> bool:
     """Whether a model is to be run layer by layer; says so.
 
@@ -80,13 +101,14 @@ def by_layers(weights: int) -> bool:
         weights: Bytes of its weights, in the element type that it computes in.
     """
     choice = _CHOICE.get()
-    free = min((n for n in (available(), free_on_device()) if n is not None), default=None)
     if choice is None or choice.asked is Placement.WHOLE:
         return False
     why = ""
     if choice.asked is Placement.AUTO:
-        if free is None or ROOM * weights <= free:
+        place = too_large(weights)
+        if place is None:
             return False
-        why = f" ({weights / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free)"
+        free = room()[place]
+        why = f" ({weights / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free on {place})"
     choice.say(f"placement: layers{why}")
     return True

@@ -104,8 +104,8 @@ def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
     seconds = candidates * (sizes.forward(passes) + sizes.writing(options.out_dtype))
     batch = options.batch_size * options.seq_len
     held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True)
-    memory = 2 * sizes.computed(options.dtype) + held
-    return Estimate(OVERHEAD_SECONDS + seconds, memory, 2 * sizes.stored(options.out_dtype))
+    weights, stored = 2 * sizes.computed(options.dtype), sizes.stored(options.out_dtype)
+    return Estimate(OVERHEAD_SECONDS + seconds, weights + held, 2 * stored, weights)
 
 
 declare(

@@ -216,8 +216,9 @@ def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
         weighed = options.kv_budget is not None and options.merge is None
         seconds += (9 if weighed else 3) * sizes.forward(options.calibration_tokens)
     held = options.calibration_tokens * sizes.hidden * 4 * 8
-    memory = 2 * sizes.computed(options.dtype) + held
-    return Estimate(seconds, memory, sizes.stored(options.out_dtype))
+    weights, stored = sizes.computed(options.dtype), sizes.stored(options.out_dtype)
+    layers = sizes.by_layers(weights) + held
+    return Estimate(seconds, 2 * weights + held, stored, weights, layers)
 
 
 def _refuse(options: ConvertOptions) -> None:

@@ -127,7 +127,9 @@ def estimate(
     batch = options.batch_size * options.seq_len
     held = sizes.activations(batch, sizes.itemsize_of(options.dtype), trained=False)
     seconds = None if one is None else OVERHEAD_SECONDS + models * one
-    return Estimate(seconds, models * sizes.stored(options.dtype) + held, RECORD_BYTES)
+    weights = models * sizes.stored(options.dtype)
+    layers = sizes.by_layers(weights) + held
+    return Estimate(seconds, weights + held, RECORD_BYTES, weights, layers)
 
 
 def _estimate(options: EvaluateOptions, sizes: Sizes) -> Estimate:

@@ -89,7 +89,8 @@ def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
     from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, SPEED_SECONDS, Estimate
 
     timed = SPEED_SECONDS * (options.min_speedup is not None)
-    return Estimate(options.rounds * OVERHEAD_SECONDS + timed, sizes.computed(), RECORD_BYTES)
+    seconds, weights = options.rounds * OVERHEAD_SECONDS + timed, sizes.computed()
+    return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
 
 
 def _summary(result: Planned) -> str:

@@ -184,8 +184,9 @@ def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
     """Loaded, let go, cut on disk and read back."""
     from headprune.estimates import Estimate
 
-    stored = sizes.stored(options.out_dtype)
-    return Estimate(sizes.writing(options.out_dtype), sizes.computed(options.dtype), stored)
+    stored, weights = sizes.stored(options.out_dtype), sizes.computed(options.dtype)
+    seconds = sizes.writing(options.out_dtype)
+    return Estimate(seconds, weights, stored, weights, sizes.by_layers(weights))
 
 
 def _summary(result: Pruned | Preview) -> str:

@@ -44,7 +44,8 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
 
 def run(options: RolesOptions, context: Context) -> RolesRecord:
     """Measures them."""
-    from headprune.role.roles import Watch, roles
+    from headprune.evidence.score import Watch
+    from headprune.role.roles import roles
 
     return roles(
         options.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import OnDevice, Trust
+from headprune.commands.shared import Placed, Trust
 from headprune.config import Names
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headprune.recipes.run import Run
 
 
-class RunOptions(Trust, OnDevice):
+class RunOptions(Trust, Placed):
     """Run the whole job of a recipe; steps that are done already are not done again."""
 
     recipe: Path = option(
@@ -33,7 +33,9 @@ class RunOptions(Trust, OnDevice):
         metavar="KEY=VALUE",
     )
     dry_run: bool = option(
-        "List the steps with time, memory and disk; run nothing.", False, Panel.MAIN
+        "List the steps with time, memory by where they run, and disk; run nothing.",
+        False,
+        Panel.MAIN,
     )
 
 
@@ -69,6 +71,7 @@ declare(
         RunOptions,
         run,
         show,
+        warnings=lambda result: getattr(result, "warnings", ()),
         passed=lambda result: getattr(result, "passed", True),
     )
 )

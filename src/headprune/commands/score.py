@@ -123,7 +123,9 @@ def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
     held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True)
     tokens = options.calibration_tokens if options.data else 0
     seconds = OVERHEAD_SECONDS + 2 * sizes.forward(tokens)
-    return Estimate(seconds, sizes.computed(options.dtype) + held, RECORD_BYTES)
+    weights, itemsize = sizes.computed(options.dtype), sizes.computed_itemsize(options.dtype)
+    layers = sizes.by_layers(weights) + sizes.activations(batch, itemsize, trained=False)
+    return Estimate(seconds, weights + held, RECORD_BYTES, weights, layers)
 
 
 def _refuse(options: ScoreOptions) -> None:

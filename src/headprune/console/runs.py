@@ -9,9 +9,11 @@ from rich.markup import escape
 
 from headprune.console.tables import table
 from headprune.estimates import duration
+from headprune.placements import Placement
 
 if TYPE_CHECKING:
     from headprune.recipes.forecast import Forecast
+    from headprune.recipes.needs import Needs
     from headprune.recipes.run import Run
 
 
@@ -30,14 +32,15 @@ def finished(console: Console, run: Run) -> None:
 
 def forecast(console: Console, outlook: Forecast) -> None:
     """What would run, and what it would take."""
-    grid = table("step", "would run?", "time", "memory", "disk", numbers_from=2)
+    grid = table("step", "would run?", "where", "time", "memory", "disk", numbers_from=3)
     for step in outlook.steps:
         why = "no, done before" if step.cached else f"yes: {step.why}"
         need = step.estimate
-        cells = ("-", "-", "-")
+        cells = ("-", "-", "-", "-")
         if not step.cached:
             took = "?" if need.seconds is None else duration(need.seconds)
-            cells = (took, size(need.memory_bytes), size(need.disk_bytes))
+            where, memory = _place(step.needs)
+            cells = (where, took, memory, size(need.disk_bytes))
         grid.add_row(step.name, escape(why), *cells)
     console.print(grid)
     total = outlook.seconds
@@ -47,6 +50,15 @@ def forecast(console: Console, outlook: Forecast) -> None:
     )
     console.print(f"[bright_black]{escape(outlook.rule)}[/]")
     console.print("Nothing was run (--dry-run).")
+
+
+def _place(needs: Needs) -> tuple[str, str]:
+    """Where a step runs, and its memory there."""
+    layers = ", layers" if needs.placement is Placement.LAYERS else ""
+    memory = size(needs.host_bytes)
+    if needs.device_bytes is not None:
+        memory = f"{size(needs.device_bytes)}, host {memory}"
+    return f"{needs.device}{layers}", memory
 
 
 def size(count: float | int) -> str:

@@ -164,7 +164,7 @@ def make_plan(
                 target if target is not None else _reached(attentions, unit, values, budget, limits)
             )
             heads = head_budget(_between(sum(sizes), goal, number + 1, rounds) / sum(sizes), sizes)
-        choice = _Choice(attentions, unit, budget, limits if last else [], constraints)
+        choice = _WithinBudgets(attentions, unit, budget, limits if last else [], constraints)
         before, kept = kept, choice.of(values, kept, heads)
     free = replace(choice, constraints=replace(constraints, targets=(), shapes=frozenset(SHAPES)))
     share = _share(values, kept, free.of(values, before, heads)) if budget.targets else None
@@ -185,7 +185,7 @@ def _share(values: Tensor, kept: set[int], free: set[int]) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _WithinBudgets:
     """A choice of units, within budgets."""
 
     attentions: Sequence[Attention]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headprune.estimates import Estimate
+from headprune.recipes.needs import Needs, needs_of
 from headprune.recipes.recipe import Recipe, options_of
 from headprune.recipes.run import UNKNOWN, digest_of_model, look, open_run
 from headprune.recipes.sizes import sizes_of
@@ -22,12 +23,14 @@ class StepForecast:
         cached: Whether its output is there already.
         why: Why it has to run.
         estimate: What it would take.
+        needs: Where, and in what memory.
     """
 
     name: str
     cached: bool
     why: str
     estimate: Estimate
+    needs: Needs
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,12 @@ class Forecast:
     def disk_bytes(self) -> int:
         """Disk of all steps that would run."""
         return sum(estimate.disk_bytes for estimate in self.ahead)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Of steps that do not fit into memory."""
+        ahead = [step for step in self.steps if not step.cached and step.needs.short]
+        return [f"Step '{step.name}' {step.needs.short}" for step in ahead]
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -93,6 +102,7 @@ def forecast(recipe: Recipe, trust_remote_code: bool = False) -> Forecast:
             record = record.model_copy(update={"steps": left})
         options = options_of(recipe, name, recipe.output / name)
         estimate = step.kind().estimate(options, sizes)
-        steps.append(StepForecast(name, outlook.cached, why, estimate))
+        needs = needs_of(estimate, "placement" in type(options).model_fields)
+        steps.append(StepForecast(name, outlook.cached, why, estimate, needs))
     above = next(p for p in recipe.output.absolute().parents if p.exists())
     return Forecast(tuple(steps), shutil.disk_usage(above).free, sizes.rule())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from headprune.config import DataConfig, RolesConfig
 from headprune.data.sources import refuse_missing_file
 from headprune.evaluation.refusals import refuse_other_tokenizer
+from headprune.evidence.score import Watch
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import load_tokenizer
@@ -29,19 +29,6 @@ from headprune.schemas.manifest import versions
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.roles import ROLES_FILE, ModuleRoles, RoleFacts, RolesRecord
 from headprune.schemas.runs import digest_of_data
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Where the work tells how far it is.
-
-    Attributes:
-        stage: Called with a few words before every stage.
-        step: Called with steps of the stage done, and in all.
-    """
-
-    stage: Callable[[str], None] = lambda stage: None
-    step: Callable[[int, int], None] = lambda done, total: None
 
 
 @claims_output("model", "data", "against")
