@@ -242,6 +242,14 @@ def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    folder = made("llama-gqa", "whole", tmp_path / "m")
+    tiny.model("llama-gqa").save_pretrained(folder)  # with fewer tokens
+    with pytest.raises(HeadpruneError, match="has 267 tokens, and the model embeds 65"):
+        headprune.export(folder, tmp_path / "out", to="gguf")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("case", "cut", "config", "message"),
     [

@@ -10,7 +10,7 @@ import headprune
 from headprune.engines.targets import DECILM, EMPTY, EVEN, RAGGED, SHAPES, TARGETS
 from headprune.exporting.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
-from tests import tiny
+from tests import gguf_words, tiny
 from tests.cutting import ragged_plan, uneven_plan
 from tests.test_cli import run
 
@@ -59,7 +59,7 @@ def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixtur
     line = ("convert-gqa", model, "--kv-heads", "1", "--output", tmp_path / "out")
     code, out, err = run(capsys, *line)
     assert code == 0, err
-    assert f"vLLM: vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
+    assert f"vLLM:\n  vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
 
 
 def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:
@@ -69,6 +69,33 @@ def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:
     headprune.prune(tmp_path / "m", tmp_path / "out", plan=plan)
     assert [*serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out"))] == []
     assert "Serve it" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_tokenizer_that_is_not_known_is_taken_from_the_original(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    model.resize_token_embeddings(gguf_words.SIZE)
+    tiny.save(model, tmp_path / "known")
+    headprune.convert_gqa(tmp_path / "known", tmp_path / "out", kv_heads=1)
+    lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
+    assert "--like ORIGINAL.gguf && llama-server" in lines["llama.cpp"]
+    gguf_words.words("GPT-2").save_pretrained(tmp_path / "out")
+    lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
+    assert "--output out-gguf && llama-server" in lines["llama.cpp"]
+
+
+def test_other_counts_than_llama_cpp_holds_are_not_served_there(tmp_path: Path) -> None:
+    model = tiny.model("qwen3")
+    model.config.update({"attention_bias": False})
+    for name in dict(model.named_parameters()):
+        if "self_attn" in name and name.endswith("proj.bias"):
+            model.get_submodule(name.rpartition(".")[0]).bias = None
+    tiny.save(model, tmp_path / "m")
+    headprune.convert_gqa(tmp_path / "m", tmp_path / "out", kv_heads=(3, 1, 3, 1))
+    lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
+    assert list(lines) == ["vLLM"]  # its embeddings are not tied
+    headprune.convert_gqa(tmp_path / "m", tmp_path / "even", kv_heads=1)
+    lines = dict(serving(read_manifest(tmp_path / "even"), tmp_path / "even", Path("even")))
+    assert list(lines) == ["llama.cpp", "vLLM", "SGLang"]
 
 
 def test_every_cell_of_the_table_is_filled() -> None:

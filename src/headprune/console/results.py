@@ -244,7 +244,7 @@ def written(console: Console, result: Pruned) -> None:
     stored = _stored(result.manifest.shape, result.manifest.uneven)
     console.print(f"{stored} Written to {escape(str(result.output))}.")
     for engine, line in serving(result.manifest, result.output, result.output):
-        console.print(f"  {engine}: {escape(line)}", soft_wrap=True)
+        console.print(f"\n{engine}:\n  {escape(line)}", soft_wrap=True)
 
 
 def _stored(shape: Shape, uneven: bool) -> str:

@@ -9,14 +9,15 @@ from pathlib import Path
 from headprune.config import Target
 from headprune.engines.targets import DECILM, EMPTY, EVEN, RAGGED, TARGETS, EngineShapes, shapes_of
 from headprune.errors import HeadpruneError
-from headprune.exporting.source import open_source
+from headprune.exporting.llama_cpp.tokenizer import vocabulary
+from headprune.exporting.source import ExportSource, open_source
 from headprune.io.shell import command
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Heads
 
 
-def _vllm(folder: Path, shapes: frozenset[str]) -> str:
+def _vllm(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
     quoted = shlex.quote(str(folder))
     if shapes == {EVEN}:
         return f"vllm serve {quoted}"
@@ -28,13 +29,18 @@ def _vllm(folder: Path, shapes: frozenset[str]) -> str:
     return f"{export} && vllm serve {shlex.quote(str(out))} {flags}"
 
 
-def _llama_cpp(folder: Path, shapes: frozenset[str]) -> str:
+def _llama_cpp(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
+    like = None
+    try:
+        vocabulary(source, like)
+    except HeadpruneError:  # its tokenizer is none that is recognised
+        like = "ORIGINAL.gguf"
     out = folder.with_name(f"{folder.name}-gguf")
-    export = command("export", folder, to="gguf", output=out)
+    export = command("export", folder, to="gguf", output=out, like=like)
     return f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
 
 
-def _decilm(folder: Path, shapes: frozenset[str]) -> str:
+def _decilm(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
     serve = "python -m sglang.launch_server --model-path"
     if shapes == {EVEN}:
         return f"{serve} {shlex.quote(str(folder))}"
@@ -43,7 +49,7 @@ def _decilm(folder: Path, shapes: frozenset[str]) -> str:
     return f"{export} && {serve} {shlex.quote(str(out))} --trust-remote-code"
 
 
-SERVERS: tuple[tuple[EngineShapes, Callable[[Path, frozenset[str]], str]], ...] = (
+SERVERS: tuple[tuple[EngineShapes, Callable[[ExportSource, Path, frozenset[str]], str]], ...] = (
     (TARGETS[Target.LLAMA_CPP], _llama_cpp),
     (TARGETS[Target.VLLM], _vllm),
     (DECILM, _decilm),
@@ -74,10 +80,10 @@ def serving(manifest: Manifest, folder: Path, called: Path) -> Iterator[tuple[st
     if manifest.auto_class != "AutoModelForCausalLM":
         return
     try:
-        net = open_source(folder).net
+        source = open_source(folder)
     except HeadpruneError:  # it needs code of its own, which no engine here was tried with
         return
     shapes = shapes_in(manifest)
     for engine, line in SERVERS:
-        if shapes <= engine.holds(net):
-            yield engine.name.partition(" (")[0].partition(",")[0], line(called, shapes)
+        if shapes <= engine.holds(source.net):
+            yield engine.name.partition(" (")[0].partition(",")[0], line(source, called, shapes)

@@ -103,7 +103,7 @@ def preview(
     constraints.check(cuts)
     stored = result_shape(cuts, net.config)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    costs = _costs(net, source, asked) if plan is None else {}
+    costs = _costs(net, source, asked, layout) if plan is None else {}
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
@@ -149,17 +149,17 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: PlanSource) -> _U
 
 
 def _costs(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource
+    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, layout: LayoutOption
 ) -> dict[tuple[str, str], ShapeCost]:
-    """What every layout and every engine would keep of the evidence."""
+    """What every layout, and every engine with the layout asked for, would keep of the evidence."""
     units, costs = _units(net, source, asked), {}
-    layouts = [("layout", layout.value, layout, ()) for layout in LayoutOption]
-    engines = [("for", target.value, LayoutOption.PER_LAYER, (target,)) for target in Target]
-    for option, name, layout, targets in (*layouts, *engines):
+    layouts = [("layout", other.value, other, ()) for other in LayoutOption]
+    engines = [("for", target.value, layout, (target,)) for target in Target]
+    for option, name, form, targets in (*layouts, *engines):
         try:
-            constraints = constraints_of(net, layout, targets)
+            constraints = constraints_of(net, form, targets)
             plan, _, _ = plan_from(net, source, asked, constraints)
-            cuts = resolve(plan, net, ragged=layout is LayoutOption.RAGGED)
+            cuts = resolve(plan, net, ragged=form is LayoutOption.RAGGED)
             constraints.check(cuts)
         except PlanError as error:
             why = str(error).split(". ")[0] + "."

@@ -152,6 +152,11 @@ def vocabulary(source: ExportSource, like: Path | None) -> Vocabulary:
             f"the rules that are known for certain ({', '.join(RULES)}): give --like FILE, the "
             "original model as llama.cpp's convert_hf_to_gguf.py writes it."
         )
+    if len(tokenizer) > size:
+        raise HeadpruneError(
+            f"The tokenizer in '{source.folder}' has {len(tokenizer):,} tokens, and the model "
+            f"embeds {size:,}: it belongs to another model. Put the model's own there."
+        )
     return Vocabulary(_fields(tokenizer, content, rule, size))
 
 
