@@ -271,7 +271,7 @@ def _with_grams(
             x = (x.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
         rows = real_tokens(x, token_mask(batch, attention.kind))
         refuse_singular(attention, len(rows), rows.shape[1], f"leave out {_listed(needing)}")
-        part = replace(evidence[position], gram=outer_sum(rows, rows).cpu())
+        part = replace(evidence[position], gram=outer_sum(rows, rows))
         units = members(unit, attention.group_sizes)
         try:
             found[attention.path] = {n: CRITERIA[n].score(part, units) for n in needing}

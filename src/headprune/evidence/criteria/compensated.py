@@ -20,7 +20,8 @@ def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     heads = evidence.output_weight
     weight = heads.transpose(0, 1).flatten(1).double() * evidence.curvature.sqrt()[:, None]
     blocks = [columns(unit, heads.shape[-1]) for unit in units]
-    return torch.tensor(removal_costs(evidence.gram, weight, blocks), dtype=torch.float64)
+    costs = removal_costs(evidence.gram, weight.to(evidence.gram.device), blocks)
+    return torch.tensor(costs, dtype=torch.float64)
 
 
 compensated = Criterion(

@@ -12,7 +12,7 @@ from headprune.tensors.least_squares import removal_costs
 def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     assert evidence.gram is not None
     heads = evidence.output_weight
-    weight = heads.transpose(0, 1).flatten(1)
+    weight = heads.transpose(0, 1).flatten(1).to(evidence.gram.device)
     blocks = [columns(unit, heads.shape[-1]) for unit in units]
     return torch.tensor(removal_costs(evidence.gram, weight, blocks), dtype=torch.float64)
 
