@@ -10,9 +10,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from headprune.console.models import families_markdown
+from headprune.engines.targets import DECILM, SHAPES, TARGETS
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Report
 from headprune.evidence.criteria import CRITERIA
+from headprune.exporting.formats import FORMATS
 from headprune.family.capabilities import capabilities
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
