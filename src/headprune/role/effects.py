@@ -5,8 +5,8 @@ later layers the distribution that they know and takes away only what the head s
 
     loss(head set to zero or to its mean) - loss
 
-What runs before the head's layer is the same every time and is not run again: both measures together
-take about one and a half forward passes per head.
+What runs before the head's layer is the same every time and is not run again: both measures
+together take about one and a half forward passes per head.
 """
 
 from __future__ import annotations
