@@ -114,6 +114,8 @@ def _shown(default: Any, as_text: bool) -> Any:
 def values_of(info: FieldInfo) -> list[str]:
     """The values that an option may have, where they are few."""
     kind = _bare(info.annotation)
+    if get_origin(kind) is tuple:
+        kind = _bare(get_args(kind)[0])
     some = isinstance(kind, type) and issubclass(kind, Enum)
     return [member.value for member in kind] if some else []
 
