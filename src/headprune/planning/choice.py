@@ -1,0 +1,106 @@
+"""Which units stay, by their scores: within budgets, and as the engines hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headprune.config import BudgetConfig
+from headprune.errors import PlanError
+from headprune.model.units import unit_sizes
+from headprune.planning.allocation import BudgetLimit, allocate
+from headprune.planning.constraints import Constraints
+from headprune.planning.from_scores import even_units
+from headprune.runtime.modeling_headprune import Attention
+from headprune.surgery.cut import config_holds
+from headprune.tensors.units import Unit
+
+
+def share_of(values: Tensor, kept: set[int], free: set[int]) -> float | None:
+    """The scores of some units as a share of those of others."""
+    total = float(values[sorted(free)].sum())
+    return float(values[sorted(kept)].sum()) / total if total > 0 <= float(values.min()) else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of units, within budgets and what engines hold.
+
+    Attributes:
+        attentions: The modules, in order.
+        unit: What is removed as one piece.
+        budget: What may stay.
+        limits: The same as sums over what stays.
+        constraints: What the plan must look like.
+    """
+
+    attentions: Sequence[Attention]
+    unit: Unit
+    budget: BudgetConfig
+    limits: Sequence[BudgetLimit]
+    constraints: Constraints
+
+    def of(self, values: Tensor, allowed: set[int], heads: int | None) -> set[int]:
+        """Units to keep, of those that are still there."""
+        attentions, unit, least = self.attentions, self.unit, self.budget.min_per_layer
+        gone = [at for at in range(len(values)) if at not in allowed]
+        ranked = values.clone()
+        if gone:  # a unit that went in an earlier round comes behind all that are there
+            ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
+        scores = ranked.tolist()
+        if self.constraints.even:
+            wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
+            return set(even_units(attentions, unit, scores, wanted, self._fits))
+        of_module = None
+        if self.budget.per_layer:
+            assert heads is not None
+            of_module = equal_shares(attentions, unit, heads, least)
+            heads = None
+        layers = range(len(attentions))
+        at_least = [max(least, int(self.constraints.keeps_a_head(layer))) for layer in layers]
+        return set(allocate(attentions, unit, scores, heads, of_module, at_least, self.limits))
+
+    def _fits(self, queries: int, kv_heads: int) -> bool:
+        """Whether every module may keep so many heads."""
+        present = [(queries, kv_heads)] * len(self.attentions)
+        return (
+            config_holds(self.constraints.net.config, queries, kv_heads)
+            and queries >= self.budget.min_per_layer
+            and all(limit.prices.total(present) <= limit.most for limit in self.limits)
+        )
+
+
+def equal_shares(
+    attentions: Sequence[Attention], unit: Unit, heads: int, at_least: int
+) -> list[int]:
+    """The same share of heads in every module, as nearly as whole units allow; exactly ``heads``.
+
+    Raises:
+        PlanError: If that leaves a module with fewer than ``at_least``, or whole units do not fit.
+    """
+    total = max(sum(a.query_heads for a in attentions), 1)
+    sizes = [sorted(set(unit_sizes([a], unit))) for a in attentions]
+    counts = []
+    for attention, steps in zip(attentions, sizes, strict=True):
+        step = steps[0] if len(steps) == 1 else 1
+        counts.append(int(heads * attention.query_heads / total) // step * step)
+    # what is left goes to the modules that rounding took most from, first ones first
+    short = [(counts[m] - heads * a.query_heads / total, m) for m, a in enumerate(attentions)]
+    for _, m in sorted(short):
+        step = sizes[m][0] if len(sizes[m]) == 1 else 1
+        if sum(counts) + step <= heads and counts[m] + step <= attentions[m].query_heads:
+            counts[m] += step
+    if sum(counts) != heads:
+        raise PlanError(
+            f"--per-layer: {heads} heads cannot be shared out evenly in whole units; "
+            f"{sum(counts)} can."
+        )
+    for attention, count in zip(attentions, counts, strict=True):
+        if attention.query_heads and count < at_least:
+            raise PlanError(
+                f"--per-layer leaves {count} heads in '{attention.path}', fewer than "
+                f"--min-per-layer {at_least}. Keep more heads, or lower it."
+            )
+    return counts
