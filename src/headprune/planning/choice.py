@@ -25,7 +25,7 @@ def share_of(values: Tensor, kept: set[int], free: set[int]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class HeadChoice:
     """A choice of units, within budgets and what engines hold.
 
     Attributes:

@@ -28,7 +28,7 @@ from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
-from headprune.planning.choice import Choice, share_of
+from headprune.planning.choice import HeadChoice, share_of
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.runtime.modeling_headprune import Attention
@@ -165,7 +165,7 @@ def make_plan(
                 target if target is not None else _reached(attentions, unit, values, budget, limits)
             )
             heads = head_budget(_between(sum(sizes), goal, number + 1, rounds) / sum(sizes), sizes)
-        choice = Choice(attentions, unit, budget, limits if last else [], constraints)
+        choice = HeadChoice(attentions, unit, budget, limits if last else [], constraints)
         before, kept = kept, choice.of(values, kept, heads)
     free = replace(choice, constraints=replace(constraints, targets=(), shapes=frozenset(SHAPES)))
     share = share_of(values, kept, free.of(values, before, heads)) if budget.targets else None
