@@ -16,7 +16,8 @@ import headprune
 from headprune.config import CalibrationConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
-from headprune.exporting.prune import preview, prune
+from headprune.exporting.preview import preview
+from headprune.exporting.prune import prune
 from headprune.io.markup import sentence
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity

@@ -23,7 +23,8 @@ from headprune.config import Dtype, LayoutOption, ProofOption
 from headprune.errors import CheckpointError, PlanError, ProofError
 from headprune.exporting import prune as export
 from headprune.exporting import streamed
-from headprune.exporting.prune import Preview, migrate, preview, prune
+from headprune.exporting.preview import Preview, preview
+from headprune.exporting.prune import migrate, prune
 from headprune.io import shards
 from headprune.io.shards import Piece, write_shards
 from headprune.model.attention import attention_of, identity
@@ -424,7 +425,10 @@ def test_memory_is_that_of_the_machine_and_the_container(
     (tmp_path / "memory.max").write_text("max\n")
     assert (memory.available() is None) == (unlimited is None) == (free is None)
     (tmp_path / "memory.max").write_text("12\n")
+    (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 0\n")
     assert memory.available() == 7
+    (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 2\n")
+    assert memory.available() == 9  # what was read of files gives way
 
 
 def test_proof_of_tensors_is_refused_where_weights_change(

@@ -75,8 +75,8 @@ def kept(plan: Plan) -> list[int]:
         (("onnx",), [0, 0, 6, 6]),
         (("llama.cpp",), [2, 0, 4, 6]),
         (("vllm",), [2, 2, 2, 6]),
-        (("llama.cpp", "mlx"), [2, 2, 2, 2]),
-        (("anywhere",), [2, 2, 2, 2]),
+        (("llama.cpp", "mlx"), [4, 4, 4, 4]),
+        (("anywhere",), [4, 4, 4, 4]),
     ],
 )
 @pytest.mark.parametrize("by", ["plan", "prune"])

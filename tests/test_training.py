@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig
 from headprune.errors import HeadpruneError
-from headprune.exporting.prune import preview, prune
+from headprune.exporting.preview import preview
+from headprune.exporting.prune import prune
 from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled

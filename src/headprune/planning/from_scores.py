@@ -25,7 +25,8 @@ def even_units(
         attentions: The attention modules, in order.
         unit: What is removed as one piece.
         scores: One score per unit, in order.
-        budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least.
+        budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least; of
+            two as near, the larger.
         fits: Whether a plain config holds so many query and KV heads.
 
     Returns:
@@ -55,7 +56,7 @@ def even_units(
             "No plan with the same heads in every layer keeps to the budgets. Loosen them, or "
             "leave out --for."
         )
-    count = min(possible, key=lambda count: abs(count - wanted))
+    count = min(possible, key=lambda count: (abs(count - wanted), -count))
     kept: list[int] = []
     for start in range(0, units * len(attentions), units):
         best = sorted(range(start, start + units), key=lambda u: (-scores[u], u))
