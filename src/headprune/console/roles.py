@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.tables import module_table, table
+from headprune.console.tables import module_table, narrow, table
 
 if TYPE_CHECKING:
     from headprune.schemas.roles import HeadRoles, ModuleRoles, RoleHead, RoleScore, RolesRecord
@@ -52,7 +52,8 @@ def _signs(module: ModuleRoles, result: RolesRecord) -> Text:
 
 
 def _by_role(console: Console, result: RolesRecord) -> None:
-    grid = table("", "role", "line", "heads", "nearly", "best", numbers_from=2)
+    columns = ("line", "heads", "best", "score", "interval", "control")
+    grid = narrow(table("", "role", *columns, numbers_from=2))
     for name, facts in result.roles.items():
         scored = [
             (score, module, head)
@@ -62,27 +63,29 @@ def _by_role(console: Console, result: RolesRecord) -> None:
         ]
         if scored:
             states = [score.state for score, _, _ in scored]
+            nearly = states.count("nearly")
             grid.add_row(
                 escape(facts.sign),
                 name,
                 f"{facts.line:g}",
-                str(states.count("over")),
-                str(states.count("nearly")),
-                _best(*max(scored, key=lambda one: one[0].score)),
+                f"{states.count('over')}" + (f"+{nearly}" if nearly else ""),
+                *_best(*max(scored, key=lambda one: one[0].score)),
             )
     console.print(grid)
     console.print(
         "[bright_black]capital letters and = are roles; small ones are roles that the interval "
-        f"leaves open, or attributes; {NOTHING} is neither[/]"
+        f"leaves open, or attributes; {NOTHING} is neither; +: as many more are nearly over the "
+        "line[/]"
     )
 
 
-def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> str:
-    beside = "" if score.control is None else f", control {score.control:.2f}"
+def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, str, str, str]:
     variant = f" at {score.variant}" if score.variant else ""
-    return escape(
-        f"{_name(module.path, head.head)}{variant} {score.score:.2f} "
-        f"({score.low:.2f} to {score.high:.2f}{beside})"
+    return (
+        escape(f"{_name(module.path, head.head)}{variant}"),
+        f"{score.score:.2f}",
+        f"{score.low:.2f}-{score.high:.2f}",
+        "-" if score.control is None else f"{score.control:.2f}",
     )
 
 
