@@ -260,7 +260,7 @@ def run(command: Callable[[], None]) -> None:
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
-    except Exception:
+    except Exception:  # a bug: it goes on, shown without markup of what it quotes
         sys.excepthook = _unexpected  # typer has put its own there
         raise
 

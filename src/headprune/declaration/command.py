@@ -205,7 +205,7 @@ class Command(Generic[Asked, Result]):
         with devices.running_on(asked, context.line), placements.placing(placement, context.line):
             try:
                 return self.run(options, replace(context, stage=stage))
-            except Exception as error:
+            except Exception as error:  # a full device is told by several kinds; others go on
                 if not devices.out_of_memory(error):
                     raise
                 fields = type(options).model_fields

@@ -47,9 +47,9 @@ class Flat(nn.Module):
         result = self.run(dict(zip(self.names, tensors, strict=True)))
         return tuple(result[name] for name in self.outputs)
 
+    @abstractmethod
     def run(self, given: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Runs the model on inputs by name; outputs by name."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def write_graphs(
             with _quiet():
                 graph.module(*graph.inputs.values())  # what is kept from a first run is kept now
                 save(graph, folder)
+        except (OSError, MemoryError):  # a full disk is no limit of the exporter
+            raise
         except Exception as error:  # whatever an exporter raises at what it does not know
             why = " ".join(str(error).split())[:400] or type(error).__name__
             raise PlanError(
