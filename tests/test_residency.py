@@ -24,7 +24,7 @@ from headprune.model.heads import read_output, write_output
 from headprune.model.opening import load
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.residency import Residency, residency_of
-from headprune.model.stored import stored_tensors
+from headprune.model.stored import fetch_weights, stored_tensors
 from headprune.placements import Placement, placing
 from headprune.proof.equivalence import difference
 from tests import tiny
@@ -304,11 +304,11 @@ def test_weights_of_the_hub_are_fetched_first(
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
     monkeypatch.setattr(hub, "why_not", lambda: None)
-    hub.fetch_weights("someone/model")
+    fetch_weights("someone/model")
     index = ["model.safetensors", "model.safetensors.index.json"]
     assert fetched == [*index, *sorted(file.name for file in sharded.glob("*.safetensors"))]
     fetched.clear()
-    hub.fetch_weights(sharded)
+    fetch_weights(sharded)
     monkeypatch.setattr(hub, "why_not", lambda: "no network")
-    hub.fetch_weights("someone/model")
+    fetch_weights("someone/model")
     assert not fetched

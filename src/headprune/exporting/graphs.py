@@ -9,6 +9,7 @@ is an input, ``past_key_values.N.key`` and ``.value``, and an output, ``present.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ _PARTS = ("key", "value")
 Dims = dict[int, str]
 
 
-class Flat(nn.Module):
+class Flat(nn.Module, ABC):
     """Takes tensors one after the other, and gives them so.
 
     Attributes:

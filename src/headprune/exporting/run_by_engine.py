@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from headprune.config import ExportConfig, ExportProofBy
+from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.engines.model import open_exported
 from headprune.engines.targets import graph_refusal
 from headprune.errors import PlanError
-from headprune.exporting.formats.spec import OnStep
+from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.source import ExportSource
 from headprune.io.folders import copy_companions
@@ -99,4 +99,33 @@ def prove(source: ExportSource, folder: Path, engine: str) -> ExportProof:
         compared=", ".join(name.replace("_", " ") for name in wanted),
         difference=gap,
         tolerance=allowed(net, inputs, wanted, gap),
+    )
+
+
+def graph_format(
+    what: str, engine: str, save: Save, extra: str, modules: tuple[str, ...]
+) -> Format:
+    """A format of graphs with caches, in float32, that one engine runs.
+
+    Args:
+        what: What it is.
+        engine: The engine, a row of ``ENGINES``.
+        save: Writes one graph into a folder.
+        extra: The extra of headprune that installs what it needs.
+        modules: What it needs.
+    """
+
+    def write(
+        source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
+    ) -> tuple[str, ...]:
+        return write_graphs(source, folder, save, on_step)
+
+    return Format(
+        what=what,
+        refusal=refusal,
+        write=write,
+        prove=lambda source, folder, config: prove(source, folder, engine),
+        dtypes=(ExportDtype.FLOAT32,),
+        modules=modules,
+        extra=extra,
     )

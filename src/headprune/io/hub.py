@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +11,6 @@ from pathlib import Path
 from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not among the names that it says it exports
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 PATIENCE_S = 5.0
 REMEMBERED_S = 60.0  # networks come back
@@ -44,20 +42,16 @@ def may_be_id(name: str | Path) -> bool:
     return not Path(name).exists()
 
 
-def fetch_weights(name: str | Path) -> None:
-    """Brings the safetensors of a hub model into the cache, as transformers would choose them.
+def fetched(name: str | Path, file: str) -> Path | None:
+    """Brings a file of a hub model into the cache.
 
-    Where there are none, or the hub refuses, nothing is done: loading the model says it better.
+    None where it has no such file, or the hub refuses: loading the model says it better.
     """
     if not may_be_id(name) or why_not() is not None:
-        return
-    with suppress(HfHubHTTPError, OSError):
-        with suppress(EntryNotFoundError):
-            hf_hub_download(str(name), SAFE_WEIGHTS_NAME)
-            return
-        index = json.loads(Path(hf_hub_download(str(name), SAFE_WEIGHTS_INDEX_NAME)).read_text())
-        for shard in sorted(set(index["weight_map"].values())):
-            hf_hub_download(str(name), shard)
+        return None
+    with suppress(EntryNotFoundError, HfHubHTTPError, OSError):
+        return Path(hf_hub_download(str(name), file))
+    return None
 
 
 @contextmanager

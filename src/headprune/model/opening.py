@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import Dtype
 from headprune.errors import CheckpointError
-from headprune.io.hub import fetch_weights
 from headprune.model.attention import identity, refuse_unknown_settings
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.placement import placed, reshard
@@ -28,6 +27,7 @@ from headprune.model.skeleton import Unmapped
 from headprune.model.stored import (
     StoredDtypes,
     commonest_dtype,
+    fetch_weights,
     refuse_quantised_tensors,
     stored_dtypes,
     stored_tensors,

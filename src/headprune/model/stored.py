@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
+from headprune.io import hub
 from headprune.io.parsing import read_json, validated
 from headprune.io.shards import StoredTensor, tensors_in
 from headprune.model.residency import residency_of
@@ -46,6 +47,19 @@ def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTe
     for file in _weight_files(model, subfolder):
         found |= tensors_in(file)
     return found
+
+
+def fetch_weights(model: str | Path) -> None:
+    """Brings the safetensors of a hub model into the cache, as transformers would choose them.
+
+    Raises:
+        CheckpointError: If the index of its files is damaged.
+    """
+    if hub.fetched(model, SAFE_WEIGHTS_NAME) is not None:
+        return
+    index = hub.fetched(model, SAFE_WEIGHTS_INDEX_NAME)
+    for shard in sorted(set(_read_index(index).weight_map.values())) if index is not None else ():
+        hub.fetched(model, shard)
 
 
 def stored_bytes(model: str | Path) -> int:

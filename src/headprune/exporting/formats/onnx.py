@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headprune.config import ExportConfig, ExportDtype
 from headprune.engines.spec import ENGINES
-from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.graphs import Graph
-from headprune.exporting.run_by_engine import prove, refusal, write_graphs
-from headprune.exporting.source import ExportSource
-from headprune.schemas.exports import ExportProof
+from headprune.exporting.run_by_engine import graph_format
 
 _ENGINE = "onnxruntime"
 
@@ -31,22 +27,10 @@ def _save(graph: Graph, folder: Path) -> None:
     program.save(str(folder / ENGINES[_ENGINE].file.format(graph.name)))
 
 
-def _write(
-    source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
-) -> tuple[str, ...]:
-    return write_graphs(source, folder, _save, on_step)
-
-
-def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
-    return prove(source, folder, _ENGINE)
-
-
-onnx = Format(
-    what="ONNX for ONNX Runtime: encoders, decoders with their cache, encoder-decoders",
-    refusal=refusal,
-    write=_write,
-    prove=_prove,
-    dtypes=(ExportDtype.FLOAT32,),
-    modules=("onnx", "onnxscript", _ENGINE),
-    extra="onnx",
+onnx = graph_format(
+    "ONNX for ONNX Runtime: encoders, decoders with their cache, encoder-decoders",
+    _ENGINE,
+    _save,
+    "onnx",
+    ("onnx", "onnxscript", _ENGINE),
 )
