@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from headprune.config import ExportDtype
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, ProofError
 from headprune.exporting.llama_cpp.layout import (
     ROPE_FACTORS,
     FileTensor,
@@ -181,7 +181,8 @@ def read_back(source: ExportSource, path: Path, wanted: Type) -> ExportProof:
                     read = by_halves(read, part.heads)
                 gaps.append(_gap(read, piece, found.tensor_type))
     left = set(stored) - {ROPE_FACTORS}
-    assert not left, left
+    if left:
+        raise ProofError(f"The file holds '{min(left)}', which the model has not.")
     exact = wanted is not Type.Q8_0
     return ExportProof(
         how="read back",
