@@ -19,6 +19,7 @@ from headprune import placements
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.io import hub
+from headprune.model import stored
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.opening import load
@@ -309,6 +310,13 @@ def test_weights_of_the_hub_are_fetched_first(
     assert fetched == [*index, *sorted(file.name for file in sharded.glob("*.safetensors"))]
     fetched.clear()
     fetch_weights(sharded)
+    with monkeypatch.context() as cached:
+        there = {path.name: str(path) for path in sharded.iterdir()}
+        last = there.pop(max(name for name in there if name.endswith(".safetensors")))
+        cached.setattr(stored, "try_to_load_from_cache", lambda model, file: there.get(file))
+        fetch_weights("someone/model")
+    assert fetched == [Path(last).name]  # what is in the cache already is not asked for
+    fetched.clear()
     monkeypatch.setattr(hub, "why_not", lambda: "no network")
     fetch_weights("someone/model")
     assert not fetched

@@ -55,11 +55,14 @@ def fetch_weights(model: str | Path) -> None:
     Raises:
         CheckpointError: If the index of its files is damaged.
     """
-    if hub.fetched(model, SAFE_WEIGHTS_NAME) is not None:
-        return
-    index = hub.fetched(model, SAFE_WEIGHTS_INDEX_NAME)
-    for shard in sorted(set(_read_index(index).weight_map.values())) if index is not None else ():
-        hub.fetched(model, shard)
+    index = _find(model, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        if _find(model, SAFE_WEIGHTS_NAME) or hub.fetched(model, SAFE_WEIGHTS_NAME):
+            return
+        index = hub.fetched(model, SAFE_WEIGHTS_INDEX_NAME)
+    for shard in sorted(set(_read_index(index).weight_map.values())) if index else ():
+        if _find(model, shard) is None:  # the hub is asked for what is missing alone
+            hub.fetched(model, shard)
 
 
 def stored_bytes(model: str | Path) -> int:
