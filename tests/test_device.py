@@ -21,7 +21,7 @@ from headprune.evaluation import evaluate as evaluation
 from headprune.model import placement, probes
 from headprune.model.attention import attention_of
 from headprune.model.loading import native_class, task_of
-from headprune.training.resumable import resumable_arguments
+from headprune.training.arguments import resumable_arguments
 from tests import tiny
 from tests.test_cli import run
 

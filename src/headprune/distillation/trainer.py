@@ -18,13 +18,9 @@ from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
 from headprune.model.placement import on_device
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
+from headprune.training.arguments import resumable_arguments
 from headprune.training.divergence import divergence
-from headprune.training.resumable import (
-    LossModule,
-    ResumableTrainer,
-    recompute_in_eval,
-    resumable_arguments,
-)
+from headprune.training.resumable import LossModule, ResumableTrainer, recompute_in_eval
 
 
 class HealedModel(LossModule):

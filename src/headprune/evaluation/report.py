@@ -16,7 +16,7 @@ from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
 from headprune.model.cost import ModelCost
 from headprune.model.speed import Speed
-from headprune.schemas.records import Digest
+from headprune.schemas.values import Digest
 
 
 class _ReportPart(BaseModel):

@@ -21,6 +21,7 @@ from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
 from headprune.model.placement import is_sharded
 from headprune.runtime.modeling_headprune import Attention
+from headprune.training.arguments import resumable_arguments
 from headprune.training.checkpoints import Kind, first_infinite, kind_of
 from headprune.training.resumable import (
     HistoryCallback,
@@ -28,7 +29,6 @@ from headprune.training.resumable import (
     ResumableTrainer,
     TrainingStep,
     recompute_in_eval,
-    resumable_arguments,
 )
 
 SNAPSHOTS = 50  # of all gates, in the history of a run

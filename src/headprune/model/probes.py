@@ -22,7 +22,7 @@ from headprune.model.attention import family_of
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import task_of
 from headprune.model.placement import on_device, without_tf32
-from headprune.schemas.records import PROBE_SEED
+from headprune.schemas.proofs import PROBE_SEED
 
 _DECODED = 4
 _CHUNKS = (4, 1, 1)

@@ -22,7 +22,7 @@ from headprune.model.gating import fixed, gated
 from headprune.model.precision import widened
 from headprune.model.probes import Outputs, probe, probe_inputs
 from headprune.model.stored import StoredDtypes
-from headprune.schemas.records import PROBE_SEED, Proof, Sample, StoredOutput
+from headprune.schemas.proofs import PROBE_SEED, Proof, Sample, StoredOutput
 from headprune.surgery.cut import Cut, fold_gates, uncut
 from headprune.tensors.dtypes import dtype_name
 

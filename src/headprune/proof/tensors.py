@@ -16,7 +16,7 @@ from headprune.io.shards import Piece, StoredTensor, bytes_between
 from headprune.io.streaming import DTYPES, bytes_of
 from headprune.model.loading import from_pretrained
 from headprune.model.stored import stored_tensors
-from headprune.schemas.records import TensorProof
+from headprune.schemas.proofs import TensorProof
 
 
 def compare(

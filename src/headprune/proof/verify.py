@@ -34,7 +34,7 @@ from headprune.proof import equivalence, tensors
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
-from headprune.schemas.records import Sample
+from headprune.schemas.proofs import Sample
 from headprune.surgery.cut import fold_gates, resolve
 from headprune.surgery.streamed import cut_pieces
 

@@ -37,7 +37,7 @@ from headprune.regression.verdicts import (
     overall,
 )
 from headprune.schemas.plan import Shape
-from headprune.schemas.records import Digest
+from headprune.schemas.values import Digest
 
 _OF_TWO = {name for name, spec in METRICS.items() if spec.of_two}  # whatever the limit
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from headprune.io.ownership import EXPORTED
 from headprune.io.parsing import read_as
-from headprune.schemas.records import Digest, MadeBy
+from headprune.schemas.records import MadeBy
+from headprune.schemas.values import Digest
 
 
 class ExportProof(BaseModel):

@@ -26,7 +26,7 @@ from headprune.io.parsing import read_as
 from headprune.io.tensors import described, read_tensors
 from headprune.io.writing import write_error, write_whole
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.records import Count, Digest, Finite
+from headprune.schemas.values import Count, Digest, Finite
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
 

@@ -17,9 +17,8 @@ from headprune.io.folders import digest_of, sha256_of
 from headprune.io.parsing import read_as
 from headprune.runtime import MANIFEST
 from headprune.schemas.plan import ModelIdentity, Shape
+from headprune.schemas.proofs import Proof, Sample, TensorProof
 from headprune.schemas.records import (
-    Count,
-    Digest,
     Done,
     Evidence,
     Heads,
@@ -27,13 +26,11 @@ from headprune.schemas.records import (
     MadeBy,
     Merging,
     ModelChoice,
-    Proof,
     Pruning,
     Recorded,
     Refit,
-    Sample,
-    TensorProof,
 )
+from headprune.schemas.values import Count, Digest
 
 CARD = "README.md"
 HISTORY = "heal.jsonl"  # of a healing, with times in it

@@ -20,13 +20,7 @@ from pydantic import (
 
 from headprune.runtime import MANIFEST
 from headprune.runtime.modeling_headprune import check_heads
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Difference = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, strict=True)]
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-PROBE_SEED = 20_190_523
+from headprune.schemas.values import Count, Difference, Digest, Finite
 
 
 class Heads(BaseModel):
@@ -70,112 +64,6 @@ class Description(BaseModel):
     schema_version: Literal[1]
     family: dict[str, Any]
     layout: dict[str, Heads]
-
-
-class Proof(BaseModel):
-    """What a proof measured; differences are relative to the largest output.
-
-    Attributes:
-        gated_vs_cut: Gated original against the cut model in memory; None where it was cut on disk.
-        gated_vs_reloaded: Gated original against the cut model read back from disk.
-        largest_output: Largest absolute output of the gated original.
-        control: Gated original against itself with every gate shifted by one head or, where that
-            changes nothing, without the first head of every module; None where no heads are left.
-        rounding: Gated original against itself with every gate moved by one bit: how much the
-            model amplifies rounding. None in older manifests.
-        tolerance: What the differences were held to.
-        dtype: Element type that the models ran in.
-        cast: The model as it was worked out against the one whose weights are rounded to what is
-            stored of them: what writing it in half precision costs. The gated original above is
-            that with rounded weights.
-        probes: The outputs compared, by name.
-        seed: Seed of the probe inputs.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    gated_vs_cut: float | None = None
-    gated_vs_reloaded: float
-    largest_output: float
-    control: float | None
-    rounding: float | None = None
-    tolerance: float
-    dtype: Literal["float64", "float32", "bfloat16", "float16"]
-    cast: float = 0.0
-    probes: tuple[str, ...]
-    seed: Count = PROBE_SEED
-
-    @property
-    def differences(self) -> tuple[float, ...]:
-        """Those that were measured."""
-        known = (self.gated_vs_cut, self.gated_vs_reloaded)
-        return tuple(difference for difference in known if difference is not None)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the differences are within the tolerance; NaN is not."""
-        return all(difference <= self.tolerance for difference in self.differences)
-
-
-class TensorProof(BaseModel):
-    """What a comparison of tensors showed, where no outputs were compared.
-
-    Every tensor of the result was read back and held, to the bit, the slices of the original that
-    stay, times their gates.
-
-    Attributes:
-        tensors: How many were compared.
-        cut: How many of them lost heads.
-        bytes: What they take on disk.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tensors: Count
-    cut: Count
-    bytes: Count
-
-
-class StoredOutput(BaseModel):
-    """What is kept of one output.
-
-    Attributes:
-        size: How many values it has.
-        largest: The largest absolute one.
-        positions: Positions in the flat output.
-        values: The values there.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    size: Annotated[int, Field(gt=0, strict=True)]
-    largest: Difference
-    positions: Annotated[tuple[Count, ...], Field(min_length=1)]
-    values: tuple[Finite, ...]
-
-    @model_validator(mode="after")
-    def _consistent(self) -> StoredOutput:
-        if len(self.positions) != len(self.values):
-            raise ValueError(f"{len(self.values)} values for {len(self.positions)} positions")
-        if max(self.positions) >= self.size:
-            raise ValueError(f"position {max(self.positions)} of an output of {self.size} values")
-        return self
-
-
-class Sample(BaseModel):
-    """What is kept of the gated original's outputs, so that a result can be proven years later.
-
-    Attributes:
-        inputs_sha256: Digest of the probe inputs, which are made anew from the seed.
-        outputs: By name.
-        seed: Seed of the inputs.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    inputs_sha256: Digest
-    outputs: Annotated[dict[str, StoredOutput], Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = PROBE_SEED
 
 
 class _Part(BaseModel):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.records import Count, Digest
+from headprune.schemas.values import Count, Digest
 
 ROLES_FILE = "roles.json"
 State = Literal["over", "nearly", "under"]

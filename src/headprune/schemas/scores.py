@@ -23,7 +23,7 @@ from headprune.io.parsing import read_as
 from headprune.io.tensors import described, read_tensors
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.records import Count, Digest
+from headprune.schemas.values import Count, Digest
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import Amount, Count
-from headprune.schemas.records import Digest
+from headprune.schemas.values import Digest
 
 SWEEP = "sweep.json"
 

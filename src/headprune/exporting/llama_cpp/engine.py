@@ -20,7 +20,7 @@ from headprune.exporting.llama_cpp import server
 from headprune.exporting.source import ExportSource
 from headprune.model.loading import load_tokenizer
 from headprune.schemas.exports import ExportProof
-from headprune.schemas.records import PROBE_SEED
+from headprune.schemas.proofs import PROBE_SEED
 
 _PROMPT, _STEPS, _PROMPTS = 24, 32, 16
 TOLERANCE = 2e-3  # of log-probabilities, in float32

@@ -1,0 +1,12 @@
+"""Values that records hold, with what they may be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Difference = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
