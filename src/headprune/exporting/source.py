@@ -70,7 +70,7 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     net = built(config)
-    weights = StoredWeights(folder, net.state_dict(), net.base_model_prefix)
+    weights = StoredWeights(folder, net)
     return ExportSource(folder, config, net, weights, trust_remote_code)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from headprune.io.shards import StoredTensor, rows_of
+from headprune.model.base_names import either_way
 from headprune.model.stored import stored_tensors
 
 _PIECE = 2**24  # numbers
@@ -30,17 +32,14 @@ class StoredWeights(Weights):
 
     Args:
         folder: The folder.
-        names: The names in the model, which may differ from those on disk by the base model's
-            prefix.
-        prefix: That prefix.
+        net: The model, whose names may differ from those on disk by the base model's prefix.
     """
 
-    def __init__(self, folder: Path, names: Mapping[str, object], prefix: str) -> None:
+    def __init__(self, folder: Path, net: PreTrainedModel) -> None:
         stored = stored_tensors(folder)
         self._found: dict[str, StoredTensor] = {}
-        for name in names:
-            known_as = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-            on_disk = next((one for one in known_as if one in stored), None)
+        for name in net.state_dict():
+            on_disk = next((one for one in either_way(net, name) if one in stored), None)
             if on_disk is not None:
                 self._found[name] = stored[on_disk]
 

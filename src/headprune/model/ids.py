@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from headprune.errors import CheckpointError
+from headprune.model.base_names import below_base
 from headprune.runtime import MANIFEST
 from headprune.runtime.modeling_headprune import Attention, find_attention
 from headprune.schemas.records import Heads
@@ -25,10 +26,10 @@ def restore_ids(
     Raises:
         CheckpointError: If it has other heads than the manifest says.
     """
-    prefix = f"{net.base_model_prefix}."  # the model may be another head's, or none's
-    told = {path.removeprefix(prefix): heads for path, heads in layout.items()}
+    # the model may be another head's, or none's
+    told = {below_base(net, path): heads for path, heads in layout.items()}
     for attention in find_attention(net, family):
-        heads = told.get(attention.path.removeprefix(prefix))
+        heads = told.get(below_base(net, attention.path))
         if heads is None:
             continue
         counts = (len(heads.query_heads), len(heads.kv_heads))

@@ -19,6 +19,7 @@ from headprune.errors import CheckpointError, FamilyError
 from headprune.family import FAMILIES, Family
 from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
+from headprune.model.base_names import below_base
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
@@ -202,13 +203,12 @@ def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
     Layers that predict several tokens at once are such: DeepSeek-V3 has one as its last.
     """
     patterns = [re.compile(pattern) for pattern in net._keys_to_ignore_on_load_unexpected or ()]
-    prefix = f"{net.base_model_prefix}."
-    taken = {name.removeprefix(prefix) for name in net.state_dict()}
+    taken = {below_base(net, name) for name in net.state_dict()}
     return sorted(
         name
         for name in names
         if any(pattern.search(name) for pattern in patterns)
-        and name.removeprefix(prefix) not in taken
+        and below_base(net, name) not in taken
         and not _is_computed(name, names)
     )
 
@@ -218,8 +218,7 @@ def _classes_that_take(net: PreTrainedModel, names: Collection[str]) -> list[str
 
     Some have the same tensors, as those for sequences and for tokens do; the likelier comes first.
     """
-    prefix = f"{net.base_model_prefix}."
-    there = {name.removeprefix(prefix) for name in (*net.state_dict(), *names)}
+    there = {below_base(net, name) for name in (*net.state_dict(), *names)}
     known, found = modeling_headprune.auto_classes(type(net.config)), []
     likely = ("AutoModelForMaskedLM", "AutoModelForSequenceClassification")
     for auto in (*(name for name in likely if name in known), *known):
@@ -230,7 +229,7 @@ def _classes_that_take(net: PreTrainedModel, names: Collection[str]) -> list[str
         except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
             continue  # needs settings that this config lacks
         tensors, tied = set(other.state_dict()), set(other.all_tied_weights_keys)
-        missing = {n for n in tensors - tied if n.removeprefix(prefix) not in there}
+        missing = {n for n in tensors - tied if below_base(net, n) not in there}
         if set(names) <= tensors and all("pooler" in name for name in missing):
             found.append(cls.__name__)
     return list(dict.fromkeys(found))

@@ -21,6 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from headprune.errors import HeadpruneError
 from headprune.family import FAMILIES
 from headprune.io.shards import StoredTensor, first_numbers, same_bytes
+from headprune.model.base_names import either_way
 from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
 
@@ -149,16 +150,12 @@ class Names:
 def stored_as(
     net: PreTrainedModel, disk: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
 ) -> StoredTensor:
-    """The tensor of a checkpoint that would be saved under a name.
-
-    Checkpoints of a model without its head lack the prefix that the whole model has, and the other
-    way round.
+    """The tensor of a checkpoint that would be saved under a name, with the prefix or without.
 
     Raises:
         Unmapped: If there is none of that shape.
     """
-    prefix = f"{net.base_model_prefix}."
-    for name in (disk, disk.removeprefix(prefix), prefix + disk):
+    for name in either_way(net, disk):
         if name in tensors and tensors[name].shape == shape:
             return tensors[name]
     raise Unmapped(f"The checkpoint has no tensor '{disk}' of shape {list(shape)}.")

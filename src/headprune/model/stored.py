@@ -27,6 +27,7 @@ from headprune.errors import CheckpointError
 from headprune.io import hub
 from headprune.io.parsing import read_json, validated
 from headprune.io.shards import StoredTensor, tensors_in
+from headprune.model.base_names import either_way
 from headprune.model.residency import residency_of
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
@@ -257,8 +258,7 @@ def _bits(dtype: torch.dtype) -> int:
 
 def _names_on_disk(net: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
     """What a tensor of the live model is called in the checkpoint that it was read from."""
-    prefix = f"{net.base_model_prefix}."
-    names = [name, name.removeprefix(prefix), prefix + name]
+    names = [*either_way(net, name)]
     with contextlib.suppress(Exception):  # a conversion that one tensor alone does not undergo
         names += revert_weight_conversion(net, {name: torch.empty_like(tensor, device="meta")})
     return names

@@ -143,7 +143,7 @@ def _write(
 def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
     """Builds what an engine builds of the blocks, and compares outputs."""
     regular, _ = _regular(source)
-    written = StoredWeights(folder, regular.net.state_dict(), regular.net.base_model_prefix)
+    written = StoredWeights(folder, regular.net)
     _refuse_other_blocks(folder, regular, written)
     net = source.load()
     inputs = probes.probe_inputs(net)
