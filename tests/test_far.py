@@ -126,7 +126,8 @@ def train_gates(**settings: Any) -> Callable[[Job], dict[str, Tensor]]:
 def heal(job: Job) -> dict[str, Tensor]:
     """What was cut; the divergences are what its losses come to."""
     student, output = job.pruned("cpu"), job.output("healed")
-    given = {"teacher": job.model, "steps": 4, **BATCHES, **job.columns}
+    # in bfloat16 where devices have it, which is not the same everywhere
+    given = {"teacher": job.model, "steps": 4, "bf16": False, **BATCHES, **job.columns}
     healed = job("heal", student, data=job.data, output=output, **given)
     divergences = torch.tensor([healed.before, healed.after])
     return _tensors(output) | {"divergence": divergences}

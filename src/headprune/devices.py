@@ -68,6 +68,23 @@ def chosen() -> torch.device:
     return _found(AUTO) if choice is None else choice.device
 
 
+def computes_bfloat16() -> bool:
+    """Whether the device multiplies bfloat16 matrices by itself, several times as fast as others.
+
+    Others emulate it, and are slower with it than with float32.
+    """
+    import torch
+
+    device = chosen()
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # of older torch it is not known
+    known: dict[str, bool] = (
+        getattr(torch.cpu, "get_capabilities", dict)() if device.type == CPU else {}
+    )
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
 def announce() -> None:
     """Says where models run, once a command."""
     choice = _CHOICE.get()

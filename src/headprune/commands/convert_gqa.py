@@ -97,7 +97,10 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Place
         in_recipes=False,
     )
     bf16: bool = option(
-        "With --heal: compute in bfloat16.", False, Panel.TRAINING, in_recipes=False
+        "With --heal: compute in bfloat16 where the device has it in hardware.",
+        _HEAL.bf16,
+        Panel.TRAINING,
+        in_recipes=False,
     )
 
     def healing(self, steps: int) -> HealConfig:

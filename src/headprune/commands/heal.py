@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headprune import devices
 from headprune.commands.shared import (
     DATA,
     Columns,
@@ -87,7 +88,7 @@ def _estimate(options: HealOptions, sizes: Sizes) -> Estimate:
         HealTrain.ALL: sizes.parameters,
     }[options.train]
     batch = options.batch_size * options.seq_len
-    teacher = sizes.parameters * (2 if options.bf16 else 4)
+    teacher = sizes.parameters * (2 if options.bf16 and devices.computes_bfloat16() else 4)
     tokens = float(options.steps * batch)
     needs = sizes.training(tokens, batch, trained, 4, options.gradient_checkpointing, teacher)
     return replace(needs, disk_bytes=needs.disk_bytes + sizes.stored(options.out_dtype))

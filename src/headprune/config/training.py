@@ -183,8 +183,9 @@ class HealConfig(Options):
         Panel.TRAINING,
     )
     bf16: bool = option(
-        "Compute in bfloat16 (autocast); weights and optimiser stay in float32.",
-        False,
+        "Compute in bfloat16 (autocast) where the device has it in hardware; weights and optimiser "
+        "stay in float32.",
+        True,
         Panel.TRAINING,
     )
     gradient_checkpointing: bool = option(

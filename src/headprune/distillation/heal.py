@@ -11,7 +11,7 @@ from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
-from headprune import processes
+from headprune import devices, processes
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
@@ -168,7 +168,8 @@ def heal(
         net, source = unhealed()
         stored = result_dtypes(net, model, config.out_dtype)
         refuse_without_text(net, "heal")
-        dtype = "bfloat16" if config.bf16 else "float32"
+        bf16 = config.bf16 and devices.computes_bfloat16()
+        dtype = "bfloat16" if bf16 else "float32"
         original = from_pretrained(
             teacher,
             dtype=dtype,
@@ -191,11 +192,11 @@ def heal(
             )
             enable({"use_reentrant": False})
         student = trainable(net, attention_of(net), config)
-        healed = HealedModel(student, original, config.bf16)
+        healed = HealedModel(student, original, bf16)
         trainer = HealTrainer(
             held_out,
             model=healed,
-            remedies=_remedies(config),
+            remedies=_remedies(config, bf16),
             args=heal_arguments(config, work.checkpoints),
             train_dataset=rows,
             data_collator=collate,
@@ -232,9 +233,9 @@ def heal(
         return processes.on_main(finish)
 
 
-def _remedies(config: HealConfig) -> Remedies:
+def _remedies(config: HealConfig, bf16: bool) -> Remedies:
     """What to change where the divergence or a weight is not finite."""
-    precision = "leave out --bf16, or " if config.bf16 else ""
+    precision = "try --no-bf16, or " if bf16 else ""
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}look at both models with 'headprune "
         "evaluate', and at the text.",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from headprune import devices, processes
@@ -139,9 +138,7 @@ def train_gates(
             trust_remote_code,
             assume_supported,
             drop_unexpected,
-            keep_bfloat16=frozen
-            and devices.chosen().type == "cuda"
-            and torch.cuda.is_bf16_supported(including_emulation=False),
+            keep_bfloat16=frozen and devices.computes_bfloat16(),
         )
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(attention_of(net), config.attention)

@@ -120,7 +120,6 @@ _SIZES: dict[Hardware, dict[str, Any]] = {
         "seq_len": 128,
         "windows": 40,
         "dtype": "auto",
-        "bf16": "false",
         "recompute": "false",
     },
     Hardware.GPU: {
@@ -130,7 +129,6 @@ _SIZES: dict[Hardware, dict[str, Any]] = {
         "seq_len": 512,
         "windows": 200,
         "dtype": "bfloat16",
-        "bf16": "true",
         "recompute": "true",
     },
 }
@@ -186,10 +184,9 @@ _STEPS = {
   # trained to match the original
   heal:
     steps: {heal_steps}
-    train: attention # or lora, or all
+    train: all # attention and lora need less memory
     batch_size: {batch_size}
     seq_len: {seq_len}
-    bf16: {bf16}
     gradient_checkpointing: {recompute} # saves memory, at a third more time
 """
     + _EVALUATE
