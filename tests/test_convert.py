@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import headprune
+from headprune import devices
 from headprune.config import (
     ConvertConfig,
     DataConfig,
@@ -441,6 +442,23 @@ def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
     return heal(
         folder / "out", folder / "model", text, folder / output, HealConfig(**settings), **others
     )
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "rounded"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_healing_computes_in_bfloat16_where_the_device_has_it(
+    hardware: bool, asked: bool, rounded: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(folder, "llama-mha", 2, merge="mean")
+    losses = []
+    for has, wants in ((False, False), (hardware, asked)):
+        monkeypatch.setattr(devices, "computes_bfloat16", lambda has=has: has)
+        steps: list[Any] = []
+        healing(folder, f"healed-{len(losses)}", steps=2, bf16=wants, on_step=steps.append)
+        losses.append([step.loss for step in steps])
+    assert (losses[0] != losses[1]) is rounded
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
