@@ -20,7 +20,15 @@ from headprune.config.data import (
     domain_name,
 )
 from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
-from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig, RolesConfig
+from headprune.config.measuring import (
+    NEEDLE_DEPTHS,
+    NEEDLE_LENGTHS,
+    CheckConfig,
+    EvaluateConfig,
+    NeedleConfig,
+    RecallConfig,
+    RolesConfig,
+)
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -63,6 +71,8 @@ __all__ = [
     "COMPUTED",
     "MEASURED",
     "MOST_STEPS",
+    "NEEDLE_DEPTHS",
+    "NEEDLE_LENGTHS",
     "NUMBER",
     "WRITTEN",
     "Amount",
@@ -94,6 +104,7 @@ __all__ = [
     "Memory",
     "Method",
     "Names",
+    "NeedleConfig",
     "Objective",
     "Place",
     "Positive",

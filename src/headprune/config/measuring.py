@@ -39,9 +39,12 @@ ENGINE = (
 )
 # measures that take passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
-    "copying": ("copying_nll", "repeated_passage_nll"),
+    "copying": ("copying_nll", "induction_nll", "repeated_passage_nll"),
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
 }
+_NEEDLE = "needle_accuracy"
+NEEDLE_LENGTHS = (512, 1024, 2048)  # as far as model and tokenizer go
+NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class RecallConfig(Options):
@@ -57,9 +60,27 @@ class RecallConfig(Options):
     )
 
 
-class EvaluateConfig(RecallConfig):
+class NeedleConfig(Options):
+    """In which contexts a fact is hidden."""
+
+    needle_lengths: Batches = option(
+        "Tokens of the contexts that a needle is hidden in, comma-separated. Default: 512, 1024 "
+        "and 2048, as far as the model goes.",
+        (),
+        as_text=True,
+    )
+    needle_trials: Few = option("Needles per length and depth.", 4)
+
+
+class EvaluateConfig(RecallConfig, NeedleConfig):
     """How a model is evaluated."""
 
+    needle: bool = option(
+        "Also hide a number in the text, and see whether it is found, at several context lengths "
+        "and depths.",
+        False,
+        Panel.MAIN,
+    )
     seq_len: Length = option(
         "Tokens per window (language models) or at most per text (others).", 512
     )
@@ -106,7 +127,7 @@ class RolesConfig(Options):
     seed: Seed = option("Seed of random tokens and of the bootstrap.", 0)
 
 
-class CheckConfig(Options):
+class CheckConfig(NeedleConfig):
     """How a model is held to its limits."""
 
     model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL)
@@ -166,7 +187,8 @@ class CheckConfig(Options):
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
         shared = ("seq_len", "batch_size", "max_windows", "dtype", "engine", "seed", "tasks")
-        given = {name: getattr(self, name) for name in shared}
+        given = {name: getattr(self, name) for name in (*shared, *NeedleConfig.model_fields)}
+        given["needle"] = any(limit.strip().startswith(_NEEDLE) for limit in self.limits)
         for setting, metrics in _ON_DEMAND.items():
             asked = any(limit.strip().startswith(metrics) for limit in self.limits)
             given[setting] = EvaluateConfig.model_fields[setting].default if asked else 0

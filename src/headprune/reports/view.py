@@ -154,6 +154,7 @@ class ShownEvaluation:
         base_size: The same of its base.
         memory: Bytes that ``longest_context`` fits into.
         provenance: Time, platform, versions, settings.
+        needle: Retrieval by context length and depth: columns and rows; no rows without.
     """
 
     id: str
@@ -170,6 +171,7 @@ class ShownEvaluation:
     base_size: Size | None
     memory: int | None
     provenance: Facts
+    needle: tuple[list[str], list[list[str]]] = ([], [])
 
     @property
     def main(self) -> Quality | None:
