@@ -182,6 +182,7 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
         base_size=_size(read.against) if read.against else None,
         memory=memory if isinstance(memory, int) else None,
         provenance=_provenance(read),
+        needle=read.needle(),
     )
 
 
