@@ -154,7 +154,7 @@ class CheckConfig(NeedleConfig):
         "baseline), 'perplexity[wiki] <= 105 %' (of the original, on that data), "
         "'perplexity recovery >= 98 %' (likewise), 'query_heads == 201', "
         "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
-        "'load_route == native'.",
+        "'load_route == native', 'roles_lost == 0', 'induction_nll <= 110 %'.",
         (),
         Panel.MAIN,
         flags="--limit",
@@ -173,6 +173,9 @@ class CheckConfig(NeedleConfig):
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
+    role_sequences: Annotated[Few, Field(ge=2)] = option(
+        "Sequences that roles are measured on, for 'roles_lost'.", 16
+    )
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
     drop_unexpected: bool = option(
         "Go on where the checkpoint has tensors that the model's class does not take.",
