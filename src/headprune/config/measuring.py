@@ -12,6 +12,7 @@ from headprune.config.values import (
     MEASURED,
     NUMBER,
     Batches,
+    CommaNames,
     Count,
     Dtype,
     EngineName,
@@ -21,7 +22,6 @@ from headprune.config.values import (
     Names,
     Place,
     Seed,
-    TaskNames,
 )
 from headprune.declaration import Options, Panel, Slot, option
 
@@ -92,7 +92,7 @@ class EvaluateConfig(RecallConfig, NeedleConfig):
         "Level of the intervals.", 0.95
     )
     resamples: Few = option("Bootstrap resamples behind them.", 2000)
-    tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
+    tasks: CommaNames = option(TASKS, (), Panel.MAIN, as_text=True)
     speed: bool = option("Time prefill and decoding.", True, Panel.MAIN)
     decode_batches: Batches = option(
         "Batch sizes at which decoding is timed, comma-separated.", (1, 8), as_text=True
@@ -132,7 +132,7 @@ class CheckConfig(NeedleConfig):
 
     model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL)
     data: Domains = option(MEASURED_ON, panel=Panel.MAIN, slot=Slot.DATA)
-    tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
+    tasks: CommaNames = option(TASKS, (), Panel.MAIN, as_text=True)
     split: str = option("Split of a hub data set.", "test", Panel.INPUT, in_recipes=False)
     text_column: str | None = option(
         "Column with the text; two, comma-separated, for pairs.",
