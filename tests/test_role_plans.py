@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from headprune.config import BudgetConfig
+from headprune.config import BudgetConfig, DataConfig
+from headprune.errors import HeadpruneError
 from headprune.evidence.score import score
+from headprune.exporting.prune import prune
 from headprune.planning.plan import Planned, plan
+from headprune.reports.report import report
+from headprune.role.roles import roles
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.test_cli import run
-from tests.test_roles import measured, whole
+from tests.test_roles import SMALL, measured, whole
 
 LOST = ("self-token", "duplicate-token", "induction")  # of 0.2 and 1.0
 FIRST, SECOND = "transformer.h.0.attn", "transformer.h.1.attn"
@@ -28,8 +32,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def planned(place: Path, *roles: str, **budget: object) -> Planned:
-    config = BudgetConfig(roles=str(place / "roles"), keep_roles=roles, **budget)
+def planned(place: Path, *held: str, **budget: object) -> Planned:
+    config = BudgetConfig(roles=str(place / "roles"), keep_roles=held, **budget)
     return plan(place / "model", place / "scores", config)
 
 
@@ -106,6 +110,25 @@ def test_a_dry_run_says_which_roles_go(place: Path, capsys: pytest.CaptureFixtur
     assert f"No head stays of these roles: {', '.join(LOST)}." in " ".join(out.split())
     _, out, _ = run(capsys, *told, "--keep", 8, *roles, "--json")
     assert json.loads(out)["roles_lost"] == []
+
+
+def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> None:
+    runs = [tmp_path, place / "roles"]
+    prune(place / "model", tmp_path / "small", plan=planned(place, keep=2).plan)
+    page = report(runs, tmp_path / "page.html").output.read_text()
+    row = '<tr><th scope="row">{}</th><td>{}</td><td>{}</td><td>{}</td><td>-</td><td>{}</td></tr>'
+    assert row.format("induction", 1, 0, "-", "lost") in page
+    assert row.format("previous-token", 1, 1, "-", "") in page
+    assert '"role"' in page and '"induction"' in page  # told of the heads of the map
+    data = DataConfig(source=str(place / "text.txt"))
+    small, original = str(tmp_path / "small"), str(place / "model")
+    roles(small, tmp_path / "after", data, SMALL, against=original)
+    text = report(runs, tmp_path / "page.md").output.read_text()
+    assert "| induction | 1 | 0 | 0 | - | lost |" in text
+    other = report([tmp_path / "small"], tmp_path / "none.html").output.read_text()
+    assert "Roles of" not in other
+    with pytest.raises(HeadpruneError, match="holds roles, and no run to show them of"):
+        report([place / "roles"], tmp_path / "alone.html")
 
 
 def test_a_group_is_held_for_one_of_its_heads(tmp_path: Path) -> None:

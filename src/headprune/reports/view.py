@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -241,6 +242,7 @@ class ShownRun:
         provenance: Where it comes from.
         sweep: Many cuts, where the run measured them.
         checks: Limits that its result was held to.
+        roles: What became of roles, a row each; see ``ROLE_COLUMNS``.
     """
 
     name: str
@@ -255,6 +257,7 @@ class ShownRun:
     provenance: Facts = ()
     sweep: ShownSweep | None = None
     checks: tuple[ShownCheck, ...] = ()
+    roles: Sequence[Sequence[str]] = ()
 
     @property
     def chain(self) -> tuple[LineageStep, ...]:
