@@ -10,10 +10,12 @@ import pytest
 from headprune.config import BudgetConfig, DataConfig
 from headprune.errors import HeadpruneError
 from headprune.evidence.score import score
+from headprune.exporting.card import rewrite_card
 from headprune.exporting.prune import prune
 from headprune.planning.plan import Planned, plan
 from headprune.reports.report import report
 from headprune.role.roles import roles
+from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.test_cli import run
@@ -125,6 +127,11 @@ def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> Non
     roles(small, tmp_path / "after", data, SMALL, against=original)
     text = report(runs, tmp_path / "page.md").output.read_text()
     assert "| induction | 1 | 0 | 0 | - | lost |" in text
+    rewrite_card(Path(small), [("perplexity", "-", "9.5", "-")])
+    rewrite_card(Path(small), record=read_roles(tmp_path / "after"))
+    card = (Path(small) / "README.md").read_text()
+    assert "| perplexity | - | 9.5 | - |" in card  # what is not measured anew stays
+    assert "| induction | 1 | 0 | 0 | - | lost |" in card
     other = report([tmp_path / "small"], tmp_path / "none.html").output.read_text()
     assert "Roles of" not in other
     with pytest.raises(HeadpruneError, match="holds roles, and no run to show them of"):

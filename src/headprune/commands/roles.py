@@ -40,14 +40,21 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
         (),
         Panel.MAIN,
     )
+    card: bool = option(
+        "Also show it on the model card of the result that is measured.", False, in_recipes=False
+    )
 
 
 def run(options: RolesOptions, context: Context) -> RolesRecord:
     """Measures them."""
     from headprune.evidence.score import Watch
+    from headprune.exporting.card import rewrite_card
     from headprune.role.roles import roles
+    from headprune.schemas.manifest import read_manifest
 
-    return roles(
+    if options.card:
+        read_manifest(Path(options.model))  # refuses early what is no result
+    record = roles(
         options.model,
         options.output,
         options.examples(options.data),
@@ -58,6 +65,9 @@ def run(options: RolesOptions, context: Context) -> RolesRecord:
         watcher=Watch(stage=context.stage, step=context.step),
         **options.loading(),
     )
+    if options.card:
+        rewrite_card(Path(options.model), record=record)
+    return record
 
 
 def show(result: RolesRecord, options: RolesOptions, console: Console) -> None:
