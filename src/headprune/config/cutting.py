@@ -158,7 +158,7 @@ class BudgetConfig(Targeted):
         "Folder from roles, or its roles.json: say which roles the plan loses.",
         None,
         Panel.CUT,
-        slot=Slot.FILE,
+        slot=Slot.ROLES,
     )
 
     @model_validator(mode="after")
