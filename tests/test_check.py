@@ -239,6 +239,7 @@ def losses(seed: int, n: int = 60) -> Samples:
             "last_word_hits": generator.integers(0, 2, n).astype(float),
             "seen_last_words": np.ones(n),
             "seen_last_word_hits": generator.integers(0, 2, n).astype(float),
+            "needle_hits": generator.integers(0, 2, n).astype(float),
         }
     )
 
