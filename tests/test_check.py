@@ -32,12 +32,19 @@ from headprune.regression.check import (
     check,
     counted,
     update_baseline,
-    with_rare_errors,
 )
 from headprune.regression.git import git_state
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import KNOWN, Comparison, parse_limit
-from headprune.regression.verdicts import Judged, Verdict, compared, judge, judge_exact, overall
+from headprune.regression.verdicts import (
+    Judged,
+    Verdict,
+    compared,
+    judge,
+    judge_exact,
+    overall,
+    with_rare_errors,
+)
 from tests import tiny
 from tests.test_cli import run
 
@@ -70,6 +77,9 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
         ("parameters <= 1.3e8", Comparison.ABSOLUTE, "<=", 1.3e8),
         ("parameters <= +0 %", Comparison.CHANGE, "<=", 0.0),
         ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
+        ("roles_lost <= 1", Comparison.ABSOLUTE, "<=", 1.0),
+        ("needle_accuracy >= -0.1", Comparison.DIFFERENCE, ">=", -0.1),
+        ("induction_nll <= 110 %", Comparison.SHARE, "<=", 1.1),
     ],
 )
 def test_limits_say_what_they_compare(
@@ -99,6 +109,8 @@ def test_limits_say_what_they_compare(
         ("perplexity recovery >= 0.98", "a recovery is a plain percentage"),
         ("load_route == nativ", "Did you mean 'native'?"),
         ("load_route <= native", "compared by name"),
+        ("roles_lost <= +1", "'roles_lost == 0', or '<= 1'"),
+        ("roles_lost >= 1", "'roles_lost == 0', or '<= 1'"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
@@ -227,6 +239,7 @@ def losses(seed: int, n: int = 60) -> Samples:
             "last_word_hits": generator.integers(0, 2, n).astype(float),
             "seen_last_words": np.ones(n),
             "seen_last_word_hits": generator.integers(0, 2, n).astype(float),
+            "needle_hits": generator.integers(0, 2, n).astype(float),
         }
     )
 

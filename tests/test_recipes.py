@@ -315,7 +315,7 @@ GATES = {"target_heads": 0.5}
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ({}, "It has no steps. There are: plan, score, train-gates"),
+        ({}, "It has no steps. There are: plan, roles, score, train-gates"),
         ({"prune": {}}, "needs gates or scores or plan"),
         ({"plan": {"keep": 0.5}, "score": {"criterion": "random"}}, "'score' comes after it"),
         ({"score": {"criterion": "random"}, "prune": {}}, "say how many heads to keep"),

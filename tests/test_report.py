@@ -36,7 +36,9 @@ from tests import tiny
 from tests.browser import Browser, started
 from tests.test_cli import run as command
 
-EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, memory=10**6, decode_batches=(1, 2))
+EVALUATE = EvaluateConfig(
+    seq_len=16, max_windows=8, memory=10**6, decode_batches=(1, 2), needle=True, needle_trials=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +209,11 @@ def test_the_numbers_are_those_of_the_files(place: Path, page: Path) -> None:
     assert f"Heads: {manifest['query_heads'][1]} of {manifest['query_heads'][0]} stay" in text
     cache = measured["model"]["cost"]["kv_cache_bytes_per_token"]
     assert f"{cache:,}" in text
+    found = (
+        measured["model"]["needle"][-1]["accuracy"],
+        measured["against"]["needle"][-1]["accuracy"],
+    )
+    assert "<td>{:.2f} ({:.2f})</td></tr>".format(*found) in text
     assert f"{measured['model']['longest_context']:,} in" in text
     assert manifest["source"]["fingerprint"] in text
     assert measured["provenance"]["data_sha256"] in text
@@ -399,6 +406,7 @@ def test_the_markdown_form(place: Path, tmp_path: Path) -> None:
             block = []
     plan = json.loads((place / "cut" / "small" / "plan.json").read_text())["attentions"]
     drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert "| 128 tokens |" in text  # where needles were found
     assert drawn is not None
     assert drawn.group(1).count("■") == sum(len(part["keep"]) for part in plan.values())
     assert "<script" not in text

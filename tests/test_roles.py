@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,13 +14,15 @@ import torch
 from rich.console import Console
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
-from headprune.config import DataConfig, RolesConfig
+from headprune.config import CheckConfig, DataConfig, RolesConfig
 from headprune.console.roles import roles as show
 from headprune.errors import DataError, FamilyError
 from headprune.evidence.losses import losses_without
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.loading import task_of
+from headprune.regression.limits import parse_limit
+from headprune.regression.roles import LostRoles
 from headprune.role import ROLES
 from headprune.role.against import changes
 from headprune.role.collection import Watched, watch
@@ -334,3 +337,35 @@ def test_a_model_without_room_for_two_runs_is_refused() -> None:
     model.config.max_position_embeddings = 12
     with pytest.raises(DataError, match="two runs of 8 random tokens; the model takes 12 tokens"):
         repeated_inputs(model, tiny.tokenizer(), SMALL)
+
+
+def test_a_check_counts_the_roles_that_are_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its copies of the token before, the induction head finds nothing any more."""
+    text = tmp_path / "text.txt"
+    text.write_text(tiny.text(1500))
+    original = tiny.save(whole(), tmp_path / "original")
+    spoilt = whole()
+    planted.shuffled(spoilt, 0, 0)
+    broken = tiny.save(spoilt, tmp_path / "spoilt")
+
+    limits = ("--limit", "roles_lost == 0", "--limit", "roles_lost <= 2")
+    quick = ("--seq-len", 60, "--role-sequences", 10, "--max-windows", 4, "--resamples", 1000)
+    told = ("check", "--model", broken, "--against", original, "--data", text, *limits, *quick)
+    code, out, err = run(capsys, *told, "--json")
+    assert code == 1, err
+    found = json.loads(out)["limits"]
+    assert [one["verdict"] for one in found] == ["broken", "passed"]
+    assert found[0]["names"] == ["previous-token", "induction"]
+
+
+@pytest.mark.parametrize(
+    ("surely", "verdict"), [((), "too close to call"), (("induction",), "broken")]
+)
+def test_a_role_that_a_head_nearly_has_is_not_surely_lost(
+    surely: tuple[str, ...], verdict: str
+) -> None:
+    config = CheckConfig(model="m", data="d", role_sequences=12)
+    found = LostRoles(("induction",), surely).judge(parse_limit("roles_lost == 0"), config)
+    assert (found.verdict.value, found.n_needed) == (verdict, None)

@@ -18,7 +18,14 @@ from headprune.commands.shared import (
     output,
     split,
 )
-from headprune.config import Domain, Domains, EvaluateConfig, Place
+from headprune.config import (
+    NEEDLE_DEPTHS,
+    NEEDLE_LENGTHS,
+    Domain,
+    Domains,
+    EvaluateConfig,
+    Place,
+)
 from headprune.declaration import (
     Chapter,
     Command,
@@ -122,6 +129,9 @@ def estimate(
         repeated = [min(tokens, again) for tokens in found]
         passages = [ends if tokens is None else min(tokens, ends) for tokens in texts]
         found += [again, *repeated, *passages]
+    if options.needle:
+        lengths = options.needle_lengths or NEEDLE_LENGTHS
+        found.append(sum(lengths) * len(NEEDLE_DEPTHS) * options.needle_trials)
     tokens = None if math.inf in found else math.fsum(found)
     one = None if tokens is None else sizes.forward(tokens) + SPEED_SECONDS * options.speed
     batch = options.batch_size * options.seq_len

@@ -78,6 +78,7 @@ def _as_json(result: Planned) -> str:
         "rounds": result.rounds,
         "notes": list(result.notes),
         "kept_of_free": result.kept_of_free,
+        "roles_lost": result.roles_lost,
         "spent": {said: list(pair) for said, pair in result.spent.items()},
         "plan": result.plan.model_dump(mode="json"),
     }

@@ -87,6 +87,12 @@ class PruneOptions(
     no_refit: bool = option("Cut without a refit, whatever the scores reckon with.", False)
     output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
     dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN, in_recipes=False)
+    roles: Path | None = option(
+        "With --dry-run: folder from roles, or its roles.json; say which roles the plan loses.",
+        None,
+        Panel.CUT,
+        in_recipes=False,
+    )
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
     layout: LayoutOption = option(
         "per-layer: other counts in every layer, equal groups within a layer. uniform: the same "
@@ -114,7 +120,7 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "targets", "dtype")
     what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
     if options.output is None or options.dry_run:
-        return preview(options.model, **what)
+        return preview(options.model, roles=options.roles, **what)
     output, options = options.output, _as_scored(options, context)
     return prune(
         options.model,

@@ -15,11 +15,22 @@ from headprune.commands.shared import (
     output,
 )
 from headprune.config import Names, Place, RolesConfig
-from headprune.declaration import Chapter, Command, Context, Panel, Slot, declare, option
+from headprune.declaration import (
+    Chapter,
+    Command,
+    Context,
+    InRecipe,
+    Made,
+    Panel,
+    Slot,
+    declare,
+    option,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headprune.estimates import Estimate, Sizes
     from headprune.schemas.roles import RolesRecord
 
 
@@ -40,14 +51,21 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
         (),
         Panel.MAIN,
     )
+    card: bool = option(
+        "Also show it on the model card of the result that is measured.", False, in_recipes=False
+    )
 
 
 def run(options: RolesOptions, context: Context) -> RolesRecord:
     """Measures them."""
     from headprune.evidence.score import Watch
+    from headprune.exporting.card import rewrite_card
     from headprune.role.roles import roles
+    from headprune.schemas.manifest import read_manifest
 
-    return roles(
+    if options.card:
+        read_manifest(Path(options.model))  # refuses early what is no result
+    record = roles(
         options.model,
         options.output,
         options.examples(options.data),
@@ -58,6 +76,9 @@ def run(options: RolesOptions, context: Context) -> RolesRecord:
         watcher=Watch(stage=context.stage, step=context.step),
         **options.loading(),
     )
+    if options.card:
+        rewrite_card(Path(options.model), record=record)
+    return record
 
 
 def show(result: RolesRecord, options: RolesOptions, console: Console) -> None:
@@ -67,4 +88,33 @@ def show(result: RolesRecord, options: RolesOptions, console: Console) -> None:
     roles(console, result, options.output)
 
 
-declare(Command("roles", Chapter.CHOOSE, RolesOptions, run, show))
+def _summary(result: RolesRecord) -> str:
+    found = sum(head.role is not None for module in result.modules for head in module.heads)
+    return f"{found} of {sum(len(module.heads) for module in result.modules)} heads have a role"
+
+
+def _estimate(options: RolesOptions, sizes: Sizes) -> Estimate:
+    """The text, random tokens and their control, and what is run again for every head."""
+    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, Estimate
+
+    batch = options.batch_size * options.seq_len
+    held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=False)
+    models, heads = 1 + (options.against is not None), sizes.layers * sizes.hidden // 64
+    tokens = 3 * models * options.sequences * options.seq_len
+    tokens += 3 * heads * options.ablation_tokens // 2
+    weights = sizes.computed(options.dtype)
+    seconds = OVERHEAD_SECONDS + sizes.forward(tokens)
+    layers = sizes.by_layers(weights) + held
+    return Estimate(seconds, weights + held, RECORD_BYTES, weights, layers)
+
+
+declare(
+    Command(
+        "roles",
+        Chapter.CHOOSE,
+        RolesOptions,
+        run,
+        show,
+        step=InRecipe(Made.ROLES, _summary, _estimate, defaults={"data": "train"}),
+    ),
+)

@@ -20,7 +20,15 @@ from headprune.config.data import (
     domain_name,
 )
 from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
-from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig, RolesConfig
+from headprune.config.measuring import (
+    NEEDLE_DEPTHS,
+    NEEDLE_LENGTHS,
+    CheckConfig,
+    EvaluateConfig,
+    NeedleConfig,
+    RecallConfig,
+    RolesConfig,
+)
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -37,6 +45,7 @@ from headprune.config.values import (
     WRITTEN,
     Amount,
     Batches,
+    CommaNames,
     Count,
     Dtype,
     EngineName,
@@ -51,7 +60,6 @@ from headprune.config.values import (
     Seed,
     ShardSize,
     Steps,
-    TaskNames,
     kv_head_counts,
     memory_bytes,
     one_or_all,
@@ -63,6 +71,8 @@ __all__ = [
     "COMPUTED",
     "MEASURED",
     "MOST_STEPS",
+    "NEEDLE_DEPTHS",
+    "NEEDLE_LENGTHS",
     "NUMBER",
     "WRITTEN",
     "Amount",
@@ -71,6 +81,7 @@ __all__ = [
     "BudgetConfig",
     "CalibrationConfig",
     "CheckConfig",
+    "CommaNames",
     "CompressConfig",
     "ConvertConfig",
     "Count",
@@ -94,6 +105,7 @@ __all__ = [
     "Memory",
     "Method",
     "Names",
+    "NeedleConfig",
     "Objective",
     "Place",
     "Positive",
@@ -105,7 +117,6 @@ __all__ = [
     "Steps",
     "Target",
     "Targeted",
-    "TaskNames",
     "Train",
     "TrainGatesConfig",
     "data_configs",

@@ -12,17 +12,19 @@ from headprune.config.values import (
     NUMBER,
     WRITTEN,
     Amount,
+    CommaNames,
     Count,
     Dtype,
     Kept,
     KvHeads,
     Length,
     Names,
+    Place,
     Seed,
     listed,
     one_or_all,
 )
-from headprune.declaration import Choice, Options, Panel, option
+from headprune.declaration import Choice, Options, Panel, Slot, option
 
 
 class LayoutOption(Choice):
@@ -145,6 +147,19 @@ class BudgetConfig(Targeted):
     min_speedup: Annotated[float, Field(ge=1), NUMBER] | None = option(
         "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
     )
+    keep_roles: CommaNames = option(
+        "Roles whose heads all stay, comma-separated, such as induction,previous-token; needs "
+        "--roles.",
+        (),
+        Panel.CUT,
+        as_text=True,
+    )
+    roles: Place | None = option(
+        "Folder from roles, or its roles.json: say which roles the plan loses.",
+        None,
+        Panel.CUT,
+        slot=Slot.ROLES,
+    )
 
     @model_validator(mode="after")
     def _some_goal(self) -> BudgetConfig:
@@ -155,4 +170,6 @@ class BudgetConfig(Targeted):
             )
         if self.per_layer and self.keep is None:
             raise ValueError("--per-layer needs --keep, the number or share of heads to keep")
+        if self.keep_roles and self.roles is None:
+            raise ValueError("--keep-roles needs --roles, the folder from headprune roles")
         return self

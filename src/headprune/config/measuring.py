@@ -12,6 +12,7 @@ from headprune.config.values import (
     MEASURED,
     NUMBER,
     Batches,
+    CommaNames,
     Count,
     Dtype,
     EngineName,
@@ -21,7 +22,6 @@ from headprune.config.values import (
     Names,
     Place,
     Seed,
-    TaskNames,
 )
 from headprune.declaration import Options, Panel, Slot, option
 
@@ -39,9 +39,12 @@ ENGINE = (
 )
 # measures that take passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
-    "copying": ("copying_nll", "repeated_passage_nll"),
+    "copying": ("copying_nll", "induction_nll", "repeated_passage_nll"),
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
 }
+_NEEDLE = "needle_accuracy"
+NEEDLE_LENGTHS = (512, 1024, 2048)  # as far as model and tokenizer go
+NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class RecallConfig(Options):
@@ -57,9 +60,27 @@ class RecallConfig(Options):
     )
 
 
-class EvaluateConfig(RecallConfig):
+class NeedleConfig(Options):
+    """In which contexts a fact is hidden."""
+
+    needle_lengths: Batches = option(
+        "Tokens of the contexts that a needle is hidden in, comma-separated. Default: 512, 1024 "
+        "and 2048, as far as the model goes.",
+        (),
+        as_text=True,
+    )
+    needle_trials: Few = option("Needles per length and depth.", 4)
+
+
+class EvaluateConfig(RecallConfig, NeedleConfig):
     """How a model is evaluated."""
 
+    needle: bool = option(
+        "Also hide a number in the text, and see whether it is found, at several context lengths "
+        "and depths.",
+        False,
+        Panel.MAIN,
+    )
     seq_len: Length = option(
         "Tokens per window (language models) or at most per text (others).", 512
     )
@@ -71,7 +92,7 @@ class EvaluateConfig(RecallConfig):
         "Level of the intervals.", 0.95
     )
     resamples: Few = option("Bootstrap resamples behind them.", 2000)
-    tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
+    tasks: CommaNames = option(TASKS, (), Panel.MAIN, as_text=True)
     speed: bool = option("Time prefill and decoding.", True, Panel.MAIN)
     decode_batches: Batches = option(
         "Batch sizes at which decoding is timed, comma-separated.", (1, 8), as_text=True
@@ -106,12 +127,12 @@ class RolesConfig(Options):
     seed: Seed = option("Seed of random tokens and of the bootstrap.", 0)
 
 
-class CheckConfig(Options):
+class CheckConfig(NeedleConfig):
     """How a model is held to its limits."""
 
     model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL)
     data: Domains = option(MEASURED_ON, panel=Panel.MAIN, slot=Slot.DATA)
-    tasks: TaskNames = option(TASKS, (), Panel.MAIN, as_text=True)
+    tasks: CommaNames = option(TASKS, (), Panel.MAIN, as_text=True)
     split: str = option("Split of a hub data set.", "test", Panel.INPUT, in_recipes=False)
     text_column: str | None = option(
         "Column with the text; two, comma-separated, for pairs.",
@@ -133,7 +154,7 @@ class CheckConfig(Options):
         "baseline), 'perplexity[wiki] <= 105 %' (of the original, on that data), "
         "'perplexity recovery >= 98 %' (likewise), 'query_heads == 201', "
         "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
-        "'load_route == native'.",
+        "'load_route == native', 'roles_lost == 0', 'induction_nll <= 110 %'.",
         (),
         Panel.MAIN,
         flags="--limit",
@@ -152,6 +173,9 @@ class CheckConfig(Options):
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
+    role_sequences: Annotated[Few, Field(ge=2)] = option(
+        "Sequences that roles are measured on, for 'roles_lost'.", 16
+    )
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
     drop_unexpected: bool = option(
         "Go on where the checkpoint has tensors that the model's class does not take.",
@@ -166,7 +190,8 @@ class CheckConfig(Options):
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
         shared = ("seq_len", "batch_size", "max_windows", "dtype", "engine", "seed", "tasks")
-        given = {name: getattr(self, name) for name in shared}
+        given = {name: getattr(self, name) for name in (*shared, *NeedleConfig.model_fields)}
+        given["needle"] = any(limit.strip().startswith(_NEEDLE) for limit in self.limits)
         for setting, metrics in _ON_DEMAND.items():
             asked = any(limit.strip().startswith(metrics) for limit in self.limits)
             given[setting] = EvaluateConfig.model_fields[setting].default if asked else 0

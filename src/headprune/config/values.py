@@ -145,7 +145,7 @@ def _between_commas(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-TaskNames = Annotated[tuple[str, ...], BeforeValidator(_between_commas)]
+CommaNames = Annotated[tuple[str, ...], BeforeValidator(_between_commas)]
 
 
 def _numbers(value: object) -> object:

@@ -114,6 +114,14 @@ def evaluation(console: Console, report: Report) -> None:
     for row in zip(*(_numbers(m) for m in models), strict=True):
         grid.add_row(row[0][0], *(value for _, value in row))
     console.print(grid)
+    columns, rows = report.needle()
+    beside = " (of the base in brackets)" if report.against is not None else ""
+    if rows:
+        console.print("Needles found, by context and depth" + beside)
+        found = table(*columns)
+        for line in rows:
+            found.add_row(*line)
+        console.print(found)
     for m in report.model.metrics:
         if spec_of(m.name).of_two:
             console.print(f"{escape(label(m.name))} with the base: {m.value:.4f}")

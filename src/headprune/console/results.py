@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headprune.planning.kv_heads import KvPlan
     from headprune.proof.verify import Verification
     from headprune.schemas.manifest import Manifest
+from headprune.console.scores import roles_lost
 from headprune.console.tables import before_after, module_table, next_line, plan_picture, table
 
 
@@ -64,6 +65,7 @@ def preview(console: Console, preview: Preview) -> None:
             ]
         )
     )
+    roles_lost(console, preview.roles_lost)
     _costs(console, "--layout", preview.shapes)
     _costs(console, "--for", preview.engines)
     counts = {len(part.keep) for part in preview.plan.attentions.values()}

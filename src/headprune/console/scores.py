@@ -118,11 +118,20 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         console.print(
             f"It keeps {result.kept_of_free:.1%} of the evidence of a choice without --for."
         )
+    roles_lost(console, result.roles_lost)
     for note in result.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     if output is not None:
         console.print(f"Written to {escape(str(output))}.")
         next_line(console, next_command)
+
+
+def roles_lost(console: Console, lost: Sequence[str] | None) -> None:
+    """The roles that a plan loses, where that is known."""
+    if lost:
+        console.print(f"[yellow]No head stays of these roles:[/] {', '.join(lost)}.")
+    elif lost is not None:
+        console.print("Every role that heads have keeps one.")
 
 
 def sweep(console: Console, result: Sweep, output: Path) -> None:

@@ -49,6 +49,7 @@ class Made(str, Enum):
     MODEL = "model"
     GATES = "gates"
     SCORES = "scores"
+    ROLES = "roles"
     PLAN = "plan"
     REPORT = "report"
     EXPORT = "export"

@@ -35,6 +35,7 @@ class Slot(str, Enum):
     MODEL = "model"  # a step that makes a model, or the original
     GATES = "gates"  # a step that trains gates, or a folder of them
     SCORES = "scores"  # a step that scores heads, or a folder of scores
+    ROLES = "roles"  # a step that says what heads do, or a folder that does
     PLAN = "plan"  # a step that makes a plan, or a file
     FILE = "file"  # a file
     DATA = "data"  # one of the recipe's sources

@@ -17,7 +17,8 @@ from headprune.errors import HeadpruneWarning
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.loaded import Loaded, load
 from headprune.evaluation.measured import add_fidelity, measure
-from headprune.evaluation.metrics import label, spec_of
+from headprune.evaluation.metrics import Columns, label, spec_of
+from headprune.evaluation.needle import retrieved
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import (
     Difference,
@@ -99,8 +100,8 @@ def run(
     elif config.speed:
         speeds = timed(loaded.nets, batches=config.decode_batches)
     reports = [
-        _report(loaded, index, quality_of[index], speeds[index], config.memory)
-        for index in range(count)
+        _report(loaded, index, quality_of[index], found, speeds[index], config.memory)
+        for index, found in enumerate(one.columns for one in measured)
     ]
     report = Report(
         provenance=_provenance(loaded, config),
@@ -115,6 +116,7 @@ def _report(
     loaded: Loaded,
     index: int,
     metrics: tuple[Metric, ...],
+    columns: Columns,
     speed: Speed | None,
     memory: int | None,
 ) -> ModelReport:
@@ -130,6 +132,7 @@ def _report(
         speed=speed,
         engine=engine_of(net),
         longest_context=None if memory is None else longest_context(net, memory),
+        needle=retrieved(loaded.domains[0].needles, columns) or None,
     )
 
 

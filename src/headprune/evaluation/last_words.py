@@ -18,19 +18,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
+from itertools import compress, zip_longest
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headprune.data.sources import Examples
+from headprune.evaluation.endings import endings_predicted, row_of
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.quality import Progress
-from headprune.model.forward import logits_at
 from headprune.model.lengths import most_tokens
 
 LAST_WORDS = ("last_word_hits", "seen_last_words", "seen_last_word_hits")
@@ -70,7 +67,6 @@ def passages(texts: Iterable[str], count: int) -> tuple[Passage, ...]:
     return tuple(found)
 
 
-@torch.no_grad()
 def last_words(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -91,17 +87,12 @@ def last_words(
         Per passage, what the metrics of last words are made of; nothing where there is none.
     """
     most = most_tokens(model.config, tokenizer)
-    rows = [_Row.of(passage, tokenizer) for passage in given]
-    fit = [row for row in rows if row.start > 0 and (most is None or len(row.ids) <= most)]
-    by_length = sorted(range(len(fit)), key=lambda number: len(fit[number].ids))
-    hits = np.zeros(len(fit))
-    for start in range(0, len(fit), batch_size):
-        part = by_length[start : start + batch_size]
-        hits[part] = _hits(model, [fit[number] for number in part])
-        progress(start + len(part), len(fit))
-    seen = np.array([float(row.seen) for row in fit])
+    rows = [row_of(tokenizer, passage.context, passage.word) for passage in given]
+    fit = [row.start > 0 and (most is None or len(row.ids) <= most) for row in rows]
+    hits = endings_predicted(model, list(compress(rows, fit)), batch_size, progress)
+    seen = np.array([float(passage.seen) for passage in compress(given, fit)])
     found = dict(zip(LAST_WORDS, (hits, seen, hits * seen), strict=True))
-    return dict(list(found.items())[: 3 if seen.any() else 1 if len(fit) else 0])
+    return dict(list(found.items())[: 3 if seen.any() else 1 if len(hits) else 0])
 
 
 def last_word_columns(
@@ -178,33 +169,3 @@ def _without_end(words: Sequence[str]) -> Passage | None:
         return None
     earlier = re.findall(r"[^\W\d_]+", context.lower())
     return Passage(context, word, word.lower() in earlier)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A passage in tokens; its last word begins at ``start``."""
-
-    ids: list[int]
-    start: int
-    seen: bool
-
-    @staticmethod
-    def of(passage: Passage, tokenizer: Any) -> _Row:
-        texts = [passage.context, f"{passage.context} {passage.word}"]
-        before, ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
-        return _Row(ids, sum(1 for _ in same), passage.seen)
-
-
-def _hits(model: PreTrainedModel, rows: Sequence[_Row]) -> Floats:
-    """Which last words are predicted."""
-    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row.ids) for row in rows])
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    first = torch.tensor([row.start for row in rows])
-    places = first[:, None] + torch.arange(int((lengths - first).max()))
-    within = places < lengths[:, None]
-    places = places.minimum(lengths[:, None] - 1)  # of shorter words, the last token again
-    told = logits_at(model, ids, mask.long(), places - 1).argmax(-1).cpu()
-    right: Tensor = (told == ids.gather(1, places)) | ~within
-    return right.all(1).double().numpy()

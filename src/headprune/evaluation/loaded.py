@@ -19,6 +19,7 @@ from headprune.data.sources import Examples, read_examples
 from headprune.engines.model import is_exported, open_exported
 from headprune.evaluation.last_words import LAST_WORDS, Passage, passages, rows_of
 from headprune.evaluation.metrics import within
+from headprune.evaluation.needle import NEEDLE, Needle, needles
 from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
 from headprune.evaluation.refusals import (
@@ -29,7 +30,7 @@ from headprune.evaluation.refusals import (
 from headprune.evaluation.samples import Samples
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.model.identity import id_of_model
-from headprune.model.lengths import usable_length
+from headprune.model.lengths import most_tokens, usable_length
 from headprune.model.loading import (
     load_config,
     load_tokenizer,
@@ -56,6 +57,7 @@ class LoadedDomain:
         examples: The documents.
         rows: What the models read.
         passages: Those whose last words are to be predicted.
+        needles: Contexts with a fact that is to be found.
     """
 
     name: str
@@ -63,6 +65,12 @@ class LoadedDomain:
     examples: Examples
     rows: Dataset
     passages: tuple[Passage, ...] = ()
+    needles: tuple[Needle, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """What a causal language model reads, for its progress."""
+        return len(self.rows) + len(self.passages) + len(self.needles)
 
     @property
     def pairs(self) -> bool:
@@ -97,7 +105,7 @@ class Loaded:
         if task in LANGUAGE_MODELS:
             columns = [*TokenLosses.COLUMNS]
             if task == "causal-lm":
-                columns += [*REPEATED, *LAST_WORDS, *(() if domain.name else COPYING)]
+                columns += [*REPEATED, *LAST_WORDS, *(() if domain.name else (*COPYING, *NEEDLE))]
                 columns += WORDS if WordMarks(self.tokenizer).any else ()
             names = [*Samples(dict.fromkeys(columns, np.zeros(1))).metrics()]
         elif task != "classification":
@@ -114,6 +122,8 @@ class Loaded:
         for later in ("copying", "last_words", "tasks"):
             if not settings[later]:  # nor does a record say so that is older than the setting
                 del settings[later]
+        if not settings["needle"]:
+            settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
         if config.engine is EngineName.TORCH:
             del settings["engine"]
         return {**settings, **used}
@@ -186,6 +196,7 @@ def load(
             examples,
             _rows(nets[0], tokenizer, examples, seq_len, config.max_windows),
             _passages(nets[0], examples, config),
+            () if number else _needles(nets[0], tokenizer, examples, config),
         )
         for number, ((name, one), examples) in enumerate(zip(several.items(), found, strict=True))
     )
@@ -198,6 +209,15 @@ def _passages(
 ) -> tuple[Passage, ...]:
     asked = config.last_words if task_of(net) == "causal-lm" else 0
     return passages(rows_of(examples), asked) if asked else ()
+
+
+def _needles(
+    net: PreTrainedModel, tokenizer: Any, examples: Examples, config: EvaluateConfig
+) -> tuple[Needle, ...]:
+    if not config.needle:
+        return ()
+    most, known = most_tokens(net.config, tokenizer), vocabulary_of(net)
+    return needles(examples, tokenizer, most, config, config.seed, known)
 
 
 def _rows(

@@ -12,9 +12,11 @@ from headprune.config import EvaluateConfig
 from headprune.data.sources import Examples
 from headprune.errors import DataError
 from headprune.evaluation import quality
+from headprune.evaluation.endings import endings_predicted
 from headprune.evaluation.last_words import last_words
 from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain
 from headprune.evaluation.metrics import similarity_correlation, within
+from headprune.evaluation.needle import NEEDLE
 from headprune.evaluation.quality import Floats, Progress
 from headprune.evaluation.recall import (
     RecalledWords,
@@ -66,10 +68,10 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         loaded: Models and data.
         index: Which of the models.
         config: How to evaluate.
-        progress: Called with windows and passages done, and those of all.
+        progress: Called with windows, passages and needles done, and those of all.
     """
     found, net, done = Measured(), loaded.nets[index], 0
-    total = sum(len(domain.rows) + len(domain.passages) for domain in loaded.domains)
+    total = sum(domain.steps for domain in loaded.domains)
     for domain in loaded.domains:
 
         def step(now: int, _: int, before: int = done) -> None:
@@ -77,7 +79,7 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
 
         columns = _columns(loaded, net, domain, config, step, found)
         found.columns |= {within(name, domain.name): one for name, one in columns.items()}
-        done += len(domain.rows) + len(domain.passages)
+        done += domain.steps
     if config.tasks:
         scores: TaskScores = task_scores(net, loaded.tokenizer, config)
         found.columns |= scores.columns
@@ -147,7 +149,16 @@ def _recalled(
     def step(done: int, total: int) -> None:
         progress(len(rows) + done, total)
 
-    return columns | last_words(net, tokenizer, domain.passages, size, step)
+    columns |= last_words(net, tokenizer, domain.passages, size, step)
+    if not domain.needles:
+        return columns
+
+    def later(done: int, total: int) -> None:
+        step(len(domain.passages) + done, total)
+
+    hidden = [needle.row for needle in domain.needles]
+    hits = endings_predicted(net, hidden, size, later)
+    return columns | dict(zip(NEEDLE, [hits], strict=True))
 
 
 def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:

@@ -244,6 +244,18 @@ METRICS.add(
     ),
 )
 METRICS.add(
+    "needle_accuracy",
+    MetricSpec(
+        "1",
+        True,
+        "share of the numbers hidden in the text that are found",
+        ("needle_hits",),
+        lambda c, i: c["needle_hits"][i].mean(-1),
+        compared="difference",
+        beside=True,
+    ),
+)
+METRICS.add(
     "accuracy",
     MetricSpec(
         "1",

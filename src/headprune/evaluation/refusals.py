@@ -58,6 +58,11 @@ def refuse_unfit(
             f"--tasks {','.join(config.tasks)}: tasks are for models that generate, and this one "
             f"is a {type(nets[0]).__name__}. Leave out --tasks."
         )
+    if config.needle and task != "causal-lm":
+        raise HeadpruneError(
+            f"A needle is found by a model that goes on with a text, and this one is a "
+            f"{type(nets[0]).__name__}. Leave out --needle, or the limit on needle_accuracy."
+        )
     if task == "classification" and examples.labels is None:
         raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
     pairs = examples.labels is not None and examples.width == 2

@@ -102,6 +102,22 @@ class Identified(_ReportPart):
         return digest_of(said)
 
 
+class Found(_ReportPart):
+    """How many needles were found in contexts of one length, at one depth.
+
+    Attributes:
+        tokens: Length of the contexts.
+        depth: Share of the text before the needle.
+        accuracy: Share of the needles that were found.
+        n: Needles.
+    """
+
+    tokens: Amount
+    depth: float
+    accuracy: float
+    n: Amount
+
+
 class ModelReport(_ReportPart):
     """One model's numbers.
 
@@ -117,6 +133,7 @@ class ModelReport(_ReportPart):
         engine: What ran it, if not torch.
         longest_context: With a given memory: tokens of KV cache, over all sequences, that fit
             beside the weights; activations are not counted.
+        needle: Retrieval by context length and depth, with ``--needle``.
     """
 
     id: Digest | None = None
@@ -129,6 +146,7 @@ class ModelReport(_ReportPart):
     speed: Speed | None
     engine: str | None = None
     longest_context: Amount | None = None
+    needle: tuple[Found, ...] | None = None
 
 
 class Difference(_ReportPart):
@@ -183,6 +201,18 @@ class Report(Identified):
             )
             for one in self.model.metrics
         ]
+
+    def needle(self) -> tuple[list[str], list[list[str]]]:
+        """Retrieval by context length and depth, beside the base's: columns, and rows as text."""
+        cells = self.model.needle or ()
+        base = (self.against.needle if self.against else None) or ()
+        theirs = {(one.tokens, one.depth): f" ({one.accuracy:.2f})" for one in base}
+        rows: dict[int, list[str]] = {}
+        for one in cells:
+            beside = theirs.get((one.tokens, one.depth), "")
+            rows.setdefault(one.tokens, []).append(f"{one.accuracy:.2f}{beside}")
+        depths = dict.fromkeys(f"at {one.depth:.0%}" for one in cells)
+        return ["context", *depths], [[f"{n:,} tokens", *row] for n, row in rows.items()]
 
     def write(self, path: Path) -> None:
         """Writes the report as JSON, whole or not at all."""

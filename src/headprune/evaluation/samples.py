@@ -21,7 +21,7 @@ class Samples:
         columns: Of shape (sequences,): "nll_nats", "tokens" and "utf8_bytes" of a language model,
             "words", "word_hits", "seen_words", "seen_word_hits", "copied_nll_nats",
             "copied_tokens", "repeated_nll_nats", "repeated_tokens", "last_word_hits",
-            "seen_last_words" and "seen_last_word_hits" of one that generates,
+            "seen_last_words", "seen_last_word_hits" and "needle_hits" of one that generates,
             "hits" of a classifier, "similarities" and "scores" of sentence pairs, "cosines" of
             embeddings with those of the base.
     """

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headprune.exporting.engines import serving
+from headprune.exporting.role_rows import ROLE_COLUMNS, role_rows
 from headprune.io.markup import printable, xml_safe
 from headprune.io.writing import write_whole
 from headprune.schemas.manifest import CARD, Manifest, read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
+from headprune.schemas.roles import RolesRecord
 
 KEPT, GONE = "■", "·"
 _MOST_DRAWN = 4_096  # heads of a layer
@@ -38,7 +40,7 @@ tags: [headprune, attention-pruning]
 
 {needs}
 
-{serve}{quality}## Proof
+{serve}{quality}{roles}## Proof
 
 {proof}
 
@@ -251,6 +253,19 @@ def quality_section(measured: Sequence[Sequence[str]]) -> str:
     return f"## Quality\n\n{markdown_table(_MEASURED, measured)}\n\n"
 
 
+def roles_section(record: RolesRecord | None) -> str:
+    """What heads do, as a section of the card; empty where that was not measured."""
+    if record is None:
+        return ""
+    return f"## Roles\n\n{markdown_table(ROLE_COLUMNS, role_rows(record))}\n\n"
+
+
+def _carried(text: str, title: str) -> str:
+    """A section of an earlier card as it is; empty where there is none."""
+    found = re.search(rf"^## {title}\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    return found[0] if found else ""
+
+
 def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
     """Writes the model card of a new result, README.md."""
     (folder / CARD).write_text(card(folder, title, plan, manifest), encoding="utf-8")
@@ -261,7 +276,8 @@ def card(
     title: str,
     plan: Plan,
     manifest: Manifest,
-    measured: Sequence[Sequence[str]] = (),
+    quality: str = "",
+    roles: str = "",
 ) -> str:
     """The text of a model card.
 
@@ -270,7 +286,8 @@ def card(
         title: Its name.
         plan: What is left of it.
         manifest: What was done.
-        measured: What an evaluation found; see ``quality_section``.
+        quality: What an evaluation found; see ``quality_section``.
+        roles: What heads do; see ``roles_section``.
     """
     lines = [(line_text(name), heads_line(part)) for name, part in plan.attentions.items()]
     width = max((len(name) for name, _ in lines), default=0)
@@ -282,7 +299,8 @@ def card(
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),
         serve=serve_section(manifest, folder, title),
-        quality=quality_section(measured),
+        quality=quality,
+        roles=roles,
         proof=proof_sentence(manifest),
         proof_rows=markdown_table(proof_columns(manifest), proof_rows(manifest)),
         kept=KEPT,
@@ -292,16 +310,23 @@ def card(
     )
 
 
-def rewrite_card(folder: Path, measured: Sequence[Sequence[str]]) -> None:
-    """Writes the model card of a result anew, with what an evaluation found.
+def rewrite_card(
+    folder: Path, measured: Sequence[Sequence[str]] = (), record: RolesRecord | None = None
+) -> None:
+    """Writes the model card of a result anew; what is not given stays as the card has it.
 
     Args:
         folder: The result.
-        measured: What was found; see ``quality_section``.
+        measured: What an evaluation found; see ``quality_section``.
+        record: What heads do.
 
     Raises:
         CheckpointError: If the folder is no result of headprune.
     """
     manifest = read_manifest(folder)
     plan = read_plan(folder / "plan.json", {})
-    write_whole(folder / CARD, card(folder, folder.resolve().name, plan, manifest, measured))
+    path = folder / CARD
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    quality = quality_section(measured) or _carried(before, "Quality")
+    roles = roles_section(record) or _carried(before, "Roles")
+    write_whole(path, card(folder, folder.resolve().name, plan, manifest, quality, roles))

@@ -18,8 +18,10 @@ from headprune.model.opening import load
 from headprune.model.units import unit_sizes
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
+from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
+from headprune.schemas.roles import read_roles
 from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import cut_heads, resolve, result_shape
 from headprune.tensors.units import Unit, members
@@ -56,6 +58,7 @@ class Preview:
         kv_heads: KV heads before and after.
         shapes: With gates or scores: what every layout would keep of the evidence.
         engines: The same of every ``--for``.
+        roles_lost: Roles of which no head stays; None without a record of roles.
     """
 
     plan: Plan
@@ -64,6 +67,7 @@ class Preview:
     kv_heads: tuple[int, int]
     shapes: tuple[ShapeCost, ...] = ()
     engines: tuple[ShapeCost, ...] = ()
+    roles_lost: tuple[str, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -74,6 +78,7 @@ class Preview:
             "parameters": list(self.parameters),
             "shapes": [asdict(cost) for cost in self.shapes],
             "engines": [asdict(cost) for cost in self.engines],
+            "roles_lost": self.roles_lost,
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -88,6 +93,7 @@ def preview(
     layout: LayoutOption = LayoutOption.PER_LAYER,
     targets: Sequence[Target] = (),
     dtype: Dtype = Dtype.AUTO,
+    roles: Path | None = None,
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     drop_unexpected: bool = False,
@@ -97,6 +103,7 @@ def preview(
     refuse_source(asked)
     loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
     net, source = load(model, *loading, weights=False)
+    record = None if roles is None else read_roles(roles, source)
     constraints = constraints_of(net, layout, targets)
     chosen, _, _ = plan_from(net, source, asked, constraints)
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
@@ -111,7 +118,7 @@ def preview(
         tuple(cost for (option, _), cost in costs.items() if option == name)
         for name in ("layout", "for")
     )
-    return Preview(chosen, stored, *sizes, layouts, engines)
+    return Preview(chosen, stored, *sizes, layouts, engines, roles_lost(record, chosen))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def allocate(
         attentions: The attention modules, in order.
         unit: What is removed as one piece.
         scores: One score per unit, in order. Without a number of heads they only rank: the least
-            of them counts as a little more than nothing, so that budgets are used up.
+            of them counts as a little more than nothing, so that budgets are used up. A unit
+            whose score is infinite stays, or there is no plan.
         heads: Query heads to keep, exactly; None for as many as the limits allow.
         heads_of_module: The same for every module.
         min_per_module: Query heads that every module keeps at least; none for no such demand.
@@ -109,23 +110,26 @@ def allocate(
     for number, (row, _, _) in enumerate(rows):
         for at, value in row.items():
             matrix[number, at] = value
-    gain = np.zeros(width)
+    gain, stays = np.zeros(width), np.zeros(width)
+    values = np.asarray(scores, dtype=float)
+    stays[:count] = held = np.isinf(values)
     gain[:count] = _gains(
-        np.asarray(scores, dtype=float),
+        np.where(held, values[~held].max(initial=0.0), values),
         sizes,
         fixed=heads is not None or heads_of_module is not None,
     )
     solved = milp(
         -gain * _GAIN,
         integrality=np.ones(width),
-        bounds=Bounds(0, 1),
+        bounds=Bounds(stays, 1),
         constraints=LinearConstraint(
             matrix.tocsr(), [least for _, least, _ in rows], [most for _, _, most in rows]
         ),
         options={"mip_rel_gap": 0.0},
     )
     if solved.x is None:
-        raise PlanError(_impossible(heads, heads_of_module, min_per_module, limits))
+        stay = int(sizes[held].sum())
+        raise PlanError(_impossible(heads, heads_of_module, min_per_module, limits, stay))
     return [at for at in range(count) if solved.x[at] > 0.5]
 
 
@@ -166,6 +170,7 @@ def _impossible(
     heads_of_module: Sequence[int] | None,
     min_per_module: Sequence[int],
     limits: Sequence[BudgetLimit],
+    held: int,
 ) -> str:
     asked = [] if heads is None else [f"{heads} query heads in all"]
     asked += ["equal shares in every module"] if heads_of_module is not None else []
@@ -174,6 +179,7 @@ def _impossible(
         f"{least} in each of {modules} modules (--min-per-layer, or --for)"
         for least, modules in floors_of.items()
     ]
+    asked += [f"--keep-roles (query heads held: {held})"] if held else []
     asked += [limit.said for limit in limits]
     floors = [f"{each.said} (without any head: {each.prices.rest:.6g})" for each in limits]
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,11 @@ def share_of(values: Tensor, kept: set[int], free: set[int]) -> float | None:
     return float(values[sorted(kept)].sum()) / total if total > 0 <= float(values.min()) else None
 
 
+def with_held(values: Tensor, held: frozenset[int]) -> list[float]:
+    """Scores, of which those that are held are infinite: they stay, or there is no plan."""
+    return [math.inf if at in held else score for at, score in enumerate(values.tolist())]
+
+
 @dataclass(frozen=True)
 class HeadChoice:
     """A choice of units, within budgets and what engines hold.
@@ -34,6 +40,7 @@ class HeadChoice:
         budget: What may stay.
         limits: The same as sums over what stays.
         constraints: What the plan must look like.
+        held: Units that are not to go.
     """
 
     attentions: Sequence[Attention]
@@ -41,6 +48,7 @@ class HeadChoice:
     budget: BudgetConfig
     limits: Sequence[BudgetLimit]
     constraints: Constraints
+    held: frozenset[int] = frozenset()
 
     def of(self, values: Tensor, allowed: set[int], heads: int | None) -> set[int]:
         """Units to keep, of those that are still there."""
@@ -49,7 +57,7 @@ class HeadChoice:
         ranked = values.clone()
         if gone:  # a unit that went in an earlier round comes behind all that are there
             ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
-        scores = ranked.tolist()
+        scores = with_held(ranked, self.held)
         if self.constraints.even:
             wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
             return set(even_units(attentions, unit, scores, wanted, self._fits))

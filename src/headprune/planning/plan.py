@@ -28,9 +28,10 @@ from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
-from headprune.planning.choice import HeadChoice, share_of
+from headprune.planning.choice import HeadChoice, share_of, with_held
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
@@ -53,6 +54,7 @@ class Planned:
         scores: What the scores say of themselves.
         kept_of_free: With ``--for``: the sum of the scores that stay, as a share of what stays
             without; None where shares of scores say nothing.
+        roles_lost: Roles of which no head stays; None without a record of roles.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Planned:
     rounds: int
     scores: ScoresMetadata
     kept_of_free: float | None = None
+    roles_lost: tuple[str, ...] | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -110,6 +113,7 @@ def plan(
     if rounds > 1:
         _refuse_rounds(name, metadata.data)
     refuse_target(budget.keep)
+    asked_roles(budget)
     watch.stage("loading the model")
     dtype = metadata.calibration.dtype
     loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
@@ -146,6 +150,8 @@ def make_plan(
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
+    record = asked_roles(budget, source)
+    held = held_units(record, budget.keep_roles, attentions, unit)
     constraints = constraints_of(net, LayoutOption.PER_LAYER, budget.targets)
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, budget, stored, watch)
@@ -162,11 +168,14 @@ def make_plan(
         heads = target
         if not last:
             goal = (
-                target if target is not None else _reached(attentions, unit, values, budget, limits)
+                target
+                if target is not None
+                else _reached(attentions, unit, with_held(values, held), budget, limits)
             )
             heads = head_budget(_between(sum(sizes), goal, number + 1, rounds) / sum(sizes), sizes)
-        choice = HeadChoice(attentions, unit, budget, limits if last else [], constraints)
+        choice = HeadChoice(attentions, unit, budget, limits if last else [], constraints, held)
         before, kept = kept, choice.of(values, kept, heads)
+        refuse_broken_hold(held, kept, sizes, budget.keep_roles)
     free = replace(choice, constraints=replace(constraints, targets=(), shapes=frozenset(SHAPES)))
     share = share_of(values, kept, free.of(values, before, heads)) if budget.targets else None
     flags = [float(at in kept) for at in range(len(sizes))]
@@ -176,7 +185,8 @@ def make_plan(
     if budget.targets:
         # a refit between rounds has changed the weights that the plan's fingerprint is of
         constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
-    return Planned(made, name, spent, rounds, scores.metadata, share)
+    lost = roles_lost(record, made)
+    return Planned(made, name, spent, rounds, scores.metadata, share, lost)
 
 
 def _refuse_rounds(criterion: str, data: DataConfig | None) -> DataConfig:
@@ -297,7 +307,7 @@ def _prefill_seconds(nets: Sequence[PreTrainedModel]) -> list[float]:
 def _reached(
     attentions: Sequence[Attention],
     unit: Unit,
-    values: Tensor,
+    scores: Sequence[float],
     budget: BudgetConfig,
     limits: Sequence[BudgetLimit],
 ) -> int:
@@ -305,7 +315,7 @@ def _reached(
     kept = allocate(
         attentions,
         unit,
-        values.tolist(),
+        scores,
         None,
         None,
         [budget.min_per_layer] * len(attentions),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from headprune.config import CheckConfig
+from headprune.config import CheckConfig, EngineName
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun, run
@@ -27,7 +26,16 @@ from headprune.model import speed
 from headprune.model.cost import ModelCost, model_cost
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import GitState, git_state
-from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Comparison, Limit, parse_limit
+from headprune.regression.limits import (
+    ROLES_LOST,
+    ROUTE,
+    SPEED,
+    STRUCTURE,
+    Comparison,
+    Limit,
+    parse_limit,
+)
+from headprune.regression.roles import lost_roles
 from headprune.regression.verdicts import (
     Judged,
     Verdict,
@@ -35,10 +43,12 @@ from headprune.regression.verdicts import (
     judge,
     judge_exact,
     overall,
+    with_rare_errors,
 )
 from headprune.schemas.plan import Shape
 from headprune.schemas.values import Digest
 
+_SHARES = ("accuracy", "needle_accuracy")  # of what is right or wrong
 _OF_TWO = {name for name, spec in METRICS.items() if spec.of_two}  # whatever the limit
 
 
@@ -103,15 +113,22 @@ def check(
     baseline, against = _references(limits, config)
     start = time.perf_counter()
     loaded = _load(config, against, trust_remote_code)
-    _check_metrics(limits, loaded)
+    _check_metrics(limits, loaded, config)
     if baseline is not None:
         _compare_origin(baseline, loaded, config)
         for one in (one for one in limits if one.needs_baseline and one.is_quality):
             baseline.refuse_metric(Path(str(config.baseline)), one.metric)
     evaluation = run(loaded, config.evaluate_config(), progress)
+    counts = any(one.metric == ROLES_LOST for one in limits)
+    lost = lost_roles(loaded, config, progress) if counts else None
     ratios = speed.ratios(*loaded.nets) if any(one.metric in SPEED for one in limits) else {}
     evaluated = time.perf_counter()
-    judged = tuple(_judge(one, loaded, evaluation, baseline, ratios, config) for one in limits)
+    judged = tuple(
+        lost.judge(one, config)
+        if lost is not None and one.metric == ROLES_LOST
+        else _judge(one, loaded, evaluation, baseline, ratios, config)
+        for one in limits
+    )
     verdict = overall(judged)
     return CheckReport(
         verdict=verdict,
@@ -234,7 +251,7 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
     return baseline, against
 
 
-def _check_metrics(limits: list[Limit], loaded: Loaded) -> None:
+def _check_metrics(limits: list[Limit], loaded: Loaded, config: CheckConfig) -> None:
     """Refuses limits on what this run will not measure, before it runs."""
     generates = model_cost(loaded.nets[0]).kv_cache_bytes_per_token > 0
     for one in limits:
@@ -243,6 +260,11 @@ def _check_metrics(limits: list[Limit], loaded: Loaded) -> None:
             raise HeadpruneError(
                 f"The limit '{one.text}': this run does not measure {one.metric} window by window; "
                 f"for a {type(loaded.nets[0]).__name__} on this data it measures {found}."
+            )
+        if one.metric == ROLES_LOST and config.engine is not EngineName.TORCH:
+            raise HeadpruneError(
+                f"The limit '{one.text}': roles are told from attention weights, which "
+                f"{config.engine.value} does not show. Check the model in torch."
             )
         if one.metric == "decode_tokens_per_s" and not generates:
             raise HeadpruneError(
@@ -325,7 +347,7 @@ def _judge(
         _refuse_share_of_nothing(limit, theirs)
     statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
     interval = _interval(statistic, count, config)
-    if parted(limit.metric)[0] == "accuracy" and limit.kind is Comparison.ABSOLUTE:
+    if parted(limit.metric)[0] in _SHARES and limit.kind is Comparison.ABSOLUTE:
         interval = with_rare_errors(interval, config.confidence)
     return judge(limit, interval)
 
@@ -351,16 +373,6 @@ def _refuse_share_of_nothing(limit: Limit, theirs: Samples) -> None:
             f"The limit '{limit.text}' is a share of {reference:.4g}: write a difference, such as "
             f"'{limit.metric} >= -0.01'."
         )
-
-
-def with_rare_errors(interval: Interval, confidence: float) -> Interval:
-    """What no resample can show where all examples are right, or all wrong: the exact bound."""
-    reach = ((1 - confidence) / 2) ** (1 / max(interval.n, 1))
-    if interval.low == interval.high == 1.0:
-        return replace(interval, low=reach)
-    if interval.low == interval.high == 0.0:
-        return replace(interval, high=1 - reach)
-    return interval
 
 
 def counted(limit: Limit, value: int, reference: int | None) -> Fraction:

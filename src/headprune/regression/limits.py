@@ -10,6 +10,7 @@
     query_heads == 201             exact counts
     load_route == native           or runtime
     perplexity[brown] <= 105 %     on the further data of that name
+    roles_lost == 0                roles of the original that no head has any more
     lambada_openai:acc >= 0.3      a score of a task of lm-eval
 
 A sign makes it relative to the baseline, a percent sign without one to the original.
@@ -35,7 +36,9 @@ STRUCTURE = (
 )
 SPEED = ("prefill_tokens_per_s", "decode_tokens_per_s")
 ROUTE = "load_route"
-KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE)
+ROLES_LOST = "roles_lost"
+ALIASES = {"induction_nll": "copying_nll"}  # what the literature calls a metric
+KNOWN = (*METRICS, *ALIASES, *STRUCTURE, *SPEED, ROUTE, ROLES_LOST)
 
 Operator = Literal["<=", ">=", "=="]
 _OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -93,7 +96,8 @@ class Limit:
     @property
     def needs_original(self) -> bool:
         """Whether it is relative to the original."""
-        return self.kind in (Comparison.SHARE, Comparison.RECOVERY)
+        shared = self.kind in (Comparison.SHARE, Comparison.RECOVERY)
+        return shared or self.metric == ROLES_LOST
 
 
 def parse_limit(text: str) -> Limit:
@@ -109,6 +113,7 @@ def parse_limit(text: str) -> Limit:
             "such as 'perplexity <= 25' or 'perplexity <= +2 %'."
         )
     metric, recovery = line["metric"], line["recovery"] is not None
+    metric = ALIASES.get(metric, metric)
     plain, domain = parted(metric)
     if not is_score(metric) and plain not in (METRICS if domain else KNOWN):
         known = list(METRICS if domain else KNOWN)
@@ -143,6 +148,11 @@ def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: b
     """Which comparison is meant, if it makes sense for the metric."""
     if is_score(metric):
         return _of_score(text, metric, op, sign, percent, recovery)
+    if metric == ROLES_LOST and (sign or percent or recovery or op == ">="):
+        raise HeadpruneError(
+            f"The limit '{text}': {ROLES_LOST} counts roles of the original. Write "
+            f"'{ROLES_LOST} == 0', or '<= 1'."
+        )
     quality, speed = parted(metric)[0] in METRICS, metric in SPEED
     higher_is_better = spec_of(metric).higher_is_better if quality else speed
     if recovery and not quality:

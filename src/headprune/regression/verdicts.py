@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from enum import Enum
 from fractions import Fraction
 
@@ -56,6 +57,7 @@ class Judged(BaseModel):
         n: Windows, examples or repeats behind it.
         n_needed: With about so many the verdict would be clear, if this is too close to call.
         verdict: Whether the limit holds.
+        names: What was counted, by name, where that is told.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +74,7 @@ class Judged(BaseModel):
     n: int | None = None
     n_needed: int | None = None
     verdict: Verdict
+    names: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _alike(self) -> Judged:
@@ -88,7 +91,8 @@ class Judged(BaseModel):
 
     def number(self) -> str:
         """What was found."""
-        return self.value if isinstance(self.value, str) else self._shown(self.value)
+        value = self.value if isinstance(self.value, str) else self._shown(self.value)
+        return f"{value} ({', '.join(self.names)})" if self.names else value
 
     def interval(self) -> str:
         """Its interval; empty for what is counted."""
@@ -145,6 +149,16 @@ def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
     if kind is Comparison.RECOVERY and not spec_of(limit.metric).higher_is_better:
         return lambda i: other(i) / value(i)
     return lambda i: value(i) / other(i)
+
+
+def with_rare_errors(interval: Interval, confidence: float) -> Interval:
+    """What no resample can show where all examples are right, or all wrong: the exact bound."""
+    reach = ((1 - confidence) / 2) ** (1 / max(interval.n, 1))
+    if interval.low == interval.high == 1.0:
+        return replace(interval, low=reach)
+    if interval.low == interval.high == 0.0:
+        return replace(interval, high=1 - reach)
+    return interval
 
 
 def judge(limit: Limit, interval: Interval) -> Judged:

@@ -18,6 +18,7 @@ from headprune.schemas import gates as gates_folder
 from headprune.schemas.gates import TrainedGates, read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
+from headprune.schemas.roles import ROLES_FILE, RolesRecord, read_roles
 from headprune.schemas.runs import read_run
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
@@ -104,6 +105,7 @@ class Found:
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[Path, Sweep] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    roles: list[RolesRecord] = field(default_factory=list)
 
     @property
     def tips(self) -> list[ResultFolder]:
@@ -174,6 +176,8 @@ def _look_into(folder: Path, found: Found) -> None:
             f"The training in '{folder}' is not finished; go on with {command} --resume, or remove "
             "the folder."
         )
+    if (folder / ROLES_FILE).is_file():
+        found.roles.append(read_roles(folder))
     for file in sorted(folder.glob("*.json")):
         try:
             _add_report(file, found)

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from headprune._version import __version__
 from headprune.exporting import card
+from headprune.exporting.role_rows import ROLE_COLUMNS
 from headprune.io.markup import xml_safe
 from headprune.reports import charts, words
 from headprune.reports.charts import Chart
@@ -59,6 +60,7 @@ def html(drawn: Contents) -> str:
             own=drawn.own,
             words=words,
             card=card,
+            role_columns=ROLE_COLUMNS,
             title=_title(drawn.runs),
             version=__version__,
             css=Markup(_template("page.css")),
@@ -81,6 +83,7 @@ def markdown(drawn: Contents) -> str:
             own=drawn.own,
             words=words,
             card=card,
+            role_columns=ROLE_COLUMNS,
             table=card.markdown_table,
             text=card.markdown_text,
             title=_title(drawn.runs),

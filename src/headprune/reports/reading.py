@@ -18,6 +18,7 @@ from headprune.reports.discovery import (
 )
 from headprune.reports.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.reports.histories import history
+from headprune.reports.roles import with_roles
 from headprune.reports.view import (
     Facts,
     ShownCheck,
@@ -29,6 +30,7 @@ from headprune.reports.view import (
 from headprune.schemas import sweeps
 from headprune.schemas.manifest import HISTORY, LineageStep, Manifest
 from headprune.schemas.records import Healing, MadeBy, Merging, Migration
+from headprune.schemas.roles import RolesRecord
 from headprune.tensors.units import Unit
 
 _UNIT = {
@@ -63,6 +65,7 @@ def assemble(
         evaluations=list({part.id: part for part in evaluations.values()}.values()),
         checks=list({part.id: part for part in checks.values()}.values()),
         shown={tip.manifest.id for place in found for tip in place.tips},
+        roles=[record for place in found for record in place.roles],
     )
     runs = [(place.place, parts.of(tip, place)) for place in found for tip in place.tips]
     for place in found:
@@ -105,6 +108,7 @@ class _Parts:
         evaluations: What ``evaluate`` measured.
         checks: What ``check`` found.
         shown: Ids of the results that get runs of their own.
+        roles: What heads do, of any model.
         used: Ids of the parts that belong to a run.
     """
 
@@ -114,6 +118,7 @@ class _Parts:
     evaluations: Sequence[ShownEvaluation]
     checks: Sequence[ShownCheck]
     shown: set[str | None]
+    roles: Sequence[RolesRecord]
     used: set[str | None] = field(default_factory=set)
 
     def are_new(self, id_: str) -> bool:
@@ -137,6 +142,8 @@ class _Parts:
         histories = [history(folder.path / HISTORY, "heal") for folder in folders]
         if gates is not None:
             histories.insert(0, history(gates.path / "history.jsonl", "gates"))
+        head_map = map_of_result(folders[0], tip, gates, scores)
+        head_map, roles = with_roles(manifest, head_map, self.roles)
         return ShownRun(
             name=place.place.name,
             folder=tip.path,
@@ -144,11 +151,12 @@ class _Parts:
             asked=" ".join(_asked(step, self.gates) for step in manifest.steps),
             manifest=manifest,
             settings=_settings(gates),
-            head_map=map_of_result(folders[0], tip, gates, scores),
+            head_map=head_map,
             histories=tuple(h for h in histories if h is not None),
             evaluations=evaluations,
             provenance=_provenance(manifest),
             checks=checks,
+            roles=roles,
         )
 
     def _scores(self, manifest: Manifest, place: Found) -> ScoresFolder | None:

@@ -103,6 +103,11 @@ def _report(
         file: read_check(file, content) for place in found for file, content in place.checks.items()
     }
     shown = assemble(found, evaluations, checks)
+    if not shown:
+        raise HeadpruneError(
+            f"'{places[0]}' holds roles, and no run to show them of: give the folder of a result "
+            "as well."
+        )
     drawn = page.contents(shown)
     text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
     named = {} if figures is None else _figures(drawn, figures)
@@ -182,6 +187,7 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
         base_size=_size(read.against) if read.against else None,
         memory=memory if isinstance(memory, int) else None,
         provenance=_provenance(read),
+        needle=read.needle(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -154,6 +155,7 @@ class ShownEvaluation:
         base_size: The same of its base.
         memory: Bytes that ``longest_context`` fits into.
         provenance: Time, platform, versions, settings.
+        needle: Retrieval by context length and depth: columns and rows; no rows without.
     """
 
     id: str
@@ -170,6 +172,7 @@ class ShownEvaluation:
     base_size: Size | None
     memory: int | None
     provenance: Facts
+    needle: tuple[list[str], list[list[str]]] = ([], [])
 
     @property
     def main(self) -> Quality | None:
@@ -239,6 +242,7 @@ class ShownRun:
         provenance: Where it comes from.
         sweep: Many cuts, where the run measured them.
         checks: Limits that its result was held to.
+        roles: What became of roles, a row each; see ``ROLE_COLUMNS``.
     """
 
     name: str
@@ -253,6 +257,7 @@ class ShownRun:
     provenance: Facts = ()
     sweep: ShownSweep | None = None
     checks: tuple[ShownCheck, ...] = ()
+    roles: Sequence[Sequence[str]] = ()
 
     @property
     def chain(self) -> tuple[LineageStep, ...]:

@@ -27,5 +27,5 @@ def _over(modules: Sequence[ModuleRoles], role: str) -> list[RoleHead]:
         RoleHead(path=module.path, head=head.head)
         for module in modules
         for head in module.heads
-        if role in head.scores and head.scores[role].state == "over"
+        if head.has(role)
     ]

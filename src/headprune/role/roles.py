@@ -74,7 +74,7 @@ def roles(
         watcher.stage(f"loading '{place}'")
         net, identity = load(place, config.dtype, **_all(loading))
         refuse_without_text(net, "roles")
-        modules, tokens = _of_model(net, tokenizers[0], data, asked, attention, watcher)
+        modules, tokens = roles_of(net, tokenizers[0], data, asked, attention, watcher)
         found.append((identity, modules, tokens))
         del net
     (identity, modules, tokens), *originals = found
@@ -101,7 +101,7 @@ def _all(loading: dict[str, bool]) -> dict[str, bool]:
     return {"trust_remote_code": False, "assume_supported": False, **loading}
 
 
-def _of_model(
+def roles_of(
     net: PreTrainedModel,
     tokenizer: Any,
     data: DataConfig,
@@ -109,7 +109,16 @@ def _of_model(
     attention: Sequence[str],
     watcher: Watch,
 ) -> tuple[tuple[ModuleRoles, ...], int]:
-    """What the heads of a loaded model do, and how many tokens of text said so."""
+    """What the heads of a loaded model do, and how many tokens of text said so.
+
+    Args:
+        net: The model.
+        tokenizer: Its tokenizer.
+        data: Where the text comes from.
+        config: How much of it is read, and how it is judged.
+        attention: Kinds of attention to look at; empty for all.
+        watcher: Told how far it is.
+    """
     attentions = of_kinds(attention_of(net), attention)
     text, tokens = text_input(net, tokenizer, data, config)
     twice, other = repeated_inputs(net, tokenizer, config)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import DataConfig, RolesConfig
+from headprune.errors import CheckpointError, PlanError
+from headprune.io.parsing import read_as
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.values import Count, Digest
 
@@ -112,6 +115,10 @@ class HeadRoles(BaseModel):
     scores: dict[str, RoleScore]
     effect: HeadEffect | None = None
 
+    def has(self, role: str) -> bool:
+        """Whether it is over the line of a role."""
+        return role in self.scores and self.scores[role].state == "over"
+
 
 class ModuleRoles(BaseModel):
     """The heads of an attention module.
@@ -192,3 +199,36 @@ class RolesRecord(BaseModel):
     modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
     against: ModelIdentity | None = None
     changes: dict[str, RoleChange] = {}
+
+    def heads(self, role: str) -> set[tuple[str, int]]:
+        """Paths and ids of the heads that are over the line of a role."""
+        return {
+            (module.path, head.head)
+            for module in self.modules
+            for head in module.heads
+            if head.has(role)
+        }
+
+
+def read_roles(place: Path, model: ModelIdentity | None = None) -> RolesRecord:
+    """Reads the record that ``headprune roles`` wrote.
+
+    Args:
+        place: The file, or the folder that it lies in.
+        model: The model that it must be of; None for any.
+
+    Raises:
+        CheckpointError: If there is no record, or a damaged one.
+        PlanError: If it is of another model.
+    """
+    path = place / ROLES_FILE if place.is_dir() else place
+    if not path.is_file():
+        raise CheckpointError(f"There is no '{path}'; headprune roles writes one.")
+    record = read_as(RolesRecord, path)
+    if model is not None and record.model.fingerprint != model.fingerprint:
+        raise PlanError(
+            f"The roles in '{place}' are of '{record.model.name}' (fingerprint "
+            f"{record.model.fingerprint}), not of '{model.name}' (fingerprint "
+            f"{model.fingerprint}). Measure the roles of this model."
+        )
+    return record

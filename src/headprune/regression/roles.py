@@ -1,0 +1,57 @@
+"""Which roles of its original a model no longer has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headprune.config import CheckConfig, RolesConfig
+from headprune.evaluation.comparison import Interval
+from headprune.evaluation.loaded import Loaded
+from headprune.evaluation.quality import Progress
+from headprune.evidence.score import Watch
+from headprune.model.placement import alone_on_device
+from headprune.regression.limits import Limit
+from headprune.regression.verdicts import Judged, judge
+from headprune.role import ROLES
+from headprune.role.against import changes
+from headprune.role.roles import roles_of
+from headprune.schemas.roles import ModuleRoles
+
+
+@dataclass(frozen=True)
+class LostRoles:
+    """Roles of the original that no head is sure to have any more.
+
+    Attributes:
+        names: All of them.
+        surely: Those that no head has nearly, either.
+    """
+
+    names: tuple[str, ...]
+    surely: tuple[str, ...]
+
+    def judge(self, limit: Limit, config: CheckConfig) -> Judged:
+        """Judges how many they are."""
+        low, high = float(len(self.surely)), float(len(self.names))
+        found = judge(limit, Interval(high, low, high, config.confidence, config.role_sequences))
+        # the ends of a count do not say how many sequences would tell
+        return found.model_copy(update={"n_needed": None, "names": self.names})
+
+
+def lost_roles(loaded: Loaded, config: CheckConfig, progress: Progress) -> LostRoles:
+    """Measures the roles of a model and of its original, on the same tokens."""
+    asked = config.part(RolesConfig, sequences=config.role_sequences, resamples=1000)
+    found = []
+    for net in loaded.nets:
+        with alone_on_device(net):
+            data, watcher = loaded.domains[0].data, Watch(step=progress)
+            found.append(roles_of(net, loaded.tokenizer, data, asked, (), watcher)[0])
+    now, original = found
+    compared = changes(original, now)
+    names = [name for name in ROLES if compared[name].is_lost and not ROLES[name].attribute]
+    surely = [name for name in names if not _nearly(now, name)]
+    return LostRoles(tuple(names), tuple(surely))
+
+
+def _nearly(modules: tuple[ModuleRoles, ...], name: str) -> bool:
+    return any(name in head.nearly for module in modules for head in module.heads)

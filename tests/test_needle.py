@@ -1,0 +1,141 @@
+"""Needles: a model finds those that it can see, and no others; where they lie; what has no room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from headprune.config import DataConfig, EvaluateConfig, NeedleConfig
+from headprune.data.sources import Examples, read_examples
+from headprune.errors import DataError
+from headprune.evaluation.endings import endings_predicted
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.needle import Needle, needles, retrieved
+from tests import tiny
+from tests.test_cli import run
+
+SAID = "The secret number of the is . bridge castle engine forest garden island kitchen river"
+NEARBY = 3  # tokens that say what comes next, where they stood before
+
+
+def words() -> PreTrainedTokenizerFast:
+    """The words of needles and of the tiny text, and every digit for itself."""
+    known = [*tiny.SPECIAL, *SAID.split(), "village", "w", *"0123456789"]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(known))}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    split = [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.Split("w", "isolated")])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+class Finder(PreTrainedModel):
+    """Goes on as the text did after the last copy of three tokens, no more than so far back."""
+
+    def __init__(self, reach: int) -> None:
+        super().__init__(LlamaConfig(vocab_size=64))
+        self.reach = reach
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        told = torch.zeros_like(input_ids)
+        for row, ids in enumerate(input_ids.tolist()):
+            after: dict[tuple[int, ...], int] = {}
+            for place in range(NEARBY - 1, len(ids)):
+                seen = tuple(ids[place - NEARBY + 1 : place + 1])
+                there = after.get(seen, -1)
+                if there >= 0 and place - there < self.reach:
+                    told[row, place] = ids[there]
+                after[seen] = place + 1
+        return SimpleNamespace(logits=nn.functional.one_hot(told, 64).float())
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Examples:
+    (tmp_path / "text.txt").write_text(tiny.text(400))
+    return read_examples(DataConfig(source=str(tmp_path / "text.txt")))
+
+
+def hidden(examples: Examples, lengths: tuple[int, ...], **settings: Any) -> tuple[Needle, ...]:
+    config = NeedleConfig(needle_lengths=lengths, needle_trials=2)
+    return needles(examples, words(), **{"most": None, "config": config, "seed": 0} | settings)
+
+
+def found(reach: int, given: tuple[Needle, ...]) -> dict[tuple[int, float], float]:
+    hits = endings_predicted(Finder(reach), [needle.row for needle in given], 3)
+    return {(f.tokens, f.depth): f.accuracy for f in retrieved(given, {"needle_hits": hits})}
+
+
+def test_needles_are_found_as_far_back_as_a_model_sees(examples: Examples) -> None:
+    given = hidden(examples, (64, 200))
+    assert {len(needle.row.ids) for needle in given} == {64, 200}  # to the token
+    assert set(found(200, given).values()) == {1.0}
+    cut = found(70, given)
+    assert [cut[64, depth] for depth in (0.0, 0.25, 0.5, 0.75, 1.0)] == [1.0] * 5
+    assert [cut[200, depth] for depth in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0, 0, 0, 1.0, 1.0]
+    assert set(found(8, given).values()) == {0.0}
+
+
+def test_numbers_are_drawn_by_the_seed_and_lie_at_their_depth(examples: Examples) -> None:
+    given, again = hidden(examples, (100,)), hidden(examples, (100,))
+    assert given == again != hidden(examples, (100,), seed=1)
+    tokenizer = words()
+    for needle in given:
+        text = tokenizer.decode(needle.row.ids)
+        number = tokenizer.decode(needle.row.ids[needle.row.start :])
+        assert len(number.split()) == 5 and text.count(number) == 2 and text.endswith(number)
+        room = 100 - 2 * len(tokenizer.tokenize("The secret number of the river is 12345"))
+        before = text[: text.index("The")].split()
+        assert len(before) == pytest.approx(needle.depth * room, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "told"),
+    [
+        ((20,), None, "takes 25, and 16 of text are needed besides. Give --needle-lengths of 41"),
+        ((), 40, "takes 25"),  # the model has no room for it
+        ((64, 300), 256, "A needle in 300 tokens: model and tokenizer take 256 at most"),
+        ((5000,), None, "A needle in 5,000 tokens: the text has fewer"),
+    ],
+)
+def test_without_room_there_is_no_needle(
+    lengths: tuple[int, ...], most: int | None, told: str, examples: Examples
+) -> None:
+    with pytest.raises(DataError, match=told):
+        hidden(examples, lengths, most=most)
+
+
+def test_an_evaluation_shows_retrieval_beside_the_base(llama_folder: Path, text_file: Path) -> None:
+    data = DataConfig(source=str(text_file))
+    fast: dict[str, Any] = {"seq_len": 16, "speed": False, "resamples": 100, "copying": 0}
+    config = EvaluateConfig(**fast, last_words=0, needle=True, needle_trials=2)
+    report = evaluate(llama_folder, data, config, llama_folder)
+    (metric,) = (m for m in report.model.metrics if m.name == "needle_accuracy")
+    assert (metric.n, metric.higher_is_better) == (10, True)  # of the 128 tokens that it takes
+    assert report.model.needle is not None
+    assert [cell.tokens for cell in report.model.needle] == [128] * 5
+    columns, rows = report.needle()
+    assert columns == ["context", "at 0%", "at 25%", "at 50%", "at 75%", "at 100%"]
+    assert rows[0][0] == "128 tokens" and rows[0][1].count("(") == 1
+    assert report.provenance.settings["needle_trials"] == 2
+    plain = evaluate(llama_folder, data, config.model_copy(update={"needle": False}))
+    assert plain.model.needle is None
+    assert not any(name.startswith("needle") for name in plain.provenance.settings)
+
+
+def test_an_encoder_has_no_needle(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert")
+    code, _, told = run(capsys, "evaluate", place, "--data", text_file, "--needle")
+    assert code == 2
+    assert "this one is a BertForMaskedLM" in told
