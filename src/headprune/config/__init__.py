@@ -20,7 +20,13 @@ from headprune.config.data import (
     domain_name,
 )
 from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
-from headprune.config.measuring import CheckConfig, EvaluateConfig, RecallConfig, RolesConfig
+from headprune.config.measuring import (
+    CheckConfig,
+    EvaluateConfig,
+    RanksConfig,
+    RecallConfig,
+    RolesConfig,
+)
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -98,6 +104,7 @@ __all__ = [
     "Place",
     "Positive",
     "ProofOption",
+    "RanksConfig",
     "RecallConfig",
     "RolesConfig",
     "Seed",

@@ -106,6 +106,19 @@ class RolesConfig(Options):
     seed: Seed = option("Seed of random tokens and of the bootstrap.", 0)
 
 
+class RanksConfig(Options):
+    """How much is read to see how wide heads are."""
+
+    calibration_tokens: Annotated[Count, Field(ge=2)] = option(
+        "With --ranks: how much of the text is read, spread evenly.", 16_384, Panel.CALIBRATION
+    )
+    seq_len: Length = option("With --ranks: tokens per sequence.", 512, Panel.CALIBRATION)
+    batch_size: Few = option(
+        "With --ranks: sequences per pass; no result depends on it.", 4, Panel.CALIBRATION
+    )
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
+
+
 class CheckConfig(Options):
     """How a model is held to its limits."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.tables import module_table, narrow, table
+from headprune.console.tables import head_name, module_table, narrow, table
 
 if TYPE_CHECKING:
     from headprune.schemas.roles import HeadRoles, ModuleRoles, RoleHead, RoleScore, RolesRecord
@@ -82,23 +81,17 @@ def _by_role(console: Console, result: RolesRecord) -> None:
 def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, str, str, str]:
     variant = f" at {score.variant}" if score.variant else ""
     return (
-        escape(f"{_name(module.path, head.head)}{variant}"),
+        escape(f"{head_name(module.path, head.head)}{variant}"),
         f"{score.score:.2f}",
         f"{score.low:.2f}-{score.high:.2f}",
         "-" if score.control is None else f"{score.control:.2f}",
     )
 
 
-def _name(path: str, head: int) -> str:
-    """``18.6`` of head 6 in layer 18; paths that name no layer are given whole."""
-    layer = re.search(r"(?<=\.)\d+(?=\.)", path)
-    return f"{layer[0] if layer else path}.{head}"
-
-
 def _effects(console: Console, result: RolesRecord) -> None:
     """The heads without which the loss rises most."""
     found = [
-        (head.effect, _name(module.path, head.head), head.role)
+        (head.effect, head_name(module.path, head.head), head.role)
         for module in result.modules
         for head in module.heads
         if head.effect is not None
@@ -131,6 +124,6 @@ def _changes(console: Console, result: RolesRecord) -> None:
 
 
 def _listed(heads: Sequence[RoleHead]) -> str:
-    names = [_name(head.path, head.head) for head in heads[:_MOST]]
+    names = [head_name(head.path, head.head) for head in heads[:_MOST]]
     more = f" and {len(heads) - _MOST} more" if len(heads) > _MOST else ""
     return escape(", ".join(names) + more)

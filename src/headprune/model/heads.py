@@ -96,7 +96,7 @@ def read_heads(attention: Attention) -> HeadWeights:
             weights["o"], biases["o"] = read_output(attention)
             continue
         outwards = weight if input_dim(projection.module) == 1 else weight.T
-        for role, rows in _rows(attention, projection).items():
+        for role, rows in head_rows(attention, projection).items():
             if role in weights:
                 raise PlanError(
                     f"'{attention.path}' has more than one projection for {role.upper()}, which no "
@@ -128,7 +128,7 @@ def write_heads(attention: Attention, heads: HeadWeights) -> None:
             write_output(attention, heads.o, heads.o_bias)
             continue
         outwards = weight.T if transposed else weight
-        for role, rows in _rows(attention, projection).items():
+        for role, rows in head_rows(attention, projection).items():
             outwards[rows.flatten().to(weight.device)] = (
                 getattr(heads, role).flatten(0, 1).to(weight)
             )
@@ -190,7 +190,8 @@ def project_output(attention: Attention, x: Tensor) -> Tensor:
     return F.linear(x, weight.T if isinstance(module, Conv1D) else weight, bias)
 
 
-def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+def head_rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+    """Where the heads of every role lie along the head dimension of a projection."""
     if not projection.holds:
         return {}
     total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
