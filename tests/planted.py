@@ -65,13 +65,18 @@ def induction(model: GPT2LMHeadModel, head: int) -> None:
     _plant(model, 1, head, (_TOKEN, _ones(tiny.VOCAB)), (_BEFORE, keys))
 
 
-@torch.no_grad()
 def copies(model: GPT2LMHeadModel, head: int) -> None:
     """Has a head of the first layer write the token it looks at into the third slot."""
-    attention, at = model.transformer.h[0].attn, head * _WIDTH
+    writes(model, 0, head, _BEFORE)
+
+
+@torch.no_grad()
+def writes(model: GPT2LMHeadModel, layer: int, head: int, slot: int = _TOKEN, by: int = 0) -> None:
+    """Has a head write the token it looks at into a slot, or the one so many ids further on."""
+    attention, at = model.transformer.h[layer].attn, head * _WIDTH
     values = attention.c_attn.weight[:, 2 * _HEADS * _WIDTH :]
-    values[_TOKEN : _TOKEN + tiny.VOCAB, at : at + _WIDTH] = _ones(tiny.VOCAB)
-    attention.c_proj.weight[at : at + _WIDTH, _BEFORE : _BEFORE + _WIDTH] = torch.eye(_WIDTH)
+    values[_TOKEN : _TOKEN + tiny.VOCAB, at : at + _WIDTH] = _ones(tiny.VOCAB).roll(by, 0)
+    attention.c_proj.weight[at : at + _WIDTH, slot : slot + _WIDTH] = torch.eye(_WIDTH)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ def roles(console: Console, result: RolesRecord, output: Path) -> None:
     module_table(console, ("heads",), rows, numbers_from=2)
     _by_role(console, result)
     _effects(console, result)
+    _sets(console, result)
     if result.against is not None:
         _changes(console, result)
     console.print(
@@ -51,7 +52,7 @@ def _signs(module: ModuleRoles, result: RolesRecord) -> Text:
 
 
 def _by_role(console: Console, result: RolesRecord) -> None:
-    columns = ("line", "heads", "best", "score", "interval", "control")
+    columns = ("line", "heads", "best", "score", "control", "writes")
     grid = narrow(table("", "role", *columns, numbers_from=2))
     for name, facts in result.roles.items():
         scored = [
@@ -74,17 +75,18 @@ def _by_role(console: Console, result: RolesRecord) -> None:
     console.print(
         "[bright_black]capital letters and = are roles; small ones are roles that the interval "
         f"leaves open, or attributes; {NOTHING} is neither; +: as many more are nearly over the "
-        "line[/]"
+        "line; score: the interval; writes: norm of what the best one writes, of that of the "
+        "residual[/]"
     )
 
 
-def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, str, str, str]:
-    variant = f" at {score.variant}" if score.variant else ""
+def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, ...]:
+    variant = f"\n{score.variant}" if score.variant else ""
     return (
         escape(f"{head_name(module.path, head.head)}{variant}"),
-        f"{score.score:.2f}",
         f"{score.low:.2f}-{score.high:.2f}",
         "-" if score.control is None else f"{score.control:.2f}",
+        "-" if head.contribution is None else f"{head.contribution:.1%}",
     )
 
 
@@ -108,6 +110,26 @@ def _effects(console: Console, result: RolesRecord) -> None:
         f"The {min(_MOST, len(found))} heads that the loss needs most, in nats per token:"
     )
     console.print(grid)
+
+
+def _sets(console: Console, result: RolesRecord) -> None:
+    """Roles whose heads were taken out at once, beside as many random ones."""
+    if not result.sets:
+        return
+    grid = table("role", "heads", "set to their means", "random heads", numbers_from=1)
+    for name, found in result.sets.items():
+        rise, others = found.rise, found.random
+        grid.add_row(
+            name,
+            str(found.heads),
+            f"{rise.nats:+.3f} ({rise.low:+.3f} to {rise.high:+.3f})",
+            f"{min(others):+.3f} to {max(others):+.3f}" if others else "-",
+        )
+    console.print(
+        "All heads of a role at once, and as many random ones of the same layers, in nats per "
+        "token:"
+    )
+    console.print(narrow(grid))
 
 
 def _changes(console: Console, result: RolesRecord) -> None:

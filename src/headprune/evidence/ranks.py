@@ -28,7 +28,7 @@ from headprune.evidence.score import Watch
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.forward import run_model
-from headprune.model.heads import head_rows, read_output
+from headprune.model.heads import output_rows, read_output
 from headprune.model.loading import load_tokenizer
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
@@ -109,7 +109,7 @@ class _Moments:
         self.rows = {
             role: (projection.module, rows)
             for projection in attention.projections
-            for role, rows in head_rows(attention, projection).items()
+            for role, rows in output_rows(attention, projection).items()
         }
         if not set("qkvo") <= set(self.rows):
             raise FamilyError(
@@ -129,10 +129,6 @@ class _Moments:
     def _hook(self, role: str, rows: Tensor) -> Callable[[nn.Module, Any, Tensor], None]:
         kind = self.attention.kind
         stands_at = "encoder" if kind == "cross" and role != "q" else kind
-        repeated = getattr(self.rows[role][0], "headprune_positions", None)
-        if repeated is not None:  # a ragged cut gives K and V once per query head
-            first = {place: at for at, place in reversed([*enumerate(repeated.numbers)])}
-            rows = rows.clone().apply_(first.__getitem__)
 
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             tokens = real_tokens(output, token_mask(self.batch, stands_at))

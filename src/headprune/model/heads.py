@@ -198,6 +198,16 @@ def head_rows(attention: Attention, projection: ProjectionModule) -> dict[str, T
     return role_slices(projection.holds, projection.groups, total, projection.head_dim)
 
 
+def output_rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+    """Where they lie in what a projection gives, which may be K and V once per query head."""
+    repeated = getattr(projection.module, "headprune_positions", None)
+    found = head_rows(attention, projection)
+    if repeated is not None:
+        first = {place: at for at, place in reversed([*enumerate(repeated.numbers)])}
+        found = {role: rows.clone().apply_(first.__getitem__) for role, rows in found.items()}
+    return found
+
+
 def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight and bias, as they lie in the module."""
     own = dict(module.named_parameters(recurse=False))

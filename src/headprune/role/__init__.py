@@ -3,6 +3,7 @@
 from headprune.errors import PlanError
 from headprune.registry import Registry
 from headprune.role.broad import broad
+from headprune.role.copying import copying
 from headprune.role.delimiter import delimiter
 from headprune.role.duplicate_token import duplicate_token
 from headprune.role.first_token import first_token
@@ -23,6 +24,7 @@ ROLES.add("positional", positional)
 ROLES.add("delimiter", delimiter)
 ROLES.add("duplicate-token", duplicate_token)
 ROLES.add("induction", induction)
+ROLES.add("copying", copying)
 ROLES.add("broad", broad)
 ROLES.add("first-token", first_token)
 ROLES.freeze()

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.model.batch import Batch, token_mask
 from headprune.model.forward import eager_attention, run_model
+from headprune.role.contribution import Contributions
 from headprune.role.inputs import Input
 from headprune.role.spec import Attended, Counted, Role
+from headprune.role.writing import Written
 from headprune.runtime.modeling_headprune import Attention
 
 Tallies = dict[tuple[int, str], Counted]
@@ -48,6 +50,7 @@ def watch(
     roles: Mapping[str, Role],
     classes: Mapping[str, Tensor],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    beside: Contributions | None = None,
 ) -> Watched:
     """Measures roles on an input.
 
@@ -58,11 +61,13 @@ def watch(
         roles: Those that are measured on it, by name.
         classes: Ids of tokens by kind.
         progress: Called with batches done and in all.
+        beside: Sums up what heads write in the same pass.
 
     Raises:
         FamilyError: If a module gives no attention weights.
     """
-    watcher = _Watcher(attentions, given, roles, classes)
+    written = Written(model, given) if given.period else None
+    watcher = _Watcher(attentions, given, roles, classes, written)
     with ExitStack() as stack:
         stack.enter_context(eager_attention(model))
         for position, attention in enumerate(attentions):
@@ -70,8 +75,14 @@ def watch(
                 module = attention.module
                 stack.callback(module.register_forward_pre_hook(_asks, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(watcher.hook(position)).remove)
+                if written is not None:
+                    written.attach(stack, attention)
+        if beside is not None:
+            beside.attach(stack)
         for number, batch in enumerate(given.batches):
             watcher.batch = batch
+            if beside is not None:
+                beside.batch = batch
             run_model(model, batch)
             watcher.finish()
             progress(number + 1, len(given.batches))
@@ -89,9 +100,10 @@ class _Watcher:
         given: Input,
         roles: Mapping[str, Role],
         classes: Mapping[str, Tensor],
+        written: Written | None,
     ) -> None:
         self.attentions, self.given = attentions, given
-        self.roles, self.classes = roles, classes
+        self.roles, self.classes, self.written = roles, classes, written
         self.result = Watched()
         self._causal: dict[int, bool] = {}
         self._batch: Tallies = {}
@@ -154,6 +166,7 @@ class _Watcher:
             {name: numbers.to(device) for name, numbers in self.classes.items()},
             self.given.start,
             self.given.period,
+            None if self.written is None else self.written.logits(self.attentions[position], ids),
         )
 
     def _mask(self, kind: str, sequences: int, length: int) -> Tensor:

@@ -30,6 +30,8 @@ class Attended:
         classes: Ids of the tokens of some classes, by name: those of ``delimiter``.
         start: Place of the first token of the first run, where the input is repeated.
         period: Tokens of a run; 0 on text.
+        written: Logits of the tokens of the first run, by what the module would write of each of
+            them; None where it writes no logits.
     """
 
     weights: Float[Tensor, "sequences heads queries keys"]
@@ -40,6 +42,7 @@ class Attended:
     classes: Mapping[str, Tensor]
     start: int = 0
     period: int = 0
+    written: Float[Tensor, "sequences heads places tokens"] | None = None
 
     def first_key(self) -> Int[Tensor, " sequences"]:
         """Place of the first key that is no padding."""

@@ -101,6 +101,8 @@ class HeadRoles(BaseModel):
         attributes: What else is over its line.
         scores: By role; those that the module cannot have are left out.
         effect: What the loss says of it; None where that was not asked for.
+        contribution: Norm of what it writes, as a share of that of what its layer reads; None where
+            that is not known.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -111,6 +113,7 @@ class HeadRoles(BaseModel):
     attributes: tuple[str, ...]
     scores: dict[str, RoleScore]
     effect: HeadEffect | None = None
+    contribution: float | None = None
 
 
 class ModuleRoles(BaseModel):
@@ -161,6 +164,23 @@ class RoleChange(BaseModel):
     is_lost: bool
 
 
+class SetEffect(BaseModel):
+    """What the loss says of all heads with a role at once, set to their means.
+
+    Attributes:
+        heads: How many they are.
+        rise: Of the loss without them.
+        random: Without as many random heads of the same layers, draw by draw, in nats; empty where
+            these layers have no others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    heads: Count
+    rise: Rise
+    random: tuple[float, ...]
+
+
 class RolesRecord(BaseModel):
     """What the heads of a model do.
 
@@ -174,6 +194,7 @@ class RolesRecord(BaseModel):
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.
         modules: The attention modules, first layer first.
+        sets: By role, what the loss says of its heads together; empty where it was not asked.
         against: The original that it was compared with.
         changes: By role, what became of it; empty without an original.
     """
@@ -190,5 +211,6 @@ class RolesRecord(BaseModel):
     tokens: Count
     roles: Annotated[dict[str, RoleFacts], Field(min_length=1)]
     modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
+    sets: dict[str, SetEffect] = {}
     against: ModelIdentity | None = None
     changes: dict[str, RoleChange] = {}
