@@ -59,6 +59,21 @@ def duplicate(model: GPT2LMHeadModel, layer: int, head: int) -> None:
 
 
 @torch.no_grad()
+def partner(model: GPT2LMHeadModel, layer: int, head: int, by: int) -> None:
+    """Plants a head that looks at the token whose id is so much lower, wherever it is."""
+    keys = _SHARP * _ones(tiny.VOCAB)
+    _plant(model, layer, head, (_TOKEN, _ones(tiny.VOCAB).roll(by, 0)), (_TOKEN, keys))
+
+
+@torch.no_grad()
+def highest(model: GPT2LMHeadModel, layer: int, head: int) -> None:
+    """Plants a head that looks at the token with the highest id that it sees."""
+    query, key = _columns(model, layer, head)
+    query[_TOKEN : _TOKEN + tiny.VOCAB, 0] = 1.0
+    key[_TOKEN : _TOKEN + tiny.VOCAB, 0] = _SHARP * torch.arange(tiny.VOCAB)
+
+
+@torch.no_grad()
 def induction(model: GPT2LMHeadModel, head: int) -> None:
     """Plants a head of the second layer that looks at what came after an earlier copy."""
     keys = _SHARP * _ones(tiny.VOCAB)

@@ -96,6 +96,13 @@ class RolesConfig(Options):
         0,
         Panel.MAIN,
     )
+    trees: Place | None = option(
+        "Parsed sentences, for syntactic and rare-token heads: a CoNLL-U file of Universal "
+        "Dependencies (also .gz).",
+        None,
+        Panel.MAIN,
+        slot=Slot.DATA,
+    )
     seq_len: Length = option("Tokens per sequence of the text.", 512)
     batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(

@@ -67,7 +67,7 @@ def _by_role(console: Console, result: RolesRecord) -> None:
             grid.add_row(
                 escape(facts.sign),
                 name,
-                f"{facts.line:g}",
+                f"+{facts.line:g}" if facts.beyond else f"{facts.line:g}",
                 f"{states.count('over')}" + (f"+{nearly}" if nearly else ""),
                 *_best(*max(scored, key=lambda one: one[0].score)),
             )

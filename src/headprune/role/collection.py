@@ -21,7 +21,7 @@ from headprune.model.batch import Batch, token_mask
 from headprune.model.forward import eager_attention, run_model
 from headprune.role.contribution import Contributions
 from headprune.role.inputs import Input
-from headprune.role.spec import Attended, Counted, Role
+from headprune.role.spec import Attended, Counted, Parsed, Role
 from headprune.role.writing import Written
 from headprune.runtime.modeling_headprune import Attention
 
@@ -35,11 +35,13 @@ class Watched:
     Attributes:
         found: Of the heads.
         uniform: Of attention that spreads evenly over the same keys.
+        causal: Whether a module's queries see only keys up to their own place.
     """
 
     def __init__(self) -> None:
         self.found: Tallies = {}
         self.uniform: Tallies = {}
+        self.causal: dict[int, bool] = {}
 
 
 @torch.no_grad()
@@ -81,6 +83,7 @@ def watch(
             beside.attach(stack)
         for number, batch in enumerate(given.batches):
             watcher.batch = batch
+            watcher.parsed = given.parsed[number] if given.parsed else None
             if beside is not None:
                 beside.batch = batch
             run_model(model, batch)
@@ -93,6 +96,7 @@ class _Watcher:
     """Sums up what hooks see."""
 
     batch: Batch
+    parsed: Parsed | None
 
     def __init__(
         self,
@@ -105,7 +109,6 @@ class _Watcher:
         self.attentions, self.given = attentions, given
         self.roles, self.classes, self.written = roles, classes, written
         self.result = Watched()
-        self._causal: dict[int, bool] = {}
         self._batch: Tallies = {}
         self._even: dict[tuple[Any, ...], Counted] = {}
         self._of: dict[tuple[int, str], tuple[Any, ...]] = {}
@@ -154,19 +157,22 @@ class _Watcher:
         ids = self.batch["decoder_input_ids" if kind == "decoder" and decodes else "input_ids"]
         queries = self._mask(kind, weights.shape[0], weights.shape[-2])
         keys = self._mask("encoder" if kind == "cross" else kind, *weights.shape[::3])
-        if position not in self._causal:  # told by the weights: a class does not say it of itself
+        if (
+            position not in self.result.causal
+        ):  # told by the weights: a class does not say it of itself
             later = weights[:, 0].triu(1).amax(-1)[queries.to(device)]
-            self._causal[position] = kind != "cross" and not bool(later.any())
+            self.result.causal[position] = kind != "cross" and not bool(later.any())
         return Attended(
             weights,
             queries.to(device),
             keys.to(device),
             ids.to(device),
-            self._causal[position],
+            self.result.causal[position],
             {name: numbers.to(device) for name, numbers in self.classes.items()},
             self.given.start,
             self.given.period,
             None if self.written is None else self.written.logits(self.attentions[position], ids),
+            None if self.parsed is None else self.parsed.to(device),
         )
 
     def _mask(self, kind: str, sequences: int, length: int) -> Tensor:

@@ -26,6 +26,7 @@ from headprune.role.contribution import Contributions, with_contributions
 from headprune.role.effects import effects, with_effects
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
+from headprune.role.parsed import baselines, parsed_input
 from headprune.role.sets import set_effects
 from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
@@ -130,6 +131,7 @@ def _of_model(
     text, tokens = text_input(net, tokenizer, data, config)
     twice, other = repeated_inputs(net, tokenizer, config)
     batches = loss_batches(net, tokenizer, data, config) if config.ablation_tokens else []
+    trees = parsed_input(net, tokenizer, config)
     classes = token_classes(tokenizer)
     watcher.stage("reading text")
     norms = Contributions(net, attentions)
@@ -141,6 +143,11 @@ def _of_model(
     control = watch(net, attentions, other, others, classes, watcher.step)
     found = {**seen.found, **again.found}
     controls = {**seen.uniform, **again.uniform, **control.found}
+    if trees is not None:
+        watcher.stage("reading parsed sentences")
+        parsed = watch(net, attentions, trees, _on("trees"), classes, watcher.step)
+        found |= parsed.found
+        controls |= {**parsed.uniform, **baselines(parsed, trees)}
     watcher.stage("resampling")
     modules = labelled(attentions, found, controls, config, watcher.step)
     modules = with_contributions(modules, norms)

@@ -60,9 +60,11 @@ class Written:
             ids: Token ids of the input.
         """
         values = self._values.pop(attention.path, None)
+        if values is None:
+            return None
         weight = self._net.get_output_embeddings().get_parameter("weight")
         output = read_output(attention)[0]
-        if values is None or weight.shape[-1] != output.shape[1]:
+        if weight.shape[-1] != output.shape[1]:  # with a projection between
             return None
         run = ids[:, self._given.start : self._given.start + self._given.period]
         likely = weight[run.to(weight.device)].to(values) * self._scale.to(values)

@@ -22,9 +22,10 @@ class RoleFacts(BaseModel):
         line: The score from which on a head has it.
         sign: Its letter in the table.
         source: Where definition and line are taken from.
-        on: The input: the text, or random tokens that come twice.
+        on: The input: the text, random tokens that come twice, or parsed sentences.
         control: What scores are held against.
         attribute: Whether it is told beside the role.
+        beyond: Whether the line is on how far a score is over its control.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +37,7 @@ class RoleFacts(BaseModel):
     on: str
     control: str | None
     attribute: bool
+    beyond: bool = False
 
 
 class RoleScore(BaseModel):
@@ -48,7 +50,8 @@ class RoleScore(BaseModel):
         control: The score of the control; None where the role has none.
         state: over: the interval is over the line, and the control under it. nearly: the interval
             straddles the line. under: everything else.
-        variant: The offset, or the kind of token, with that score.
+        variant: The offset, the kind of token, or the relation and direction, with that score.
+        others: Further relations over their line, and their scores.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +62,7 @@ class RoleScore(BaseModel):
     control: float | None
     state: State
     variant: str = ""
+    others: dict[str, float] = {}
 
 
 class Rise(BaseModel):
