@@ -59,19 +59,39 @@ def duplicate(model: GPT2LMHeadModel, layer: int, head: int) -> None:
 
 
 @torch.no_grad()
+def partner(model: GPT2LMHeadModel, layer: int, head: int, by: int) -> None:
+    """Plants a head that looks at the token whose id is so much lower, wherever it is."""
+    keys = _SHARP * _ones(tiny.VOCAB)
+    _plant(model, layer, head, (_TOKEN, _ones(tiny.VOCAB).roll(by, 0)), (_TOKEN, keys))
+
+
+@torch.no_grad()
+def highest(model: GPT2LMHeadModel, layer: int, head: int) -> None:
+    """Plants a head that looks at the token with the highest id that it sees."""
+    query, key = _columns(model, layer, head)
+    query[_TOKEN : _TOKEN + tiny.VOCAB, 0] = 1.0
+    key[_TOKEN : _TOKEN + tiny.VOCAB, 0] = _SHARP * torch.arange(tiny.VOCAB)
+
+
+@torch.no_grad()
 def induction(model: GPT2LMHeadModel, head: int) -> None:
     """Plants a head of the second layer that looks at what came after an earlier copy."""
     keys = _SHARP * _ones(tiny.VOCAB)
     _plant(model, 1, head, (_TOKEN, _ones(tiny.VOCAB)), (_BEFORE, keys))
 
 
-@torch.no_grad()
 def copies(model: GPT2LMHeadModel, head: int) -> None:
     """Has a head of the first layer write the token it looks at into the third slot."""
-    attention, at = model.transformer.h[0].attn, head * _WIDTH
+    writes(model, 0, head, _BEFORE)
+
+
+@torch.no_grad()
+def writes(model: GPT2LMHeadModel, layer: int, head: int, slot: int = _TOKEN, by: int = 0) -> None:
+    """Has a head write the token it looks at into a slot, or the one so many ids further on."""
+    attention, at = model.transformer.h[layer].attn, head * _WIDTH
     values = attention.c_attn.weight[:, 2 * _HEADS * _WIDTH :]
-    values[_TOKEN : _TOKEN + tiny.VOCAB, at : at + _WIDTH] = _ones(tiny.VOCAB)
-    attention.c_proj.weight[at : at + _WIDTH, _BEFORE : _BEFORE + _WIDTH] = torch.eye(_WIDTH)
+    values[_TOKEN : _TOKEN + tiny.VOCAB, at : at + _WIDTH] = _ones(tiny.VOCAB).roll(by, 0)
+    attention.c_proj.weight[at : at + _WIDTH, slot : slot + _WIDTH] = torch.eye(_WIDTH)
 
 
 @torch.no_grad()

@@ -19,13 +19,17 @@ from headprune.console.roles import roles as show
 from headprune.errors import DataError, FamilyError
 from headprune.evidence.losses import losses_without
 from headprune.exporting.prune import prune
-from headprune.model.attention import attention_of
+from headprune.model.attention import attention_of, layer_of
+from headprune.model.batch import token_mask
+from headprune.model.forward import run_model
+from headprune.model.heads import read_output, write_output
 from headprune.model.loading import task_of
 from headprune.regression.limits import parse_limit
 from headprune.regression.roles import LostRoles
-from headprune.role import ROLES
+from headprune.role import ROLES, sets
 from headprune.role.against import changes
 from headprune.role.collection import Watched, watch
+from headprune.role.contribution import Contributions
 from headprune.role.effects import effects
 from headprune.role.inputs import Input, repeated_inputs, token_classes
 from headprune.role.roles import roles
@@ -106,6 +110,49 @@ def test_spoilt_heads_are_not(
     spoil(model)
     assert told(measured(model, tmp_path))[place] != before
     assert before is not None
+
+
+@pytest.mark.parametrize(("by", "over"), [(0, True), (7, False)])
+def test_a_head_that_writes_what_it_reads_copies(by: int, over: bool, tmp_path: Path) -> None:
+    model = whole()
+    planted.writes(model, 1, 0, by=by)  # by as many ids further on: another token
+    found = measured(model, tmp_path)
+    score = found.modules[1].heads[0].scores["copying"]
+    assert (score.score > 0.95) == over
+    assert ("copying" in found.modules[1].heads[0].attributes) == over
+    assert found.modules[1].heads[1].scores["copying"].score == pytest.approx(1 / PERIOD)
+    assert "copying" not in measured(tiny.model("bert-mlm"), tmp_path).modules[0].heads[0].scores
+
+
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm", "t5"))
+def test_a_contribution_is_the_norm_of_what_one_head_writes(case: str) -> None:
+    model, batches = _losing(case)
+    attentions = attention_of(model)
+    given, text = Input(batches), {"broad": ROLES["broad"]}
+    norms = Contributions(model, attentions)
+    watch(model, attentions, given, text, {}, beside=norms)
+    position = len(attentions) - 1
+    attention, found = attentions[position], norms.found(position)
+    written: list[torch.Tensor] = []
+    residual: list[torch.Tensor] = []
+    with torch.no_grad():  # the others are silent
+        weight, bias = read_output(attention)
+        alone = torch.zeros_like(weight)
+        alone[1] = weight[1]
+        nothing = None if bias is None else torch.zeros_like(bias)
+        write_output(attention, alone, nothing)
+    layer = model.get_submodule(layer_of(attention.path))
+    attention.output_projection.register_forward_hook(lambda m, a, o: written.append(o))
+    layer.register_forward_pre_hook(lambda m, a: residual.append(a[0]))
+    shares = []
+    with torch.no_grad():
+        for batch in batches:
+            run_model(model, batch)
+            share = written[-1].norm(dim=-1) / residual[-1].norm(dim=-1)
+            shares.append(share[token_mask(batch, attention.kind)])
+    expected = float(torch.cat(shares).mean())
+    assert found[1] == pytest.approx(expected, rel=1e-4)
+    assert found[2] != pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("by", "role"), [(PERIOD - 1, "induction"), (PERIOD, "duplicate-token")])
@@ -194,7 +241,7 @@ def test_the_loss_without_a_head_is_that_of_the_whole_model_run_again(
     expected = torch.cat(zeroed).tolist()
     assert [e.zero.nats for e in found.values()] == pytest.approx(expected, abs=1e-5)
     assert [e.zero.nats for e in found.values()] != pytest.approx(expected[::-1], abs=1e-5)
-    monkeypatch.setattr("headprune.role.effects._replayed", lambda outputs, until: nullcontext())
+    monkeypatch.setattr("headprune.role.effects.replayed", lambda outputs, until: nullcontext())
     again = effects(model, attentions, batches, SMALL)
     for key, effect in found.items():
         assert effect.mean.nats == pytest.approx(again[key].mean.nats, abs=1e-5)
@@ -213,7 +260,9 @@ def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
 
 
 def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
-    record = measured(whole(), tmp_path, ablation_tokens=120)
+    model = whole()
+    planted.writes(model, 1, 0)
+    record = measured(model, tmp_path, ablation_tokens=120)
     heads = [head for module in record.modules for head in module.heads]
     assert all(head.effect is not None for head in heads)
     idle = record.modules[1].heads[1].effect  # writes nothing
@@ -221,7 +270,29 @@ def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
     assert idle.zero.nats == idle.mean.nats == pytest.approx(0, abs=1e-6)
     console = Console(width=60, record=True, file=io.StringIO())
     show(console, record, tmp_path)
-    assert "The 6 heads that the loss needs most" in console.export_text()
+    printed = console.export_text()
+    assert "The 6 heads that the loss needs most" in printed
+    assert "All heads of a role at once" in printed
+    # a set of one head does what the head does
+    alone, together = record.modules[1].heads[0].effect, record.sets["induction"]
+    assert alone is not None
+    assert together.heads == 1
+    assert together.rise == alone.mean != alone.zero
+    assert len(together.random) == 20
+    assert max(together.random) == pytest.approx(0, abs=1e-6)  # the others of its layer are idle
+
+
+def test_random_sets_have_as_many_heads_of_the_same_layers() -> None:
+    attentions = attention_of(tiny.model("llama-gqa"))
+    asked = {0: [1, 2], 2: [0, 1, 2, 3]}
+    drawn = sets._drawn(attentions, asked, seed=0)
+    assert len(drawn) == 20
+    for heads in drawn:
+        assert {p: len(set(places)) for p, places in heads.items()} == {0: 2, 2: 4}
+        assert not set(heads[0]) & {1, 2}
+        assert {4, 5} < set(heads[2])  # the set's own, where others run out
+    assert len({str(heads) for heads in drawn}) > 5
+    assert sets._drawn(attentions, {0: [*range(6)]}, seed=0) == []
 
 
 def test_a_model_without_a_loss_has_no_effects(tmp_path: Path) -> None:

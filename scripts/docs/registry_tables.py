@@ -41,7 +41,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "`run.json`, of a recipe": RunRecord,
     "`export.json`, in an export": ExportRecord,
 }
-_INPUTS = {"text": "the text", "repeated": "random tokens, twice"}
+_INPUTS = {"text": "the text", "repeated": "random tokens, twice", "trees": "`--trees`"}
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {
     "gradients": "a loss and its gradients",
@@ -78,8 +78,17 @@ def roles() -> str:
     rows, sections = [], []
     for name, role in ROLES.items():
         told = "attribute" if role.attribute else "role"
-        control = {"uniform": "uniform attention", "unrepeated": "another second run"}
-        cells = (told, f"{role.line:g}", _INPUTS[role.on], control.get(role.control or "", "none"))
+        control = {
+            "uniform": "uniform attention",
+            "unrepeated": "another second run",
+            "offset": "most frequent offset",
+        }
+        cells = (
+            told,
+            f"{'+' * role.beyond}{role.line:g}",
+            _INPUTS[role.on],
+            control.get(role.control or "", "none"),
+        )
         rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} | {role.cost} |")
         text = _docstring(f"headprune.role.{name.replace('-', '_')}")
         sections.append(f"### `{name}` {{ #{name} }}\n\n{text}\n\nSource: {_escaped(role.source)}.")

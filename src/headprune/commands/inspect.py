@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Loading, OneModel
-from headprune.declaration import Chapter, Command, Context, declare
+from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed, Replacing
+from headprune.config import Place, RanksConfig
+from headprune.declaration import Chapter, Command, Context, Panel, Slot, declare, option
+from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,15 +17,49 @@ if TYPE_CHECKING:
     from headprune.model.inspection import Inspection
 
 
-class InspectOptions(OneModel, Loading):
+class InspectOptions(OneModel, RanksConfig, Columns, Loading, Replacing, Placed):
     """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
+
+    ranks: bool = option(
+        "Also measure on --data how many directions every head uses of its head_dim.",
+        False,
+        Panel.MAIN,
+    )
+    data: Place | None = option(f"With --ranks: {DATA}", None, Panel.MAIN, slot=Slot.DATA)
+    figure: Path | None = option(
+        "With --ranks: also as .svg or .png, a file for values and one for scores.",
+        None,
+        Panel.OUTPUT,
+        in_recipes=False,
+    )
 
 
 def run(options: InspectOptions, context: Context) -> Inspection:
     """Measures it."""
     from headprune.model.inspection import inspect
 
-    return inspect(options.model, **options.loading())
+    if options.ranks != (options.data is not None) or (options.figure and not options.ranks):
+        raise HeadpruneError("--ranks and --data TEXT go together, and --figure goes with them.")
+    found = inspect(options.model, **options.loading())
+    if options.data is None:
+        return found
+    from headprune.console.figures import claimed_figures
+    from headprune.console.ranks import MEASURES, figures
+    from headprune.evidence.ranks import ranks
+    from headprune.evidence.score import Watch
+
+    watch = Watch(stage=context.stage, step=context.step)
+    data, config = options.examples(options.data), options.part(RanksConfig)
+    with ExitStack() as stack:
+        files = {}
+        if options.figure is not None:
+            claim = claimed_figures(options.figure, MEASURES, options.overwrite)
+            files = stack.enter_context(claim)
+        measured = ranks(options.model, data, config, watch, **options.loading())
+        figures(measured, files)
+    for path in files.values():
+        context.line(f"Drawn to {path}.", True)
+    return found.model_copy(update={"ranks": measured})
 
 
 def show(result: Inspection, options: InspectOptions, console: Console) -> None:

@@ -26,6 +26,7 @@ from headprune.config.measuring import (
     CheckConfig,
     EvaluateConfig,
     NeedleConfig,
+    RanksConfig,
     RecallConfig,
     RolesConfig,
 )
@@ -110,6 +111,7 @@ __all__ = [
     "Place",
     "Positive",
     "ProofOption",
+    "RanksConfig",
     "RecallConfig",
     "RolesConfig",
     "Seed",

@@ -117,6 +117,13 @@ class RolesConfig(Options):
         0,
         Panel.MAIN,
     )
+    trees: Place | None = option(
+        "Parsed sentences, for syntactic and rare-token heads: a CoNLL-U file of Universal "
+        "Dependencies (also .gz).",
+        None,
+        Panel.MAIN,
+        slot=Slot.DATA,
+    )
     seq_len: Length = option("Tokens per sequence of the text.", 512)
     batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(
@@ -125,6 +132,19 @@ class RolesConfig(Options):
     resamples: Few = option("Bootstrap resamples behind them.", 1000)
     dtype: Dtype = option(COMPUTED, Dtype.AUTO)
     seed: Seed = option("Seed of random tokens and of the bootstrap.", 0)
+
+
+class RanksConfig(Options):
+    """How much is read to see how wide heads are."""
+
+    calibration_tokens: Annotated[Count, Field(ge=2)] = option(
+        "With --ranks: how much of the text is read, spread evenly.", 16_384, Panel.CALIBRATION
+    )
+    seq_len: Length = option("With --ranks: tokens per sequence.", 512, Panel.CALIBRATION)
+    batch_size: Few = option(
+        "With --ranks: sequences per pass; no result depends on it.", 4, Panel.CALIBRATION
+    )
+    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
 
 
 class CheckConfig(NeedleConfig):

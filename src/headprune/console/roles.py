@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.tables import module_table, narrow, table
+from headprune.console.tables import head_name, module_table, narrow, table
 
 if TYPE_CHECKING:
     from headprune.schemas.roles import HeadRoles, ModuleRoles, RoleHead, RoleScore, RolesRecord
@@ -26,6 +25,7 @@ def roles(console: Console, result: RolesRecord, output: Path) -> None:
     module_table(console, ("heads",), rows, numbers_from=2)
     _by_role(console, result)
     _effects(console, result)
+    _sets(console, result)
     if result.against is not None:
         _changes(console, result)
     console.print(
@@ -52,7 +52,7 @@ def _signs(module: ModuleRoles, result: RolesRecord) -> Text:
 
 
 def _by_role(console: Console, result: RolesRecord) -> None:
-    columns = ("line", "heads", "best", "score", "interval", "control")
+    columns = ("line", "heads", "best", "score", "control", "writes")
     grid = narrow(table("", "role", *columns, numbers_from=2))
     for name, facts in result.roles.items():
         scored = [
@@ -67,7 +67,7 @@ def _by_role(console: Console, result: RolesRecord) -> None:
             grid.add_row(
                 escape(facts.sign),
                 name,
-                f"{facts.line:g}",
+                f"+{facts.line:g}" if facts.beyond else f"{facts.line:g}",
                 f"{states.count('over')}" + (f"+{nearly}" if nearly else ""),
                 *_best(*max(scored, key=lambda one: one[0].score)),
             )
@@ -75,30 +75,25 @@ def _by_role(console: Console, result: RolesRecord) -> None:
     console.print(
         "[bright_black]capital letters and = are roles; small ones are roles that the interval "
         f"leaves open, or attributes; {NOTHING} is neither; +: as many more are nearly over the "
-        "line[/]"
+        "line; score: the interval; writes: norm of what the best one writes, of that of the "
+        "residual[/]"
     )
 
 
-def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, str, str, str]:
-    variant = f" at {score.variant}" if score.variant else ""
+def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, ...]:
+    variant = f"\n{score.variant}" if score.variant else ""
     return (
-        escape(f"{_name(module.path, head.head)}{variant}"),
-        f"{score.score:.2f}",
+        escape(f"{head_name(module.path, head.head)}{variant}"),
         f"{score.low:.2f}-{score.high:.2f}",
         "-" if score.control is None else f"{score.control:.2f}",
+        "-" if head.contribution is None else f"{head.contribution:.1%}",
     )
-
-
-def _name(path: str, head: int) -> str:
-    """``18.6`` of head 6 in layer 18; paths that name no layer are given whole."""
-    layer = re.search(r"(?<=\.)\d+(?=\.)", path)
-    return f"{layer[0] if layer else path}.{head}"
 
 
 def _effects(console: Console, result: RolesRecord) -> None:
     """The heads without which the loss rises most."""
     found = [
-        (head.effect, _name(module.path, head.head), head.role)
+        (head.effect, head_name(module.path, head.head), head.role)
         for module in result.modules
         for head in module.heads
         if head.effect is not None
@@ -117,6 +112,26 @@ def _effects(console: Console, result: RolesRecord) -> None:
     console.print(grid)
 
 
+def _sets(console: Console, result: RolesRecord) -> None:
+    """Roles whose heads were taken out at once, beside as many random ones."""
+    if not result.sets:
+        return
+    grid = table("role", "heads", "set to their means", "random heads", numbers_from=1)
+    for name, found in result.sets.items():
+        rise, others = found.rise, found.random
+        grid.add_row(
+            name,
+            str(found.heads),
+            f"{rise.nats:+.3f} ({rise.low:+.3f} to {rise.high:+.3f})",
+            f"{min(others):+.3f} to {max(others):+.3f}" if others else "-",
+        )
+    console.print(
+        "All heads of a role at once, and as many random ones of the same layers, in nats per "
+        "token:"
+    )
+    console.print(narrow(grid))
+
+
 def _changes(console: Console, result: RolesRecord) -> None:
     grid = table("role", "kept", "lost", "moved", "")
     for name, change in result.changes.items():
@@ -131,6 +146,6 @@ def _changes(console: Console, result: RolesRecord) -> None:
 
 
 def _listed(heads: Sequence[RoleHead]) -> str:
-    names = [_name(head.path, head.head) for head in heads[:_MOST]]
+    names = [head_name(head.path, head.head) for head in heads[:_MOST]]
     more = f" and {len(heads) - _MOST} more" if len(heads) > _MOST else ""
     return escape(", ".join(names) + more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from headprune.console.figures import claimed_figures
 from headprune.console.tables import module_table, next_line, plan_picture, table
-from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import label, spec_of
-from headprune.registry import did_you_mean
 
 if TYPE_CHECKING:
     from headprune.planning.plan import Planned
@@ -66,21 +64,9 @@ def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
         HeadpruneError: If the suffix is none that can be drawn, or a file exists and must not be
             replaced.
     """
-    from headprune.io.figures import SUFFIXES, heat_map, save
-    from headprune.io.outputs import claimed_files
-    from headprune.io.ownership import FIGURE
+    from headprune.io.figures import heat_map, save
 
-    if path.suffix not in SUFFIXES:
-        raise HeadpruneError(
-            f"--figure {path}: give a file name that ends in {' or '.join(SUFFIXES)}."
-            f"{did_you_mean(path.suffix, list(SUFFIXES))}"
-        )
-    single = len(scores.scores) == 1
-    files = {
-        name: path if single else path.with_name(f"{path.stem}-{_file_part(name)}{path.suffix}")
-        for name in scores.scores
-    }
-    with claimed_files(files.values(), FIGURE, overwrite):
+    with claimed_figures(path, scores.scores, overwrite) as files:
         for name, file in files.items():
             rows = _by_module(scores, _ranks(scores.scores[name]))
             figure = heat_map(
@@ -92,11 +78,6 @@ def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
             )
             save(figure, file)
     return list(files.values())
-
-
-def _file_part(name: str) -> str:
-    """A name as part of that of a file."""
-    return re.sub(r"[^\w-]", "_", name)
 
 
 def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:

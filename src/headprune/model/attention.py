@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,6 +107,12 @@ def attention_of(model: PreTrainedModel) -> list[Attention]:
         raise FamilyError(
             f"The model says it is '{model.config.model_type}' but does not look like one: {error}."
         ) from None
+
+
+def layer_of(path: str) -> str:
+    """The layer that a module lies in; itself where it lies in none."""
+    found = re.match(r".*?\.\d+(?=\.|$)", path)
+    return found[0] if found else path
 
 
 def refuse_unknown_kinds(kinds: Sequence[str]) -> None:

@@ -96,7 +96,7 @@ def read_heads(attention: Attention) -> HeadWeights:
             weights["o"], biases["o"] = read_output(attention)
             continue
         outwards = weight if input_dim(projection.module) == 1 else weight.T
-        for role, rows in _rows(attention, projection).items():
+        for role, rows in head_rows(attention, projection).items():
             if role in weights:
                 raise PlanError(
                     f"'{attention.path}' has more than one projection for {role.upper()}, which no "
@@ -128,7 +128,7 @@ def write_heads(attention: Attention, heads: HeadWeights) -> None:
             write_output(attention, heads.o, heads.o_bias)
             continue
         outwards = weight.T if transposed else weight
-        for role, rows in _rows(attention, projection).items():
+        for role, rows in head_rows(attention, projection).items():
             outwards[rows.flatten().to(weight.device)] = (
                 getattr(heads, role).flatten(0, 1).to(weight)
             )
@@ -190,11 +190,22 @@ def project_output(attention: Attention, x: Tensor) -> Tensor:
     return F.linear(x, weight.T if isinstance(module, Conv1D) else weight, bias)
 
 
-def _rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+def head_rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+    """Where the heads of every role lie along the head dimension of a projection."""
     if not projection.holds:
         return {}
     total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
     return role_slices(projection.holds, projection.groups, total, projection.head_dim)
+
+
+def output_rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
+    """Where they lie in what a projection gives, which may be K and V once per query head."""
+    repeated = getattr(projection.module, "headprune_positions", None)
+    found = head_rows(attention, projection)
+    if repeated is not None:
+        first = {place: at for at, place in reversed([*enumerate(repeated.numbers)])}
+        found = {role: rows.clone().apply_(first.__getitem__) for role, rows in found.items()}
+    return found
 
 
 def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ from headprune.model import cost
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained, task_of
 from headprune.model.units import default_unit, unit_sizes
+from headprune.schemas.ranks import Ranks
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
@@ -73,6 +74,7 @@ class Inspection(_InspectionPart):
             models that generate nothing.
         savings: What cuts of several sizes would save.
         notes: What to know of the model before cutting it.
+        ranks: How wide its heads are; None where that was not asked for.
     """
 
     schema_version: Literal[1] = 1
@@ -88,6 +90,7 @@ class Inspection(_InspectionPart):
     kv_cache_bytes_per_token: dict[str, int]
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
+    ranks: Ranks | None = None
 
 
 def inspect(

@@ -45,7 +45,7 @@ def lost_roles(loaded: Loaded, config: CheckConfig, progress: Progress) -> LostR
     for net in loaded.nets:
         with alone_on_device(net):
             data, watcher = loaded.domains[0].data, Watch(step=progress)
-            found.append(roles_of(net, loaded.tokenizer, data, asked, (), watcher)[0])
+            found.append(roles_of(net, loaded.tokenizer, data, asked, (), watcher).modules)
     now, original = found
     compared = changes(original, now)
     names = [name for name in ROLES if compared[name].is_lost and not ROLES[name].attribute]

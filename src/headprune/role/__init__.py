@@ -3,6 +3,7 @@
 from headprune.errors import PlanError
 from headprune.registry import Registry
 from headprune.role.broad import broad
+from headprune.role.copying import copying
 from headprune.role.delimiter import delimiter
 from headprune.role.duplicate_token import duplicate_token
 from headprune.role.first_token import first_token
@@ -10,8 +11,10 @@ from headprune.role.induction import induction
 from headprune.role.next_token import next_token
 from headprune.role.positional import positional
 from headprune.role.previous_token import previous_token
+from headprune.role.rare_token import rare_token
 from headprune.role.self_token import self_token
 from headprune.role.spec import Attended, Role
+from headprune.role.syntactic import syntactic
 
 __all__ = ["ROLES", "Attended", "Role"]
 
@@ -23,6 +26,9 @@ ROLES.add("positional", positional)
 ROLES.add("delimiter", delimiter)
 ROLES.add("duplicate-token", duplicate_token)
 ROLES.add("induction", induction)
+ROLES.add("syntactic", syntactic)
+ROLES.add("rare-token", rare_token)
+ROLES.add("copying", copying)
 ROLES.add("broad", broad)
 ROLES.add("first-token", first_token)
 ROLES.freeze()

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from headprune.errors import FamilyError
 from headprune.model.batch import Batch, token_mask
 from headprune.model.forward import eager_attention, run_model
+from headprune.role.contribution import Contributions
 from headprune.role.inputs import Input
-from headprune.role.spec import Attended, Counted, Role
+from headprune.role.spec import Attended, Counted, Parsed, Role
+from headprune.role.writing import Written
 from headprune.runtime.modeling_headprune import Attention
 
 Tallies = dict[tuple[int, str], Counted]
@@ -33,11 +35,13 @@ class Watched:
     Attributes:
         found: Of the heads.
         uniform: Of attention that spreads evenly over the same keys.
+        causal: Whether a module's queries see only keys up to their own place.
     """
 
     def __init__(self) -> None:
         self.found: Tallies = {}
         self.uniform: Tallies = {}
+        self.causal: dict[int, bool] = {}
 
 
 @torch.no_grad()
@@ -48,6 +52,7 @@ def watch(
     roles: Mapping[str, Role],
     classes: Mapping[str, Tensor],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    beside: Contributions | None = None,
 ) -> Watched:
     """Measures roles on an input.
 
@@ -58,11 +63,13 @@ def watch(
         roles: Those that are measured on it, by name.
         classes: Ids of tokens by kind.
         progress: Called with batches done and in all.
+        beside: Sums up what heads write in the same pass.
 
     Raises:
         FamilyError: If a module gives no attention weights.
     """
-    watcher = _Watcher(attentions, given, roles, classes)
+    written = Written(model, given) if given.period else None
+    watcher = _Watcher(attentions, given, roles, classes, written)
     with ExitStack() as stack:
         stack.enter_context(eager_attention(model))
         for position, attention in enumerate(attentions):
@@ -70,8 +77,15 @@ def watch(
                 module = attention.module
                 stack.callback(module.register_forward_pre_hook(_asks, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(watcher.hook(position)).remove)
+                if written is not None:
+                    written.attach(stack, attention)
+        if beside is not None:
+            beside.attach(stack)
         for number, batch in enumerate(given.batches):
             watcher.batch = batch
+            watcher.parsed = given.parsed[number] if given.parsed else None
+            if beside is not None:
+                beside.batch = batch
             run_model(model, batch)
             watcher.finish()
             progress(number + 1, len(given.batches))
@@ -82,6 +96,7 @@ class _Watcher:
     """Sums up what hooks see."""
 
     batch: Batch
+    parsed: Parsed | None
 
     def __init__(
         self,
@@ -89,11 +104,11 @@ class _Watcher:
         given: Input,
         roles: Mapping[str, Role],
         classes: Mapping[str, Tensor],
+        written: Written | None,
     ) -> None:
         self.attentions, self.given = attentions, given
-        self.roles, self.classes = roles, classes
+        self.roles, self.classes, self.written = roles, classes, written
         self.result = Watched()
-        self._causal: dict[int, bool] = {}
         self._batch: Tallies = {}
         self._even: dict[tuple[Any, ...], Counted] = {}
         self._of: dict[tuple[int, str], tuple[Any, ...]] = {}
@@ -142,18 +157,22 @@ class _Watcher:
         ids = self.batch["decoder_input_ids" if kind == "decoder" and decodes else "input_ids"]
         queries = self._mask(kind, weights.shape[0], weights.shape[-2])
         keys = self._mask("encoder" if kind == "cross" else kind, *weights.shape[::3])
-        if position not in self._causal:  # told by the weights: a class does not say it of itself
+        if (
+            position not in self.result.causal
+        ):  # told by the weights: a class does not say it of itself
             later = weights[:, 0].triu(1).amax(-1)[queries.to(device)]
-            self._causal[position] = kind != "cross" and not bool(later.any())
+            self.result.causal[position] = kind != "cross" and not bool(later.any())
         return Attended(
             weights,
             queries.to(device),
             keys.to(device),
             ids.to(device),
-            self._causal[position],
+            self.result.causal[position],
             {name: numbers.to(device) for name, numbers in self.classes.items()},
             self.given.start,
             self.given.period,
+            None if self.written is None else self.written.logits(self.attentions[position], ids),
+            None if self.parsed is None else self.parsed.to(device),
         )
 
     def _mask(self, kind: str, sequences: int, length: int) -> Tensor:

@@ -11,7 +11,6 @@ together take about one and a half forward passes per head.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ from headprune.config import RolesConfig
 from headprune.evaluation.comparison import bootstrap
 from headprune.evidence.collection import collect
 from headprune.evidence.losses import example_losses
-from headprune.model.attention import attention_of
+from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import Batch
 from headprune.model.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
@@ -53,28 +52,32 @@ def effects(
     Returns:
         By module and place of the head in it.
     """
-    task = task_of(net)
-    means = [
-        evidence.activations.sums / max(evidence.activations.tokens, 1)
-        for evidence in collect(net, task, attentions, batches, frozenset({"activations"}))
-        if evidence.activations is not None
-    ]
+    task, means = task_of(net), head_means(net, attentions, batches)
     heads = [(i, head) for i, a in enumerate(attentions) for head in range(a.query_heads)]
-    layers = {net.get_submodule(_layer_of(a.path)): None for a in attention_of(net)}
+    layers = {net.get_submodule(layer_of(a.path)): None for a in attention_of(net)}
     rises: dict[tuple[int, int], list[Tensor]] = {key: [] for key in heads}
     for number, batch in enumerate(batches):
-        with _recorded(list(layers)) as outputs:
+        with recorded(list(layers)) as outputs:
             whole = example_losses(net, task, batch)
         for done, (position, head) in enumerate(heads):
             attention = attentions[position]
-            layer = net.get_submodule(_layer_of(attention.path))
+            layer = net.get_submodule(layer_of(attention.path))
             pair = []
             for value in (torch.zeros_like(means[position][head]), means[position][head]):
-                with _replayed(outputs, layer), _set(attention, head, value):
+                with replayed(outputs, layer), set_to(attention, [head], value[None]):
                     pair.append(example_losses(net, task, batch) - whole)
             rises[position, head].append(torch.stack(pair, 1).double().cpu())
             progress(number * len(heads) + done + 1, len(batches) * len(heads))
     return {key: _effect(torch.cat(found), config) for key, found in rises.items()}
+
+
+def head_means(
+    net: PreTrainedModel, attentions: Sequence[Attention], batches: Sequence[Batch]
+) -> list[Tensor]:
+    """The mean of every head's output, by module; shape (heads, width)."""
+    found = collect(net, task_of(net), attentions, batches, frozenset({"activations"}))
+    seen = [evidence.activations for evidence in found]
+    return [s.sums / max(s.tokens, 1) for s in seen if s is not None]
 
 
 def with_effects(
@@ -96,35 +99,31 @@ def with_effects(
 
 def _effect(rises: Tensor, config: RolesConfig) -> HeadEffect:
     """From the rise of every sequence, by zero and by mean."""
-
-    def interval(values: Any) -> Rise:
-        found = bootstrap(
-            lambda rows: values[rows].mean(-1),
-            len(values),
-            config.resamples,
-            config.confidence,
-            config.seed,
-        )
-        return Rise(nats=found.estimate, low=found.low, high=found.high)
-
     zero, mean = rises.T.numpy()
-    return HeadEffect(zero=interval(zero), mean=interval(mean))
+    return HeadEffect(zero=rise(zero, config), mean=rise(mean, config))
 
 
-def _layer_of(path: str) -> str:
-    """The layer that a module lies in; itself where it lies in none."""
-    found = re.match(r".*?\.\d+(?=\.|$)", path)
-    return found[0] if found else path
+def rise(values: Any, config: RolesConfig) -> Rise:
+    """The mean rise over sequences, with its interval."""
+    found = bootstrap(
+        lambda rows: values[rows].mean(-1),
+        len(values),
+        config.resamples,
+        config.confidence,
+        config.seed,
+    )
+    return Rise(nats=found.estimate, low=found.low, high=found.high)
 
 
 @contextmanager
-def _set(attention: Attention, head: int, value: Tensor) -> Iterator[None]:
-    """Gives W_O a constant in place of a head's output."""
+def set_to(attention: Attention, heads: Sequence[int], values: Tensor) -> Iterator[None]:
+    """Gives W_O constants in place of what some heads give, shape (heads, width)."""
+    places = list(heads)
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        heads = args[0].unflatten(-1, (attention.query_heads, -1)).clone()
-        heads[..., head, :] = value.to(heads)
-        return heads.flatten(-2), *args[1:]
+        outputs = args[0].unflatten(-1, (attention.query_heads, -1)).clone()
+        outputs[..., places, :] = values.to(outputs)
+        return outputs.flatten(-2), *args[1:]
 
     handle = attention.output_projection.register_forward_pre_hook(hook)
     try:
@@ -134,7 +133,7 @@ def _set(attention: Attention, head: int, value: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(layers: Sequence[nn.Module]) -> Iterator[Layers]:
+def recorded(layers: Sequence[nn.Module]) -> Iterator[Layers]:
     """Keeps what layers return, in the order in which they run."""
     outputs: Layers = []
 
@@ -150,7 +149,7 @@ def _recorded(layers: Sequence[nn.Module]) -> Iterator[Layers]:
 
 
 @contextmanager
-def _replayed(outputs: Layers, until: nn.Module) -> Iterator[None]:
+def replayed(outputs: Layers, until: nn.Module) -> Iterator[None]:
     """Has the layers before one return what they returned; none, where a layer runs twice."""
     order = [module for module, _ in outputs]
     once = len(set(order)) == len(order)

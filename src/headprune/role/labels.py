@@ -52,23 +52,34 @@ def _scored(
 ) -> RoleScore | None:
     """The score of one head; None where there was nothing to count."""
     sums, counts = found[0][:, place], found[1]
-    shares = _share(sums, counts)
-    if bool((counts.sum(0) == 0).all()):
+    enough = counts.sum(0) >= role.fewest
+    if not bool(enough.any()):
         return None
-    best = int(shares.argmax())
-    interval = _interval(sums[:, best], counts[:, best], config)
-    beside = None
+    shares, beside = _share(sums, counts), None
     if control is not None:
         # uniform attention is that of one head for all
-        at = min(place, control[0].shape[1] - 1)
-        beside = float(_share(control[0][:, at], control[1])[best])
+        beside_sums = control[0][:, min(place, control[0].shape[1] - 1)]
+        beside = _share(beside_sums, control[1])
+    judged = shares - beside if role.beyond and beside is not None else shares
+    best = int(judged.masked_fill(~enough, -1.0).argmax())
+    interval = _interval(sums[:, best], counts[:, best], config)
+    if role.beyond and control is not None:
+        gained = _interval((sums - beside_sums)[:, best], counts[:, best], config)
+        state = _state(gained, None, role.line)
+    else:
+        state = _state(interval, None if beside is None else float(beside[best]), role.line)
     return RoleScore(
         score=interval.estimate,
         low=interval.low,
         high=interval.high,
-        control=beside,
-        state=_state(interval, beside, role.line),
+        control=None if beside is None else float(beside[best]),
+        state=state,
         variant=role.variants[best],
+        others={
+            role.variants[other]: float(shares[other])
+            for other in ((judged >= role.line) & enough).nonzero().flatten().tolist()
+            if role.beyond and other != best
+        },
     )
 
 
@@ -104,8 +115,14 @@ def _labelled(head: int, scores: dict[str, RoleScore]) -> HeadRoles:
 
     return HeadRoles(
         head=head,
-        role=max(of("over", False), key=lambda n: scores[n].score / ROLES[n].line, default=None),
+        role=max(of("over", False), key=lambda n: _factor(ROLES[n], scores[n]), default=None),
         nearly=tuple(of("nearly", False)),
         attributes=tuple(of("over", True)),
         scores=scores,
     )
+
+
+def _factor(role: Role, score: RoleScore) -> float:
+    """By what factor a score passes its line."""
+    line = role.line + (score.control or 0) if role.beyond else role.line
+    return score.score / line

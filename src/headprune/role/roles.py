@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,22 @@ from headprune.model.refusals import refuse_without_text
 from headprune.role import ROLES, Role
 from headprune.role.against import changes
 from headprune.role.collection import watch
+from headprune.role.contribution import Contributions, with_contributions
 from headprune.role.effects import effects, with_effects
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
+from headprune.role.parsed import baselines, parsed_input
+from headprune.role.sets import set_effects
 from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.roles import ROLES_FILE, ModuleRoles, RoleFacts, RolesRecord
+from headprune.schemas.roles import (
+    ROLES_FILE,
+    ModuleRoles,
+    RoleFacts,
+    RolesRecord,
+    SetEffect,
+)
 from headprune.schemas.runs import digest_of_data
 
 
@@ -67,17 +77,16 @@ def roles(
     tokenizers = [load_tokenizer(place, trust_remote_code=remote) for place in places]
     if against is not None:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], places)
-    found: list[tuple[ModelIdentity, tuple[ModuleRoles, ...], int]] = []
+    found: list[tuple[ModelIdentity, RolesFound]] = []
     for place in places:  # one after the other: only one is in memory
         # what the loss says is asked of the model alone
         asked = config if place == model else config.model_copy(update={"ablation_tokens": 0})
         watcher.stage(f"loading '{place}'")
         net, identity = load(place, config.dtype, **_all(loading))
         refuse_without_text(net, "roles")
-        modules, tokens = roles_of(net, tokenizers[0], data, asked, attention, watcher)
-        found.append((identity, modules, tokens))
+        found.append((identity, roles_of(net, tokenizers[0], data, asked, attention, watcher)))
         del net
-    (identity, modules, tokens), *originals = found
+    (identity, now), *originals = found
     record = RolesRecord(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
@@ -85,11 +94,12 @@ def roles(
         data=data,
         data_sha256=digest_of_data(data) if Path(data.source).exists() else None,
         settings=config,
-        tokens=tokens,
+        tokens=now.tokens,
         roles={name: _facts(name) for name in ROLES},
-        modules=modules,
+        modules=now.modules,
+        sets=now.sets,
         against=originals[0][0] if originals else None,
-        changes=changes(originals[0][1], modules) if originals else {},
+        changes=changes(originals[0][1].modules, now.modules) if originals else {},
     )
     with whole_folder(output) as folder:
         text = record.model_dump_json(indent=1) + "\n"
@@ -101,6 +111,21 @@ def _all(loading: dict[str, bool]) -> dict[str, bool]:
     return {"trust_remote_code": False, "assume_supported": False, **loading}
 
 
+@dataclass(frozen=True)
+class RolesFound:
+    """What was found of a model.
+
+    Attributes:
+        modules: What its heads do.
+        tokens: Tokens of text that said so.
+        sets: What all heads of a role do to the loss, where that was asked for.
+    """
+
+    modules: tuple[ModuleRoles, ...]
+    tokens: int
+    sets: dict[str, SetEffect]
+
+
 def roles_of(
     net: PreTrainedModel,
     tokenizer: Any,
@@ -108,8 +133,8 @@ def roles_of(
     config: RolesConfig,
     attention: Sequence[str],
     watcher: Watch,
-) -> tuple[tuple[ModuleRoles, ...], int]:
-    """What the heads of a loaded model do, and how many tokens of text said so.
+) -> RolesFound:
+    """What the heads of a loaded model do.
 
     Args:
         net: The model.
@@ -123,9 +148,11 @@ def roles_of(
     text, tokens = text_input(net, tokenizer, data, config)
     twice, other = repeated_inputs(net, tokenizer, config)
     batches = loss_batches(net, tokenizer, data, config) if config.ablation_tokens else []
+    trees = parsed_input(net, tokenizer, config)
     classes = token_classes(tokenizer)
     watcher.stage("reading text")
-    seen = watch(net, attentions, text, _on("text"), classes, watcher.step)
+    norms = Contributions(net, attentions)
+    seen = watch(net, attentions, text, _on("text"), classes, watcher.step, norms)
     watcher.stage("reading random tokens twice")
     again = watch(net, attentions, twice, _on("repeated"), classes, watcher.step)
     watcher.stage("reading the control")
@@ -133,12 +160,21 @@ def roles_of(
     control = watch(net, attentions, other, others, classes, watcher.step)
     found = {**seen.found, **again.found}
     controls = {**seen.uniform, **again.uniform, **control.found}
+    if trees is not None:
+        watcher.stage("reading parsed sentences")
+        parsed = watch(net, attentions, trees, _on("trees"), classes, watcher.step)
+        found |= parsed.found
+        controls |= {**parsed.uniform, **baselines(parsed, trees)}
     watcher.stage("resampling")
     modules = labelled(attentions, found, controls, config, watcher.step)
+    modules = with_contributions(modules, norms)
+    sets = {}
     if batches:
         watcher.stage("taking out every head")
         modules = with_effects(modules, effects(net, attentions, batches, config, watcher.step))
-    return modules, tokens
+        watcher.stage("taking out the heads of every role")
+        sets = set_effects(net, attentions, modules, batches, config, watcher.step)
+    return RolesFound(modules, tokens, sets)
 
 
 def _on(source: Source) -> dict[str, Role]:

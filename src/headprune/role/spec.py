@@ -10,11 +10,33 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Source = Literal["text", "repeated"]
-"""The input of a role: the text, or runs of random tokens that come twice."""
+Source = Literal["text", "repeated", "trees"]
+"""The input of a role: the text, runs of random tokens that come twice, or parsed sentences."""
 
-Control = Literal["uniform", "unrepeated"]
-"""Uniform attention on the same input, or the same head where the second run is another."""
+Control = Literal["uniform", "unrepeated", "offset"]
+"""Uniform attention on the same input, the same head where the second run is another, or the most
+frequent offset of what is looked for."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The words of sentences, and what they depend on.
+
+    Attributes:
+        belongs: Which tokens belong to which words.
+        heads: The word that each depends on; -1 for none.
+        relations: How, by number; -1 for none.
+        ranks: How many kinds of tokens are more frequent than a token; -1 for special ones.
+    """
+
+    belongs: Bool[Tensor, "sequences tokens words"]
+    heads: Int[Tensor, "sequences words"]
+    relations: Int[Tensor, "sequences words"]
+    ranks: Int[Tensor, "sequences tokens"]
+
+    def to(self, device: torch.device) -> Parsed:
+        """The same on a device."""
+        return Parsed(**{name: value.to(device) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,9 @@ class Attended:
         classes: Ids of the tokens of some classes, by name: those of ``delimiter``.
         start: Place of the first token of the first run, where the input is repeated.
         period: Tokens of a run; 0 on text.
+        written: Logits of the tokens of the first run, by what the module would write of each of
+            them; None where it writes no logits.
+        parsed: Words and trees, where the input has some.
     """
 
     weights: Float[Tensor, "sequences heads queries keys"]
@@ -40,6 +65,8 @@ class Attended:
     classes: Mapping[str, Tensor]
     start: int = 0
     period: int = 0
+    written: Float[Tensor, "sequences heads places tokens"] | None = None
+    parsed: Parsed | None = None
 
     def first_key(self) -> Int[Tensor, " sequences"]:
         """Place of the first key that is no padding."""
@@ -97,6 +124,8 @@ class Role:
             heads that do nothing may have it.
         attribute: Whether it is told beside the role, and never is one.
         crosses: Whether cross-attention can have it.
+        beyond: Whether the line is on how far the score is over its control.
+        fewest: Queries with which a variant counts.
         variants: What the score has one value of each for; the best one counts.
         cost: What its measurement takes.
     """
@@ -111,6 +140,8 @@ class Role:
     cost: str
     attribute: bool = False
     crosses: bool = False
+    beyond: bool = False
+    fewest: int = 1
     variants: tuple[str, ...] = ("",)
 
 

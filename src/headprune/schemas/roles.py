@@ -25,9 +25,10 @@ class RoleFacts(BaseModel):
         line: The score from which on a head has it.
         sign: Its letter in the table.
         source: Where definition and line are taken from.
-        on: The input: the text, or random tokens that come twice.
+        on: The input: the text, random tokens that come twice, or parsed sentences.
         control: What scores are held against.
         attribute: Whether it is told beside the role.
+        beyond: Whether the line is on how far a score is over its control.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,6 +40,7 @@ class RoleFacts(BaseModel):
     on: str
     control: str | None
     attribute: bool
+    beyond: bool = False
 
 
 class RoleScore(BaseModel):
@@ -51,7 +53,8 @@ class RoleScore(BaseModel):
         control: The score of the control; None where the role has none.
         state: over: the interval is over the line, and the control under it. nearly: the interval
             straddles the line. under: everything else.
-        variant: The offset, or the kind of token, with that score.
+        variant: The offset, the kind of token, or the relation and direction, with that score.
+        others: Further relations over their line, and their scores.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +65,7 @@ class RoleScore(BaseModel):
     control: float | None
     state: State
     variant: str = ""
+    others: dict[str, float] = {}
 
 
 class Rise(BaseModel):
@@ -104,6 +108,8 @@ class HeadRoles(BaseModel):
         attributes: What else is over its line.
         scores: By role; those that the module cannot have are left out.
         effect: What the loss says of it; None where that was not asked for.
+        contribution: Norm of what it writes, as a share of that of what its layer reads; None where
+            that is not known.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -114,6 +120,7 @@ class HeadRoles(BaseModel):
     attributes: tuple[str, ...]
     scores: dict[str, RoleScore]
     effect: HeadEffect | None = None
+    contribution: float | None = None
 
     def has(self, role: str) -> bool:
         """Whether it is over the line of a role."""
@@ -168,6 +175,23 @@ class RoleChange(BaseModel):
     is_lost: bool
 
 
+class SetEffect(BaseModel):
+    """What the loss says of all heads with a role at once, set to their means.
+
+    Attributes:
+        heads: How many they are.
+        rise: Of the loss without them.
+        random: Without as many random heads of the same layers, draw by draw, in nats; empty where
+            these layers have no others.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    heads: Count
+    rise: Rise
+    random: tuple[float, ...]
+
+
 class RolesRecord(BaseModel):
     """What the heads of a model do.
 
@@ -181,6 +205,7 @@ class RolesRecord(BaseModel):
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.
         modules: The attention modules, first layer first.
+        sets: By role, what the loss says of its heads together; empty where it was not asked.
         against: The original that it was compared with.
         changes: By role, what became of it; empty without an original.
     """
@@ -197,6 +222,7 @@ class RolesRecord(BaseModel):
     tokens: Count
     roles: Annotated[dict[str, RoleFacts], Field(min_length=1)]
     modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
+    sets: dict[str, SetEffect] = {}
     against: ModelIdentity | None = None
     changes: dict[str, RoleChange] = {}
 

@@ -1,0 +1,102 @@
+"""What heads would write of the tokens of a run, as logits of these tokens."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.model.forward import run_model
+from headprune.model.heads import output_rows, read_output
+from headprune.model.loading import task_of
+from headprune.model.residency import present
+from headprune.role.inputs import Input
+from headprune.runtime.modeling_headprune import Attention
+
+
+class Written:
+    """Keeps the values of a module until its attention is known.
+
+    Args:
+        net: A language model.
+        given: The input, whose first run is looked at.
+    """
+
+    def __init__(self, net: PreTrainedModel, given: Input) -> None:
+        self._net, self._given = net, given
+        self._values: dict[str, Tensor] = {}
+        self._rows: dict[str, Tensor] = {}
+        self._scale = _final_scale(net, given)
+
+    def attach(self, stack: ExitStack, attention: Attention) -> None:
+        """Puts a hook on the projection that makes the values, where the model copies to logits."""
+        embedding = self._net.get_output_embeddings()
+        if task_of(self._net) != "causal-lm" or embedding is None or not attention.query_heads:
+            return
+        for projection in attention.projections:
+            rows = output_rows(attention, projection).get("v")
+            if rows is not None:
+                self._rows[attention.path] = rows
+                handle = projection.module.register_forward_hook(self._hook(attention.path))
+                stack.callback(handle.remove)
+
+    def _hook(self, path: str) -> Any:
+        run = slice(self._given.start, self._given.start + self._given.period)
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            rows = self._rows[path].to(output.device)
+            self._values[path] = output[:, run].float()[..., rows]
+
+        return hook
+
+    def logits(self, attention: Attention, ids: Tensor) -> Tensor | None:
+        """Shape (sequences, heads, tokens of the run, tokens of the run); None without values.
+
+        Args:
+            attention: The module.
+            ids: Token ids of the input.
+        """
+        values = self._values.pop(attention.path, None)
+        if values is None:
+            return None
+        weight = self._net.get_output_embeddings().get_parameter("weight")
+        output = read_output(attention)[0]
+        if weight.shape[-1] != output.shape[1]:  # with a projection between
+            return None
+        run = ids[:, self._given.start : self._given.start + self._given.period]
+        likely = weight[run.to(weight.device)].to(values) * self._scale.to(values)
+        values = values - values.mean(1, keepdim=True)
+        sizes = enumerate(attention.group_sizes)
+        owners = [kv for kv, size in sizes for _ in range(size)]
+        # of W_U W_O: rows of the head's width and not of the model's
+        reads = torch.einsum("sto,hod->shtd", likely, output.to(values))
+        return torch.einsum("snhd,shtd->shnt", values[:, :, owners], reads)
+
+
+@torch.no_grad()
+def _final_scale(net: PreTrainedModel, given: Input) -> Tensor:
+    """The factors of the norm in front of W_U, whatever it makes of its weights; 1 without one."""
+    made: list[tuple[nn.Module, Tensor]] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            made.append((module, output))
+
+    with ExitStack() as stack:
+        for module in net.base_model.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and weight.dim() == 1:
+                stack.callback(module.register_forward_hook(keep).remove)
+        states = run_model(net, given.batches[0])[0]
+    norms = [module for module, output in made if output is states]
+    if not norms:
+        return torch.ones(1)
+    # of mean 0 and variance 1, which no norm changes
+    signs = torch.ones_like(states[0, 0]).unflatten(0, (-1, 2)) * torch.tensor([1, -1]).to(states)
+    signs = signs.flatten()
+    with present(norms[-1]):
+        factors: Tensor = (norms[-1](signs) - norms[-1](-signs)) / 2 * signs
+    return factors
