@@ -197,13 +197,16 @@ def _by_kind(sentence: Sentence) -> list[list[LayerWeights]]:
 
 def _grid(layers: Sequence[LayerWeights]) -> dict[str, Any]:
     """The maps of a kind of attention, layer by head; None where a head was cut."""
-    count = max(max(layer.heads) for layer in layers) + 1
     rows = []
     for layer in layers:
         maps = dict(zip(layer.heads, map(_map, layer.weights), strict=True))
-        rows.append((layer, [maps.get(head) for head in range(count)]))
-    cut = any(len(layer.heads) < count for layer in layers)
-    return {"kind": layers[0].kind, "heads": count, "rows": rows, "cut": cut}
+        rows.append((layer, [maps.get(head) for head in range(max(layer.heads) + 1)]))
+    return {
+        "kind": layers[0].kind,
+        "heads": max(len(maps) for _, maps in rows),
+        "rows": rows,
+        "cut": any(None in maps for _, maps in rows),
+    }
 
 
 def _map(weights: Tensor) -> str:

@@ -18,6 +18,7 @@ from headprune.schemas import gates as gates_folder
 from headprune.schemas.gates import TrainedGates, read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
+from headprune.schemas.roles import ROLES_FILE, RolesRecord
 from headprune.schemas.runs import read_run
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
@@ -103,6 +104,7 @@ class Found:
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[Path, Sweep] = field(default_factory=dict)
+    roles: dict[Path, RolesRecord] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -113,7 +115,7 @@ class Found:
 
 
 def discover(place: Path) -> Found:
-    """Finds results, gates, scores and evaluations in a folder, some levels deep.
+    """Finds results, gates, scores, roles and evaluations in a folder, some levels deep.
 
     Args:
         place: A folder, or a report that ``evaluate`` or ``check`` wrote.
@@ -140,8 +142,8 @@ def discover(place: Path) -> Found:
     if not any(part for name, part in vars(found).items() if name != "place"):
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), no sweep ({SWEEP}), and no report of 'headprune evaluate "
-            "--output' or of 'headprune check'."
+            f"no scores ({SCORES}), no sweep ({SWEEP}), no roles ({ROLES_FILE}), and no report of "
+            "'headprune evaluate --output' or of 'headprune check'."
         )
     return found
 
@@ -163,6 +165,8 @@ def _look_into(folder: Path, found: Found) -> None:
         found.gates.append(_gates(folder))
     elif (folder / SCORES).is_file():
         found.scores.append(_scores(folder))
+    elif (folder / ROLES_FILE).is_file():
+        found.roles[folder] = _roles(folder)
     elif (folder / SWEEP).is_file():
         found.sweeps[folder] = read_as(Sweep, folder / SWEEP)
     elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
@@ -215,6 +219,13 @@ def _scores(folder: Path) -> ScoresFolder:
     read = read_scores(folder)
     _refuse_absurd(folder / SCORES, [(read.metadata.query_heads,)])
     return ScoresFolder(folder, read)
+
+
+def _roles(folder: Path) -> RolesRecord:
+    read = read_as(RolesRecord, folder / ROLES_FILE)
+    modules = (*read.modules, *read.original)
+    _refuse_absurd(folder / ROLES_FILE, [[head.head for head in m.heads] for m in modules])
+    return read
 
 
 def _refuse_absurd(path: Path, modules: Sequence[Sequence[int]]) -> None:

@@ -42,7 +42,8 @@ def contents(runs: Sequence[ShownRun]) -> Contents:
     """Draws the charts."""
     shared = [*charts.quality_charts(runs), charts.cache_chart(runs), charts.speed_chart(runs)]
     drawn = [chart for chart in shared if chart is not None]
-    return Contents(runs, drawn, [charts.training_charts(run) for run in runs])
+    own = [[*charts.training_charts(run), *charts.roles_charts(run)] for run in runs]
+    return Contents(runs, drawn, own)
 
 
 def html(drawn: Contents) -> str:

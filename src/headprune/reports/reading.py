@@ -29,6 +29,7 @@ from headprune.reports.view import (
 from headprune.schemas import sweeps
 from headprune.schemas.manifest import HISTORY, LineageStep, Manifest
 from headprune.schemas.records import Healing, MadeBy, Merging, Migration
+from headprune.schemas.roles import RolesRecord
 from headprune.tensors.units import Unit
 
 _UNIT = {
@@ -62,6 +63,7 @@ def assemble(
         scores={part.scored.id: part for place in found for part in place.scores},
         evaluations=list({part.id: part for part in evaluations.values()}.values()),
         checks=list({part.id: part for part in checks.values()}.values()),
+        roles={folder: part for place in found for folder, part in place.roles.items()},
         shown={tip.manifest.id for place in found for tip in place.tips},
     )
     runs = [(place.place, parts.of(tip, place)) for place in found for tip in place.tips]
@@ -76,6 +78,9 @@ def assemble(
         for scores in place.scores:
             if parts.are_new(scores.scored.id):
                 runs.append((scores.path, _scores_run(scores)))
+        for folder, roles in place.roles.items():
+            if parts.are_new(str(folder)):
+                runs.append((folder, _roles_run(folder, roles)))
         for file in place.reports:
             if parts.are_new(evaluations[file].id):
                 runs.append((file, _evaluation_run(evaluations[file])))
@@ -104,6 +109,7 @@ class _Parts:
         scores: The scores.
         evaluations: What ``evaluate`` measured.
         checks: What ``check`` found.
+        roles: What heads do, by its folder.
         shown: Ids of the results that get runs of their own.
         used: Ids of the parts that belong to a run.
     """
@@ -113,6 +119,7 @@ class _Parts:
     scores: Mapping[str, ScoresFolder]
     evaluations: Sequence[ShownEvaluation]
     checks: Sequence[ShownCheck]
+    roles: Mapping[Path, RolesRecord]
     shown: set[str | None]
     used: set[str | None] = field(default_factory=set)
 
@@ -134,6 +141,8 @@ class _Parts:
         self.used |= {part.id for part in evaluations} | {part.id for part in checks}
         self.used |= {gates.trained.id} if gates is not None else set()
         self.used |= {scores.scored.id} if scores is not None else set()
+        roles = self._roles(tip)
+        self.used |= {str(folder) for folder in roles}
         histories = [history(folder.path / HISTORY, "heal") for folder in folders]
         if gates is not None:
             histories.insert(0, history(gates.path / "history.jsonl", "gates"))
@@ -149,7 +158,31 @@ class _Parts:
             evaluations=evaluations,
             provenance=_provenance(manifest),
             checks=checks,
+            roles=next(iter(roles.values()), None),
         )
+
+    def _roles(self, tip: ResultFolder) -> dict[Path, RolesRecord]:
+        """What was measured of the heads of a result, or else of those of its sources.
+
+        A record names the model that it is of by its weights, which a result does not; but it has
+        the same heads, and was compared with one of the sources or has the same name.
+        """
+        sources = {step.source.fingerprint for step in tip.manifest.steps}
+        left = {path: heads.query_heads for path, heads in tip.manifest.layout.items()}
+
+        def is_of(record: RolesRecord) -> bool:
+            there = {m.path: tuple(head.head for head in m.heads) for m in record.modules}
+            compared = record.against is not None and record.against.fingerprint in sources
+            return (compared or record.model.name == tip.path.resolve().name) and all(
+                tuple(left.get(path, ())) == heads for path, heads in there.items()
+            )
+
+        own = {folder: record for folder, record in self.roles.items() if is_of(record)}
+        return own or {
+            folder: record
+            for folder, record in self.roles.items()
+            if record.model.fingerprint in sources
+        }
 
     def _scores(self, manifest: Manifest, place: Found) -> ScoresFolder | None:
         """The scores that chose heads of a result; if none did, what scores say of its model."""
@@ -276,6 +309,19 @@ def _scores_run(scores: ScoresFolder) -> ShownRun:
             ("id", scores.scored.id),
             *((f"{name} version", version) for name, version in metadata.versions.items()),
         ),
+    )
+
+
+def _roles_run(folder: Path, record: RolesRecord) -> ShownRun:
+    against = f" against {record.against.name}" if record.against is not None else ""
+    return ShownRun(
+        name=folder.name,
+        folder=folder,
+        source=record.model.name,
+        asked=f"Say what the heads of {record.model.name} do{against}, on "
+        f"{short_name(record.data.source)}.",
+        provenance=tuple((f"{name} version", version) for name, version in record.versions.items()),
+        roles=record,
     )
 
 

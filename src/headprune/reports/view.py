@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from headprune.schemas.manifest import LineageStep, Manifest
+from headprune.schemas.roles import RolesRecord
 
 State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]
@@ -239,6 +240,7 @@ class ShownRun:
         provenance: Where it comes from.
         sweep: Many cuts, where the run measured them.
         checks: Limits that its result was held to.
+        roles: What its heads do.
     """
 
     name: str
@@ -253,6 +255,7 @@ class ShownRun:
     provenance: Facts = ()
     sweep: ShownSweep | None = None
     checks: tuple[ShownCheck, ...] = ()
+    roles: RolesRecord | None = None
 
     @property
     def chain(self) -> tuple[LineageStep, ...]:

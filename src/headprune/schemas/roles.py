@@ -120,6 +120,7 @@ class ModuleRoles(BaseModel):
         path: Its path.
         kind: Its kind.
         heads: Those that it has.
+        kv_groups: Of every KV head that several of them share, their ids.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -127,6 +128,7 @@ class ModuleRoles(BaseModel):
     path: str
     kind: str
     heads: tuple[HeadRoles, ...]
+    kv_groups: tuple[tuple[Count, ...], ...] = ()
 
 
 class RoleHead(BaseModel):
@@ -175,6 +177,7 @@ class RolesRecord(BaseModel):
         roles: Every role that was measured.
         modules: The attention modules, first layer first.
         against: The original that it was compared with.
+        original: What its heads do; empty without one, and in files of earlier versions.
         changes: By role, what became of it; empty without an original.
     """
 
@@ -191,4 +194,5 @@ class RolesRecord(BaseModel):
     roles: Annotated[dict[str, RoleFacts], Field(min_length=1)]
     modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
     against: ModelIdentity | None = None
+    original: tuple[ModuleRoles, ...] = ()
     changes: dict[str, RoleChange] = {}
