@@ -166,9 +166,9 @@ def training_charts(run: ShownRun) -> list[Chart]:
 
 def roles_charts(run: ShownRun) -> list[Chart]:
     """What heads do, before and after a cut where both are known, and their scores."""
-    if run.roles is None:
+    if run.role_record is None:
         return []
-    record, figure = run.roles, pictures.roles_figure(run.roles)
+    record, figure = run.role_record, pictures.roles_figure(run.role_record)
     columns, rows = pictures.roles_table(record)
     counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"

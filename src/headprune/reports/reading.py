@@ -158,7 +158,7 @@ class _Parts:
             evaluations=evaluations,
             provenance=_provenance(manifest),
             checks=checks,
-            roles=next(iter(roles.values()), None),
+            role_record=next(iter(roles.values()), None),
         )
 
     def _roles(self, tip: ResultFolder) -> dict[Path, RolesRecord]:
@@ -321,7 +321,7 @@ def _roles_run(folder: Path, record: RolesRecord) -> ShownRun:
         asked=f"Say what the heads of {record.model.name} do{against}, on "
         f"{short_name(record.data.source)}.",
         provenance=tuple((f"{name} version", version) for name, version in record.versions.items()),
-        roles=record,
+        role_record=record,
     )
 
 

@@ -240,7 +240,7 @@ class ShownRun:
         provenance: Where it comes from.
         sweep: Many cuts, where the run measured them.
         checks: Limits that its result was held to.
-        roles: What its heads do.
+        role_record: What its heads do, for the pictures.
     """
 
     name: str
@@ -255,7 +255,7 @@ class ShownRun:
     provenance: Facts = ()
     sweep: ShownSweep | None = None
     checks: tuple[ShownCheck, ...] = ()
-    roles: RolesRecord | None = None
+    role_record: RolesRecord | None = None
 
     @property
     def chain(self) -> tuple[LineageStep, ...]:
