@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def measured(model: PreTrainedModel, folder: Path, **settings: object) -> RolesR
     place = tiny.save(model, folder / "model")
     data = DataConfig(source=str(text))
     config = SMALL.model_copy(update=settings)
-    return roles(str(place), folder / "roles", data, config, overwrite=True)
+    with patch("headprune.role.roles.save"):  # the command draws, in tests of it
+        return roles(str(place), folder / "roles", data, config, overwrite=True)
 
 
 def told(record: RolesRecord) -> dict[str, str | None]:
@@ -347,6 +349,9 @@ def test_against_itself_nothing_is_lost_or_moved(
     _, out, _ = run(capsys, "roles", original, *arguments)
     record = RolesRecord.model_validate_json(out)
     assert record == RolesRecord.model_validate_json((tmp_path / "roles/roles.json").read_text())
+    assert record.original == record.modules
+    drawn = {file.name for file in (tmp_path / "roles").iterdir()}
+    assert drawn == {"roles.json", "roles.svg", "roles.png", "scores.svg", "scores.png"}
     assert len(record.changes["induction"].kept) == 1
     for change in record.changes.values():
         assert not (change.lost or change.moved or change.is_lost)

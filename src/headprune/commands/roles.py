@@ -38,7 +38,7 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
     """Say what every head does, such as induction, with controls and intervals."""
 
     data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
-    output: Path = output("Folder for roles.json.")
+    output: Path = output("Folder for roles.json and its pictures.")
     against: Place | None = option(
         "The original of a cut model: say which roles were kept, lost and moved.",
         None,

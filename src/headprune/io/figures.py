@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#57606b", "#d8dde3", "#ffffff"
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#4b3c8f", "#e69f00")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 EVIDENCE = "Blues"  # one hue, ever darker: read by lightness alone
 SUFFIXES = (".svg", ".png")
@@ -100,7 +100,7 @@ def style() -> Iterator[None]:
         yield
 
 
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with style():
@@ -109,7 +109,7 @@ def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return styled
 
 
-def _text(text: str) -> str:
+def drawable(text: str) -> str:
     """A name as a drawing can hold it: without controls, and not longer than the drawing."""
     return shortened(xml_safe(" ".join(text.split())), MOST_LETTERS)
 
@@ -131,11 +131,13 @@ def _axes(
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
     axes = figure.subplots()
-    axes.set(title=_text(title), xlabel=_text(x_label), ylabel=_text(y_label), facecolor="none")
+    axes.set(
+        title=drawable(title), xlabel=drawable(x_label), ylabel=drawable(y_label), facecolor="none"
+    )
     return figure, axes
 
 
-@_styled
+@styled
 def heat_map(
     rows: Sequence[Sequence[float | None]],
     row_labels: Sequence[str],
@@ -158,7 +160,7 @@ def heat_map(
 
     width = max((len(row) for row in rows), default=0)
     grid = [[*map(_number, row), *[math.nan] * (width - len(row))] for row in rows]
-    row_labels = [_text(label) for label in row_labels]
+    row_labels = [drawable(label) for label in row_labels]
     labels = max((len(label) for label in row_labels), default=0)
     figure, axes = _axes(
         max(3.4, 0.24 * width + 1.4 + 0.07 * labels),
@@ -181,7 +183,7 @@ def heat_map(
         span = (low, high) if high > low else (low - 1.0, high + 1.0)
         image = axes.imshow(grid, cmap=EVIDENCE, vmin=span[0], vmax=span[1], zorder=1)
         if finite:
-            bar = figure.colorbar(image, ax=axes, label=_text(value_label), shrink=0.8, pad=0.02)
+            bar = figure.colorbar(image, ax=axes, label=drawable(value_label), shrink=0.8, pad=0.02)
             bar.outline.set_visible(False)
     for y, heads in enumerate(kept or ()):
         for x in heads:
@@ -196,7 +198,7 @@ def heat_map(
     return figure
 
 
-@_styled
+@styled
 def curve(
     series: Sequence[Series],
     title: str,
@@ -220,7 +222,7 @@ def curve(
     """
     figure, axes = _axes(4.4, 3.1, title, x_label, y_label)
     if baseline is not None:
-        dashes, label = (0, (4, 3)), _text(baseline_label)
+        dashes, label = (0, (4, 3)), drawable(baseline_label)
         axes.axhline(_number(baseline), color=MUTED, linestyle=dashes, linewidth=1.2, label=label)
     for index, line in enumerate(sorted(series, key=lambda line: line.reference)):
         _line(axes, line, index, markers=True)
@@ -253,7 +255,7 @@ def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> lis
     ]
 
 
-@_styled
+@styled
 def trajectories(
     series: Sequence[Series],
     title: str,
@@ -276,7 +278,7 @@ def trajectories(
     for at, name in phases:
         axes.axvline(_number(at), color=MUTED, linestyle=":", linewidth=1.0)
         axes.annotate(
-            _text(name),
+            drawable(name),
             (at, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, -2),
@@ -292,7 +294,7 @@ def trajectories(
     return figure
 
 
-@_styled
+@styled
 def bars(
     groups: Sequence[str],
     values: Mapping[str, Sequence[float]],
@@ -320,7 +322,7 @@ def bars(
             places,
             _numbers(heights),
             width * 0.92,
-            label=_text(name),
+            label=drawable(name),
             color=MUTED if name == reference else SERIES[index % len(SERIES)],
             hatch="" if name == reference else ("", "//", "..", "xx")[index % 4],
             edgecolor=PAPER,
@@ -330,7 +332,7 @@ def bars(
         axes.bar_label(drawn, numbers, fontsize=8, color=MUTED)
     if baseline is not None:
         axes.axhline(baseline, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="original")
-    axes.set_xticks(range(len(groups)), [_text(group) for group in groups])
+    axes.set_xticks(range(len(groups)), [drawable(group) for group in groups])
     axes.margins(y=0.14)
     _legend(axes)
     return figure
@@ -341,7 +343,7 @@ def _line(axes: Axes, line: Series, index: int, markers: bool) -> None:
     style, sign = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
     marker = ("*" if line.reference else sign) if markers else None
     xs, ys = _numbers(line.x), _numbers(line.y)
-    axes.plot(xs, ys, color=colour, linestyle=style, marker=marker, label=_text(line.label))
+    axes.plot(xs, ys, color=colour, linestyle=style, marker=marker, label=drawable(line.label))
     if line.low is not None and line.high is not None:
         # an interval need not hold its estimate; a bar starts from there
         below = [max(0.0, y - low) for y, low in zip(ys, _numbers(line.low), strict=True)]

@@ -90,7 +90,11 @@ KINDS = (
     FolderKind(
         "scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES
     ),
-    FolderKind("roles.json", frozenset({"versions", "model", "settings", "roles", "modules"})),
+    FolderKind(
+        "roles.json",
+        frozenset({"versions", "model", "settings", "roles", "modules"}),
+        ("roles.svg", "roles.png", "scores.svg", "scores.png"),
+    ),
     *TRAININGS,
     FolderKind(
         "run.json",

@@ -11,6 +11,7 @@ from headprune.evaluation import metrics
 from headprune.io import figures
 from headprune.io.figures import Series
 from headprune.reports.view import History, Quality, ShownEvaluation, ShownRun, ShownSweep
+from headprune.role import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +31,7 @@ class Chart:
         columns: Heads of its table.
         rows: The numbers.
         note: What to know when reading it.
+        wide: Whether it needs the width of the page.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Chart:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    wide: bool = False
 
 
 def quality_charts(runs: Sequence[ShownRun]) -> list[Chart]:
@@ -158,6 +161,32 @@ def training_charts(run: ShownRun) -> list[Chart]:
         for history in run.histories
         for chart in (_heads_chart(history), _loss_chart(history))
         if chart is not None
+    ]
+
+
+def roles_charts(run: ShownRun) -> list[Chart]:
+    """What heads do, before and after a cut where both are known, and their scores."""
+    if run.role_record is None:
+        return []
+    record, figure = run.role_record, pictures.roles_figure(run.role_record)
+    columns, rows = pictures.roles_table(record)
+    counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    of = f"{record.model.name}, on {short_name(record.data.source)}"
+    scored = pictures.scores_table(record)
+    return [
+        Chart(
+            "roles", "What heads do", figure, f"Heads with a role: {told}.", columns, rows, of, True
+        ),
+        Chart(
+            "role-scores",
+            "Scores of roles",
+            pictures.scores_figure(record),
+            "One small map of layers by heads for each score.",
+            *scored,
+            f"{of}; outlined, and with a * in the table: the whole interval is over the line.",
+            True,
+        ),
     ]
 
 

@@ -18,7 +18,7 @@ from headprune.schemas import gates as gates_folder
 from headprune.schemas.gates import TrainedGates, read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
-from headprune.schemas.roles import ROLES_FILE, RolesRecord, read_roles
+from headprune.schemas.roles import ROLES_FILE, RolesRecord
 from headprune.schemas.runs import read_run
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
@@ -104,8 +104,8 @@ class Found:
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
     sweeps: dict[Path, Sweep] = field(default_factory=dict)
+    roles: dict[Path, RolesRecord] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    roles: list[RolesRecord] = field(default_factory=list)
 
     @property
     def tips(self) -> list[ResultFolder]:
@@ -115,7 +115,7 @@ class Found:
 
 
 def discover(place: Path) -> Found:
-    """Finds results, gates, scores and evaluations in a folder, some levels deep.
+    """Finds results, gates, scores, roles and evaluations in a folder, some levels deep.
 
     Args:
         place: A folder, or a report that ``evaluate`` or ``check`` wrote.
@@ -142,8 +142,8 @@ def discover(place: Path) -> Found:
     if not any(part for name, part in vars(found).items() if name != "place"):
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), no sweep ({SWEEP}), and no report of 'headprune evaluate "
-            "--output' or of 'headprune check'."
+            f"no scores ({SCORES}), no sweep ({SWEEP}), no roles ({ROLES_FILE}), and no report of "
+            "'headprune evaluate --output' or of 'headprune check'."
         )
     return found
 
@@ -177,7 +177,7 @@ def _look_into(folder: Path, found: Found) -> None:
             "the folder."
         )
     if (folder / ROLES_FILE).is_file():
-        found.roles.append(read_roles(folder))
+        found.roles[folder] = _roles(folder)
     for file in sorted(folder.glob("*.json")):
         try:
             _add_report(file, found)
@@ -219,6 +219,13 @@ def _scores(folder: Path) -> ScoresFolder:
     read = read_scores(folder)
     _refuse_absurd(folder / SCORES, [(read.metadata.query_heads,)])
     return ScoresFolder(folder, read)
+
+
+def _roles(folder: Path) -> RolesRecord:
+    read = read_as(RolesRecord, folder / ROLES_FILE)
+    modules = (*read.modules, *read.original)
+    _refuse_absurd(folder / ROLES_FILE, [[head.head for head in m.heads] for m in modules])
+    return read
 
 
 def _refuse_absurd(path: Path, modules: Sequence[Sequence[int]]) -> None:

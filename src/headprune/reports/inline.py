@@ -71,6 +71,7 @@ def _own_ids(root: ElementTree.Element, prefix: str) -> None:
             elif name == _LINK:
                 # plain href: browsers have it, and no namespace has to be declared
                 del element.attrib[name]
-                element.set("href", f"#{prefix}-{value.removeprefix('#')}")
+                inside = value.startswith("#")  # others are pixels
+                element.set("href", f"#{prefix}-{value[1:]}" if inside else value)
             elif "url(#" in value:
                 element.set(name, value.replace("url(#", f"url(#{prefix}-"))

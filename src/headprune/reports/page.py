@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from headprune._version import __version__
@@ -20,6 +17,7 @@ from headprune.io.markup import xml_safe
 from headprune.reports import charts, words
 from headprune.reports.charts import Chart
 from headprune.reports.inline import inline_svg
+from headprune.reports.rendering import environment, script_json, template
 from headprune.reports.view import HeadMap, ShownRun
 
 CELL, GAP = 18, 3  # of the head map, in its own units
@@ -45,14 +43,15 @@ def contents(runs: Sequence[ShownRun]) -> Contents:
     """Draws the charts."""
     shared = [*charts.quality_charts(runs), charts.cache_chart(runs), charts.speed_chart(runs)]
     drawn = [chart for chart in shared if chart is not None]
-    return Contents(runs, drawn, [charts.training_charts(run) for run in runs])
+    own = [[*charts.training_charts(run), *charts.roles_charts(run)] for run in runs]
+    return Contents(runs, drawn, own)
 
 
 def html(drawn: Contents) -> str:
     """The page: one file, nothing from elsewhere."""
     number = iter(range(1_000_000))
     return xml_safe(
-        _environment(autoescape=True)
+        environment(autoescape=True)
         .get_template("page.html.jinja")
         .render(
             runs=drawn.runs,
@@ -63,11 +62,11 @@ def html(drawn: Contents) -> str:
             role_columns=ROLE_COLUMNS,
             title=_title(drawn.runs),
             version=__version__,
-            css=Markup(_template("page.css")),
-            script=Markup(_template("page.js")),
+            css=Markup(template("page.css")),
+            script=Markup(template("page.js")),
             svg=lambda chart: Markup(inline_svg(chart.figure, f"f{next(number)}", chart.alt)),
             map=map_geometry,
-            data=lambda head_map: Markup(_script_json(map_data(head_map))),
+            data=lambda head_map: Markup(script_json(map_data(head_map))),
         )
     )
 
@@ -75,7 +74,7 @@ def html(drawn: Contents) -> str:
 def markdown(drawn: Contents) -> str:
     """The same in short, for a pull request."""
     return xml_safe(
-        _environment(autoescape=False)
+        environment(autoescape=False)
         .get_template("summary.md.jinja")
         .render(
             runs=drawn.runs,
@@ -95,26 +94,6 @@ def markdown(drawn: Contents) -> str:
 
 def _title(runs: Sequence[ShownRun]) -> str:
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-
-
-def _environment(autoescape: bool) -> Environment:
-    return Environment(
-        loader=FunctionLoader(_template),
-        autoescape=autoescape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def _template(name: str) -> str:
-    return (files("headprune.reports") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _script_json(content: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(content, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def map_geometry(drawn: HeadMap) -> dict[str, Any]:

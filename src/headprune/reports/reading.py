@@ -18,7 +18,7 @@ from headprune.reports.discovery import (
 )
 from headprune.reports.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.reports.histories import history
-from headprune.reports.roles import with_roles
+from headprune.reports.roles import roles_told
 from headprune.reports.view import (
     Facts,
     ShownCheck,
@@ -64,8 +64,8 @@ def assemble(
         scores={part.scored.id: part for place in found for part in place.scores},
         evaluations=list({part.id: part for part in evaluations.values()}.values()),
         checks=list({part.id: part for part in checks.values()}.values()),
+        roles={folder: part for place in found for folder, part in place.roles.items()},
         shown={tip.manifest.id for place in found for tip in place.tips},
-        roles=[record for place in found for record in place.roles],
     )
     runs = [(place.place, parts.of(tip, place)) for place in found for tip in place.tips]
     for place in found:
@@ -79,6 +79,9 @@ def assemble(
         for scores in place.scores:
             if parts.are_new(scores.scored.id):
                 runs.append((scores.path, _scores_run(scores)))
+        for folder, roles in place.roles.items():
+            if parts.are_new(str(folder)):
+                runs.append((folder, _roles_run(folder, roles)))
         for file in place.reports:
             if parts.are_new(evaluations[file].id):
                 runs.append((file, _evaluation_run(evaluations[file])))
@@ -107,8 +110,8 @@ class _Parts:
         scores: The scores.
         evaluations: What ``evaluate`` measured.
         checks: What ``check`` found.
+        roles: What heads do, by its folder.
         shown: Ids of the results that get runs of their own.
-        roles: What heads do, of any model.
         used: Ids of the parts that belong to a run.
     """
 
@@ -117,8 +120,8 @@ class _Parts:
     scores: Mapping[str, ScoresFolder]
     evaluations: Sequence[ShownEvaluation]
     checks: Sequence[ShownCheck]
+    roles: Mapping[Path, RolesRecord]
     shown: set[str | None]
-    roles: Sequence[RolesRecord]
     used: set[str | None] = field(default_factory=set)
 
     def are_new(self, id_: str) -> bool:
@@ -143,7 +146,9 @@ class _Parts:
         if gates is not None:
             histories.insert(0, history(gates.path / "history.jsonl", "gates"))
         head_map = map_of_result(folders[0], tip, gates, scores)
-        head_map, roles = with_roles(manifest, head_map, self.roles)
+        told = roles_told(manifest, self.roles)
+        self.used |= {str(folder) for folder in told.folders}
+        head_map = told.on(head_map)
         return ShownRun(
             name=place.place.name,
             folder=tip.path,
@@ -156,7 +161,8 @@ class _Parts:
             evaluations=evaluations,
             provenance=_provenance(manifest),
             checks=checks,
-            roles=roles,
+            roles=told.rows(),
+            role_record=told.pictured,
         )
 
     def _scores(self, manifest: Manifest, place: Found) -> ScoresFolder | None:
@@ -284,6 +290,19 @@ def _scores_run(scores: ScoresFolder) -> ShownRun:
             ("id", scores.scored.id),
             *((f"{name} version", version) for name, version in metadata.versions.items()),
         ),
+    )
+
+
+def _roles_run(folder: Path, record: RolesRecord) -> ShownRun:
+    against = f" against {record.against.name}" if record.against is not None else ""
+    return ShownRun(
+        name=folder.name,
+        folder=folder,
+        source=record.model.name,
+        asked=f"Say what the heads of {record.model.name} do{against}, on "
+        f"{short_name(record.data.source)}.",
+        provenance=tuple((f"{name} version", version) for name, version in record.versions.items()),
+        role_record=record,
     )
 
 

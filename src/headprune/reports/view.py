@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from headprune.schemas.manifest import LineageStep, Manifest
+from headprune.schemas.roles import RolesRecord
 
 State = Literal["kept", "removed", "earlier", "scored"]
 Facts = tuple[tuple[str, str], ...]
@@ -243,6 +244,7 @@ class ShownRun:
         sweep: Many cuts, where the run measured them.
         checks: Limits that its result was held to.
         roles: What became of roles, a row each; see ``ROLE_COLUMNS``.
+        role_record: What its heads do, for the pictures.
     """
 
     name: str
@@ -258,6 +260,7 @@ class ShownRun:
     sweep: ShownSweep | None = None
     checks: tuple[ShownCheck, ...] = ()
     roles: Sequence[Sequence[str]] = ()
+    role_record: RolesRecord | None = None
 
     @property
     def chain(self) -> tuple[LineageStep, ...]:

@@ -8,8 +8,8 @@ comes in: padding counts neither as query nor as key.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -70,15 +70,10 @@ def watch(
     """
     written = Written(model, given) if given.period else None
     watcher = _Watcher(attentions, given, roles, classes, written)
-    with ExitStack() as stack:
-        stack.enter_context(eager_attention(model))
-        for position, attention in enumerate(attentions):
-            if attention.query_heads:
-                module = attention.module
-                stack.callback(module.register_forward_pre_hook(_asks, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(watcher.hook(position)).remove)
-                if written is not None:
-                    written.attach(stack, attention)
+    with weights_told(model, attentions, watcher.see), ExitStack() as stack:
+        if written is not None:
+            for attention in attentions:
+                written.attach(stack, attention)
         if beside is not None:
             beside.attach(stack)
         for number, batch in enumerate(given.batches):
@@ -90,6 +85,37 @@ def watch(
             watcher.finish()
             progress(number + 1, len(given.batches))
     return watcher.result
+
+
+@contextmanager
+def weights_told(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    see: Callable[[int, Tensor], None],
+) -> Iterator[None]:
+    """Has a model tell its attention weights, for the time of a ``with`` block.
+
+    Args:
+        model: The model.
+        attentions: The modules to look at.
+        see: Called with the position of a module and its weights, of shape (sequences, heads,
+            queries, keys), each time it runs.
+
+    Raises:
+        FamilyError: If a module gives no attention weights.
+    """
+
+    def told_of(position: int) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, args, outputs: see(position, _weights(outputs, attentions[position]))
+
+    with ExitStack() as stack:
+        stack.enter_context(eager_attention(model))
+        for position, attention in enumerate(attentions):
+            if attention.query_heads:
+                module = attention.module
+                stack.callback(module.register_forward_pre_hook(_asks, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(told_of(position)).remove)
+        yield
 
 
 class _Watcher:
@@ -113,31 +139,21 @@ class _Watcher:
         self._even: dict[tuple[Any, ...], Counted] = {}
         self._of: dict[tuple[int, str], tuple[Any, ...]] = {}
 
-    def hook(self, position: int) -> Callable[[nn.Module, Any, Any], None]:
-        """What is called with the outputs of a module."""
+    def see(self, position: int, weights: Tensor) -> None:
+        """Sums up the weights of a module."""
         attention = self.attentions[position]
-
-        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-            weights = _weights(outputs, attention)
-            seen = self._attended(position, weights)
-            for name, role in self._roles_of(attention):
-                key = position, name
-                sums, counts = role.measure(seen)
-                before = self._batch.get(key)  # of a module that runs more than once
-                self._batch[key] = (
-                    (sums, counts)
-                    if before is None
-                    else (
-                        before[0] + sums,
-                        before[1] + counts,
-                    )
-                )
-                if role.control == "uniform":
-                    self._of[key] = kind = (name, seen.causal, attention.kind)
-                    if kind not in self._even:
-                        self._even[kind] = role.measure(_evenly(seen))
-
-        return hook
+        seen = self._attended(position, weights)
+        for name, role in self._roles_of(attention):
+            key = position, name
+            sums, counts = role.measure(seen)
+            before = self._batch.get(key)  # of a module that runs more than once
+            if before is not None:
+                sums, counts = before[0] + sums, before[1] + counts
+            self._batch[key] = sums, counts
+            if role.control == "uniform":
+                self._of[key] = kind = (name, seen.causal, attention.kind)
+                if kind not in self._even:
+                    self._even[kind] = role.measure(_evenly(seen))
 
     def finish(self) -> None:
         """Takes over what the hooks saw of a batch."""
@@ -157,9 +173,8 @@ class _Watcher:
         ids = self.batch["decoder_input_ids" if kind == "decoder" and decodes else "input_ids"]
         queries = self._mask(kind, weights.shape[0], weights.shape[-2])
         keys = self._mask("encoder" if kind == "cross" else kind, *weights.shape[::3])
-        if (
-            position not in self.result.causal
-        ):  # told by the weights: a class does not say it of itself
+        # told by the weights: a class does not say it of itself
+        if position not in self.result.causal:
             later = weights[:, 0].triu(1).amax(-1)[queries.to(device)]
             self.result.causal[position] = kind != "cross" and not bool(later.any())
         return Attended(

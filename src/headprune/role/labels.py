@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from torch import Tensor
 
@@ -42,9 +43,22 @@ def labelled(
                     score = _scored(role, found[key], controls.get(key), place, config)
                     scores.update({} if score is None else {name: score})
             heads.append(_labelled(head, scores))
-        modules.append(ModuleRoles(path=attention.path, kind=attention.kind, heads=tuple(heads)))
+        modules.append(
+            ModuleRoles(
+                path=attention.path,
+                kind=attention.kind,
+                heads=tuple(heads),
+                kv_groups=_kv_groups(attention),
+            )
+        )
         progress(position + 1, len(attentions))
     return tuple(modules)
+
+
+def _kv_groups(attention: Attention) -> tuple[tuple[int, ...], ...]:
+    ids = iter(attention.query_ids)
+    groups = [tuple(islice(ids, size)) for size in attention.group_sizes]
+    return tuple(group for group in groups if len(group) > 1)
 
 
 def _scored(

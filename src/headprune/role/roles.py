@@ -14,6 +14,7 @@ from headprune.config import DataConfig, RolesConfig
 from headprune.data.sources import refuse_missing_file
 from headprune.evaluation.refusals import refuse_other_tokenizer
 from headprune.evidence.score import Watch
+from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import load_tokenizer
@@ -27,6 +28,7 @@ from headprune.role.effects import effects, with_effects
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
 from headprune.role.parsed import baselines, parsed_input
+from headprune.role.pictures import roles_figure, scores_figure
 from headprune.role.sets import set_effects
 from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
@@ -53,7 +55,7 @@ def roles(
     watcher: Watch | None = None,
     **loading: bool,
 ) -> RolesRecord:
-    """Measures what heads do, and writes ``roles.json`` to ``output``.
+    """Measures what heads do, and writes ``roles.json`` and its pictures to ``output``.
 
     Args:
         model: Folder or hub id.
@@ -99,11 +101,19 @@ def roles(
         modules=now.modules,
         sets=now.sets,
         against=originals[0][0] if originals else None,
+        original=originals[0][1].modules if originals else (),
         changes=changes(originals[0][1].modules, now.modules) if originals else {},
     )
     with whole_folder(output) as folder:
         text = record.model_dump_json(indent=1) + "\n"
         (folder / ROLES_FILE).write_text(text, encoding="utf-8")
+        watcher.stage("drawing")
+        for name, figure in {
+            "roles": roles_figure(record),
+            "scores": scores_figure(record),
+        }.items():
+            for suffix in SUFFIXES:
+                save(figure, folder / f"{name}{suffix}")
     return record
 
 

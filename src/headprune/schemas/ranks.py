@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from headprune.schemas.records import Count
+from headprune.schemas.values import Count
 
 SHARES = (0.9, 0.95, 0.99)  # of the energy
 

@@ -134,6 +134,7 @@ class ModuleRoles(BaseModel):
         path: Its path.
         kind: Its kind.
         heads: Those that it has.
+        kv_groups: Of every KV head that several of them share, their ids.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -141,6 +142,7 @@ class ModuleRoles(BaseModel):
     path: str
     kind: str
     heads: tuple[HeadRoles, ...]
+    kv_groups: tuple[tuple[Count, ...], ...] = ()
 
 
 class RoleHead(BaseModel):
@@ -207,6 +209,7 @@ class RolesRecord(BaseModel):
         modules: The attention modules, first layer first.
         sets: By role, what the loss says of its heads together; empty where it was not asked.
         against: The original that it was compared with.
+        original: What its heads do; empty without one, and in files of earlier versions.
         changes: By role, what became of it; empty without an original.
     """
 
@@ -224,6 +227,7 @@ class RolesRecord(BaseModel):
     modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
     sets: dict[str, SetEffect] = {}
     against: ModelIdentity | None = None
+    original: tuple[ModuleRoles, ...] = ()
     changes: dict[str, RoleChange] = {}
 
     def heads(self, role: str) -> set[tuple[str, int]]:

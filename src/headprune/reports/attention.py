@@ -1,0 +1,225 @@
+"""What heads attend to in a sentence, on a page of its own or in a notebook."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from torch import Tensor
+
+from headprune._version import __version__
+from headprune.errors import HeadpruneError, PlanError
+from headprune.io.markup import xml_safe
+from headprune.io.outputs import claimed_file
+from headprune.io.ownership import REPORT
+from headprune.io.writing import write_whole
+from headprune.reports.rendering import environment, script_json, template
+from headprune.role.sentence import LayerWeights, Sentence, read_sentence
+
+FIRST = 3  # heads that are shown where none is named
+FULL = 65_535  # a weight of 1, as the page holds it
+_COLOUR = (11, 83, 148)
+
+
+@dataclass(frozen=True)
+class AttentionPicture:
+    """What heads attend to in a sentence: a notebook shows it, and it can be saved.
+
+    Attributes:
+        sentence: The sentence, and all weights that are on the page.
+        heads: The heads shown first.
+    """
+
+    sentence: Sentence
+    heads: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        sentence: Sentence, heads: Sequence[str] = (), layers: Sequence[str] = ()
+    ) -> AttentionPicture:
+        """The picture of some layers of a sentence, all where none is named.
+
+        Raises:
+            PlanError: If there is no such head or layer.
+        """
+        for name in heads:
+            sentence.head(name)
+        known = [layer.name for layer in sentence.layers]
+        for name in layers:
+            if name not in known:
+                raise PlanError(
+                    f"--layer {name}: there is no such layer with heads. Layers: "
+                    f"{', '.join(known)}."
+                )
+        wanted = {*layers, *(name.rpartition(".")[0] for name in heads)} if layers else {*known}
+        kept = tuple(layer for layer in sentence.layers if layer.name in wanted)
+        part = replace(sentence, layers=kept)
+        return AttentionPicture(part, tuple(dict.fromkeys(heads)) or part.sharpest(FIRST))
+
+    def html(self) -> str:
+        """The page: one file, nothing from elsewhere."""
+        return xml_safe(
+            environment(autoescape=True)
+            .get_template("attention.html.jinja")
+            .render(
+                sentence=self.sentence,
+                left_out=list(self.left_out()),
+                grids=[_grid(layers) for layers in _by_kind(self.sentence)],
+                version=__version__,
+                css=Markup(template("page.css") + template("attention.css")),
+                script=Markup(template("attention.js")),
+                data=Markup(script_json(self._data())),
+            )
+        )
+
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Writes the page.
+
+        Args:
+            path: The file, ``.html``.
+            overwrite: Replace an existing page, if headprune wrote it.
+
+        Raises:
+            HeadpruneError: If it cannot be written.
+        """
+        output = Path(path)
+        refuse_other_suffix(output)
+        with claimed_file(output, REPORT, overwrite):
+            write_whole(output, self.html())
+        return output
+
+    def _repr_html_(self) -> str:
+        # in a frame, so that neither the page nor the notebook restyles the other
+        return (
+            f'<iframe srcdoc="{escape(self.html())}" title="What heads attend to" '
+            'style="width:100%;height:760px;border:0"></iframe>'
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The weights of the heads that are shown first."""
+        heads = []
+        for name in self.heads:
+            layer, place = self.sentence.head(name)
+            heads.append(
+                {
+                    **{"head": name, "path": layer.path, "kind": layer.kind},
+                    "queries": list(layer.queries.labels),
+                    "keys": list(layer.keys.labels),
+                    "weights": [
+                        [round(w, 4) for w in row] for row in layer.weights[place].tolist()
+                    ],
+                }
+            )
+        return {"text": self.sentence.text, "left_out": list(self.left_out()), "heads": heads}
+
+    def left_out(self) -> Iterator[str]:
+        """What of the sentence is not shown, in a sentence."""
+        sides = {
+            side.labels: side for one in self.sentence.layers for side in (one.queries, one.keys)
+        }
+        for side in sides.values():
+            if side.left_out:
+                shown = len(side.labels)
+                yield (
+                    f"The text has {shown + side.left_out} tokens; the model was given the first "
+                    f"{shown}, which are shown."
+                )
+
+    def _data(self) -> dict[str, Any]:
+        """What the script draws from: weights as whole numbers, head after head."""
+        return {
+            "full": FULL,
+            "shown": self.heads,
+            "layers": [
+                {
+                    **{"name": layer.name, "path": layer.path, "heads": layer.heads},
+                    "queries": layer.queries.labels,
+                    "keys": layer.keys.labels,
+                    "weights": base64.b64encode(_whole_numbers(layer.weights)).decode(),
+                }
+                for layer in self.sentence.layers
+            ],
+        }
+
+
+def attention_picture(
+    model: str | Path,
+    text: str,
+    heads: Sequence[str] = (),
+    layers: Sequence[str] = (),
+    target: str | None = None,
+    attention: Sequence[str] = (),
+    **loading: bool,
+) -> AttentionPicture:
+    """What heads attend to in a sentence; the last line of a notebook's cell shows it.
+
+    Args:
+        model: Folder or hub id.
+        text: The sentence; at most 40 tokens of it are shown.
+        heads: Those to show first, as in ``["18.6"]``; by default those that look most sharply.
+        layers: Only the heads of these.
+        target: What the decoder of an encoder-decoder reads; by default what the model writes.
+        attention: Kinds of attention: encoder, decoder or cross; by default all.
+        **loading: ``trust_remote_code``, ``assume_supported`` and ``drop_unexpected``.
+
+    Raises:
+        HeadpruneError: If model, text and heads do not fit together.
+    """
+    sentence = read_sentence(model, text, target, attention, _unheard, **loading)
+    return AttentionPicture.of(sentence, heads, layers)
+
+
+def _unheard(stage: str) -> None:
+    pass
+
+
+def refuse_other_suffix(output: Path) -> None:
+    """Refuses an output that is no page.
+
+    Raises:
+        HeadpruneError: If its suffix is another one.
+    """
+    if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
+        raise HeadpruneError(f"'{output}': the output is a page; name an .html file.")
+
+
+def _by_kind(sentence: Sentence) -> list[list[LayerWeights]]:
+    kinds = dict.fromkeys(layer.kind for layer in sentence.layers)
+    return [[layer for layer in sentence.layers if layer.kind == kind] for kind in kinds]
+
+
+def _grid(layers: Sequence[LayerWeights]) -> dict[str, Any]:
+    """The maps of a kind of attention, layer by head; None where a head was cut."""
+    rows = []
+    for layer in layers:
+        maps = dict(zip(layer.heads, map(_map, layer.weights), strict=True))
+        rows.append((layer, [maps.get(head) for head in range(max(layer.heads) + 1)]))
+    return {
+        "kind": layers[0].kind,
+        "heads": max(len(maps) for _, maps in rows),
+        "rows": rows,
+        "cut": any(None in maps for _, maps in rows),
+    }
+
+
+def _map(weights: Tensor) -> str:
+    """A PNG with a pixel per weight: the larger, the less transparent."""
+    from matplotlib.image import imsave
+
+    pixels = np.empty((*weights.shape, 4), np.uint8)
+    pixels[..., :3] = _COLOUR
+    pixels[..., 3] = (weights.clamp(0, 1) * 255).round().numpy()
+    buffer = BytesIO()
+    imsave(buffer, pixels, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _whole_numbers(weights: Tensor) -> bytes:
+    return (weights.clamp(0, 1) * FULL).round().numpy().astype("<u2").tobytes()

@@ -1,0 +1,30 @@
+"""What heads are called: ``18.6`` is head 6 of layer 18; ``cross.2.5`` looks across."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+
+def layer_names(modules: Sequence[tuple[str, str]]) -> list[str]:
+    """A short name of every attention module.
+
+    That is the first number in its path, or its position where paths have none or share one; and
+    before it the kind, where there are several.
+
+    Args:
+        modules: Path and kind of each, first layer first.
+    """
+    numbers = [re.search(r"(?<=\.)\d+(?=\.)", path) for path, _ in modules]
+    told = [
+        (kind, found[0] if found else "") for found, (_, kind) in zip(numbers, modules, strict=True)
+    ]
+    unclear = {kind for (kind, number), times in Counter(told).items() if times > 1 or not number}
+    several = len({kind for _, kind in modules}) > 1
+    names, seen = [], Counter[str]()
+    for kind, number in told:
+        name = str(seen[kind]) if kind in unclear else number
+        seen[kind] += 1
+        names.append(f"{kind}.{name}" if several else name)
+    return names

@@ -1,0 +1,246 @@
+"""Pictures of roles: every head is drawn as what the record says of it, in files and in reports."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.collections import PatchCollection, PathCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from headprune.config import DataConfig, RolesConfig
+from headprune.errors import CheckpointError
+from headprune.exporting.prune import prune
+from headprune.io.figures import MUTED, SERIES, save
+from headprune.model.attention import attention_of, identity
+from headprune.reports.report import report
+from headprune.role import ROLES
+from headprune.role.pictures import roles_figure, roles_table, scores_figure
+from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.schemas.roles import (
+    HeadEffect,
+    HeadRoles,
+    ModuleRoles,
+    Rise,
+    RoleFacts,
+    RoleScore,
+    RolesRecord,
+)
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.browser import Browser, started
+
+PATHS = [f"model.layers.{layer}.self_attn" for layer in range(tiny.LAYERS)]
+MODEL = ModelIdentity(
+    name="small", model_type="llama", architecture="LlamaForCausalLM", fingerprint="a"
+)
+GROUPS = ((0, 1), (2, 3), (4, 5))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with started() as found:
+        yield found
+
+
+def head(number: int, role: str | None = None, rise: float | None = None) -> HeadRoles:
+    scores = {
+        name: RoleScore(
+            score=0.95 if name == role else 0.25,
+            low=0.2,
+            high=1.0,
+            control=0.1,
+            state="over" if name == role else "under",
+        )
+        for name in ("previous-token", "induction")
+    }
+    nats = None if rise is None else Rise(nats=rise, low=rise, high=rise)
+    effect = None if nats is None else HeadEffect(zero=nats, mean=nats)
+    return HeadRoles(head=number, role=role, nearly=(), attributes=(), scores=scores, effect=effect)
+
+
+def modules(roles: dict[tuple[int, int], str], **effects: Any) -> tuple[ModuleRoles, ...]:
+    """Four layers of six heads, in pairs."""
+    return tuple(
+        ModuleRoles(
+            path=path,
+            kind="self",
+            heads=tuple(head(h, roles.get((layer, h)), **effects) for h in range(6)),
+            kv_groups=GROUPS,
+        )
+        for layer, path in enumerate(PATHS)
+    )
+
+
+def record(**changes: Any) -> RolesRecord:
+    facts = {
+        name: RoleFacts(**{field: getattr(role, field) for field in RoleFacts.model_fields})
+        for name, role in ROLES.items()
+    }
+    given = RolesRecord(
+        created="2026-01-01",
+        versions={"headprune": "0.1.0"},
+        model=MODEL,
+        data=DataConfig(source="text.txt"),
+        data_sha256=None,
+        settings=RolesConfig(),
+        tokens=100,
+        roles=facts,
+        modules=modules({(0, 1): "previous-token", (3, 2): "induction", (3, 4): "induction"}),
+    )
+    return given.model_copy(update=changes)
+
+
+def cut(whole: RolesRecord, left: tuple[int, ...] = (1, 2, 3)) -> RolesRecord:
+    """The same after all layers lost the other heads."""
+    there = [[h for h in m.heads if h.head in left] for m in whole.modules]
+    smaller = [
+        m.model_copy(update={"heads": tuple(heads), "kv_groups": ()})
+        for m, heads in zip(whole.modules, there, strict=True)
+    ]
+    return whole.model_copy(
+        update={"modules": tuple(smaller), "original": whole.modules, "against": whole.model}
+    )
+
+
+def marks(figure: Figure, panel: int) -> dict[str, list[tuple[float, float]]]:
+    """Places of marks by colour."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for drawn in figure.axes[panel].collections:
+        if isinstance(drawn, PathCollection):
+            places = np.asarray(drawn.get_offsets()).tolist()
+            found.setdefault(to_hex(drawn.get_facecolor()[0]), []).extend(map(tuple, places))
+    return {colour: sorted(places) for colour, places in found.items()}
+
+
+def squares(figure: Figure, panel: int) -> list[int]:
+    """How many heads each set of squares is of."""
+    several = figure.axes[panel].collections
+    return [len(one.get_paths()) for one in several if isinstance(one, PatchCollection)]
+
+
+def test_marks_are_the_roles() -> None:
+    drawn = marks(roles_figure(record()), 0)
+    assert drawn[SERIES[0]] == [(1, 0)]
+    assert drawn[SERIES[1]] == [(2, 3), (4, 3)]
+    assert len(drawn[MUTED]) == 21
+    other = marks(roles_figure(record(modules=modules({(0, 1): "induction"}))), 0)
+    assert other == {SERIES[0]: [(1, 0)], MUTED: other[MUTED]}
+
+
+def test_cut_heads_are_hollow_and_groups_framed_beside_the_original() -> None:
+    figure = roles_figure(cut(record()))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["before", "after"]
+    assert marks(figure, 0) == marks(roles_figure(record()), 0)
+    assert marks(figure, 1)[SERIES[1]] == [(2, 3)]  # 3.4 was cut
+    assert (squares(figure, 0), squares(figure, 1)) == ([24, 0], [12, 12])
+    # frames are those of the original
+    assert [len(axes.patches) for axes in figure.axes] == [12, 12]
+    assert len(roles_figure(record(modules=record().modules[:1])).axes[0].patches) == 3
+
+
+def test_without_the_original_heads_below_the_largest_are_known_to_be_cut() -> None:
+    alone = cut(record()).model_copy(update={"original": (), "against": None})
+    assert squares(roles_figure(alone), 0) == [12, 4]  # head 0 of each; 4 and 5 nobody knows of
+
+
+def test_sizes_are_effects() -> None:
+    def sizes(figure: Figure) -> set[float]:
+        several = figure.axes[0].collections
+        drawn = [one for one in several if isinstance(one, PathCollection)]
+        return {float(size) for one in drawn for size in np.asarray(one.get_sizes())}
+
+    two = modules({}, rise=0.1)[:1] + modules({}, rise=0.01)[1:2]
+    small, large = sorted(sizes(roles_figure(record(modules=two))))
+    assert large > 3 * small
+    assert len(sizes(roles_figure(record(modules=modules({}, rise=0.1))))) == 1
+
+
+def test_a_score_has_its_place_on_one_scale() -> None:
+    figure = scores_figure(record())
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title(loc="left") for axes in shown] == [
+        "previous-token\n≥ 0.5",
+        "induction\n≥ 0.4",
+    ]
+    for axes, over in zip(shown, ([(0, 1)], [(3, 2), (3, 4)]), strict=True):
+        (image,) = axes.images
+        values = np.asarray(image.get_array())
+        assert image.get_clim() == (0, 1)
+        assert [tuple(place) for place in np.argwhere(values > 0.9)] == over
+        assert len(axes.collections[1].get_paths()) == len(over)
+
+
+def test_the_table_says_the_same() -> None:
+    columns, rows = roles_table(cut(record()))
+    assert columns == ("layer", "before", "after", "cut")
+    assert rows[3] == ("3", "induction: 2, 4", "induction: 2", "0, 4, 5")
+    assert roles_table(record())[1][0] == ("0", "previous-token: 1", "-")
+
+
+def test_many_roles_keep_to_eight_colours_and_grey(tmp_path: Path) -> None:
+    names = [*record().roles]
+    assert len(names) > 8
+    several = {(n // 6, n % 6): name for n, name in enumerate(names)}
+    drawn = marks(roles_figure(record(modules=modules(several))), 0)
+    assert set(drawn) == {*SERIES, MUTED}
+    first = save(roles_figure(record()), tmp_path / "a.svg").read_bytes()
+    assert first == save(roles_figure(record()), tmp_path / "b.svg").read_bytes()
+    assert first != save(roles_figure(cut(record())), tmp_path / "c.svg").read_bytes()
+
+
+def write(one: RolesRecord, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "roles.json").write_text(one.model_dump_json())
+    return folder
+
+
+def test_a_report_shows_them(browser: Browser, tmp_path: Path) -> None:
+    folder = write(cut(record()), tmp_path / "roles")
+    done = report([folder], tmp_path / "page.html", tmp_path / "figures")
+    assert {file.name for file in done.figures} >= {"roles.svg", "roles.png", "role-scores.svg"}
+    for width, dark in ((380, False), (1280, True)):
+        browser.open(done.output, width, dark)
+        browser.run("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+        assert (browser.complaints(), browser.fetched()) == ([], [])
+        assert browser.overflow() <= 0
+        assert browser.low_contrast()[1] == []
+    assert "induction: 2, 4" in done.output.read_text()
+    pixels = browser.run(
+        "const images = [...document.querySelectorAll('.chart image')];"
+        "return Promise.all(images.map((i) => { const one = new Image();"
+        "one.src = i.getAttribute('href'); return one.decode().then(() => one.width); }))"
+    )
+    assert len(pixels) == 2 and all(pixels)
+
+
+def test_roles_belong_to_the_result_with_these_heads(llama_folder: Path, tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    parts = {
+        a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2, 3))
+        for a in attention_of(model)
+    }
+    plan = Plan(unit=Unit.KV_GROUP, attentions=parts)
+    result = prune(llama_folder, tmp_path / "run" / "small", plan=plan).output
+    whole = record(model=identity(model, llama_folder))
+    own = cut(whole, (0, 1, 2, 3)).model_copy(update={"model": MODEL})
+    roles = write(own, tmp_path / "run" / "roles")
+    (run,) = report([tmp_path / "run"], tmp_path / "page.html").runs
+    assert run.role_record == own
+    # those of the original are shown where there are none of the result
+    shutil.rmtree(roles)
+    write(whole, tmp_path / "run" / "roles")
+    (run,) = report([tmp_path / "run"], tmp_path / "b.html").runs
+    assert run.role_record == whole
+    # of another cut they are a run of their own
+    other = write(cut(record(), (0, 1)), tmp_path / "other")
+    runs = report([result, other], tmp_path / "c.html").runs
+    assert [one.role_record is not None for one in runs] == [False, True]
+    (other / "roles.json").write_text('{"schema_version": 1}')
+    with pytest.raises(CheckpointError, match=r"roles.json' is not valid"):
+        report([other], tmp_path / "d.html")
