@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
+from headprune.exporting.checkpoint import write_facts
 from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.llama_cpp import layout
 from headprune.exporting.llama_cpp.tokenizer import vocabulary
@@ -29,6 +30,7 @@ def _write(
         changes += ("There is no tokenizer beside the model: the file takes token ids alone.",)
     kind = file.type_of(source, config.out_dtype)
     file.write(model, folder / FILE, kind, words.fields, on_step)
+    write_facts(source, folder)  # by which it is measured
     return changes
 
 

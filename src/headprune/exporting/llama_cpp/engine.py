@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +14,8 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.errors import ProofError
-from headprune.exporting.llama_cpp import server
+from headprune.engines.xllamacpp import Server
+from headprune.errors import CheckpointError, ProofError
 from headprune.exporting.llama_cpp.file import as_held
 from headprune.exporting.source import ExportSource
 from headprune.exporting.weights import Weights
@@ -31,6 +28,7 @@ TOLERANCE = 2e-3  # of log-probabilities, in float32
 # of how far rounding states moves them in torch; kernels do so as far, at other ties: 0.7 to 1.0
 # times on SmolLM2-135M, whole and cut, in q8_0, bfloat16 and float16
 _ROUNDED = 3.0
+_SHOWN = 20  # most probable tokens of a step
 _MODULE = "xllamacpp"
 # what rules of cutting text differ in: contractions, numbers, runs of spaces and lines, accents
 _TEXT = "It's 12345 b c  bc,\n\n DON'T é b.\tbcb   7.5%  naïve über 日本 ...'ll"
@@ -145,24 +143,44 @@ def _round_states(net: PreTrainedModel, kind: Type) -> None:
 
 
 def generate(file: Path, prompts: list[Any], steps: int) -> list[Steps]:
-    """What the engine generates for every prompt.
+    """What the engine generates greedily for prompts, until there are enough steps.
+
+    Args:
+        file: The GGUF file.
+        prompts: Token ids, or text.
+        steps: How many, of all prompts together.
 
     Raises:
         ProofError: If it does not load the file, or dies of it.
     """
-    asked = json.dumps(
-        {"file": str(file), "prompts": prompts, "steps": steps, "threads": torch.get_num_threads()}
-    )
-    command = [sys.executable, server.__file__]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        lines = re.findall(r".*(?:ASSERT|[Ee]rror).*", done.stderr) or ["it said nothing"]
-        raise ProofError(f"llama.cpp cannot run the file that was written: {lines[0].strip()}.")
-    answers: list[Steps] = [
-        [[(token, probable) for token, probable in step] for step in answer]
-        for answer in json.loads(done.stdout)
-    ]
-    return answers
+    try:
+        with closing(Server(file, max(map(len, prompts)) + steps + 8, "exact")) as server:
+            answers: list[Steps] = []
+            for prompt in prompts:
+                answers.append(_greedy(server, prompt, steps))
+                steps -= len(answers[-1])
+            return answers
+    except CheckpointError as error:
+        raise ProofError(f"What was written cannot be run. {error}") from None
+
+
+def _greedy(server: Server, prompt: Any, steps: int) -> Steps:
+    """The steps after a prompt; one after a text.
+
+    A request per token, on the cache of the one before: the steps of a longer request are told
+    apart by whole characters, which a token need not be.
+    """
+    shown: Steps = []
+    while len(shown) < (steps if isinstance(prompt, list) else 1):
+        said = prompt + [step[0][0] for step in shown] if shown else prompt
+        asked = {"n_predict": 1, "temperature": 0, "n_probs": _SHOWN, "cache_prompt": bool(shown)}
+        told = server.ask("/v1/completions", {**asked, "prompt": said})["choices"][0]["logprobs"]
+        if not told or not told["content"]:  # the end, or a part of a character: it says no more
+            break
+        (step,) = told["content"]
+        others = [(t["id"], t["logprob"]) for t in step["top_logprobs"] if t["id"] != step["id"]]
+        shown.append([(step["id"], step["logprob"]), *others])
+    return shown
 
 
 @torch.no_grad()
