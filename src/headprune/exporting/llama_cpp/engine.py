@@ -23,7 +23,7 @@ from headprune.model.loading import load_tokenizer
 from headprune.schemas.exports import ExportProof
 from headprune.schemas.records import PROBE_SEED
 
-_PROMPT, _STEPS, _PROMPTS = 24, 32, 16
+_PROMPT, _STEPS, _PROMPTS = 24, 64, 16
 TOLERANCE = 2e-3  # of log-probabilities, in float32
 # of how far rounding states moves them in torch; kernels do so as far, at other ties: 0.7 to 1.0
 # times on SmolLM2-135M, whole and cut, in q8_0, bfloat16 and float16
