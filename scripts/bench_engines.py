@@ -3,8 +3,8 @@
     python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST.csv.gz \
         --sentences STSB_TRAIN.csv.gz --text WIKITEXT_TEST --output docs/benchmarks/engines.md
 
-Needs the extras onnx and openvino. Differences are those of one run in the engine and one of the
-same folder in torch. Speed is timed in turn with the original in torch (A B A B ...).
+Needs the extras onnx, openvino and llama-cpp. Differences are those of one run in the engine and
+one of the same folder in torch. Speed is timed in turn with the original in torch (A B A B ...).
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from headprune.config import DataConfig
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
 from headprune.engines.model import open_exported
+from headprune.engines.xllamacpp import open_graph
 from headprune.evaluation.report import Report
 from headprune.model.attention import attention_of, identity
+from headprune.model.cost import model_cost
 from headprune.model.loading import load_tokenizer
 from headprune.model.units import default_unit
 from headprune.schemas.plan import AttentionPlan, Plan
 
 FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
-GREEDY = 64
+GREEDY, CONTEXT = 64, 2048
 COLUMNS = {
     "minilm": ("Spearman", "cosine", "prefill", "ratio"),
     "smollm": ("greedy tokens equal", "perplexity", "prefill", "ratio", "decode", "ratio"),
@@ -71,6 +73,16 @@ heads. Greedy tokens are {greedy} after a prompt of 64; perplexity is that of fo
 tokens.
 
 {smollm}
+
+## SmolLM2-135M-Instruct in llama.cpp
+
+Numbers of float32 files: 64 greedy tokens, and the largest difference of the log-probabilities of
+the 20 most probable tokens of each of these steps. Speed and KV cache are those at {context:,}
+tokens, of a process that serves the file as `llama-server` does, with a cache in float16; "ideal"
+is the speed-up if a token took as long as reading weights and cache. Models are timed one after the
+other.
+
+{llama}
 """
 
 
@@ -220,6 +232,70 @@ def smollm_rows(model: Path, text: Path, work: Path) -> list[list[str]]:
     return rows
 
 
+def half_of_groups(model: Path, output: Path) -> Path:
+    """One and two of three KV groups, layer by layer in turn, which is half of them."""
+    net = headprune.from_pretrained(model, dtype=torch.float32)
+    parts = {}
+    for layer, one in enumerate(attention_of(net)):
+        size = one.query_heads // one.kv_heads
+        keep = tuple(range(size * (1 + layer % 2)))
+        parts[one.path] = AttentionPlan(
+            query_heads=one.query_heads, kv_heads=one.kv_heads, keep=keep
+        )
+    unit = default_unit(attention_of(net))
+    plan = Plan(unit=unit, model=identity(net, model), attentions=parts)
+    headprune.prune(model, plan=plan, output=output, proof="tensors")
+    return output
+
+
+def llama_rows(model: Path, work: Path) -> list[list[str]]:
+    """Original and cuts in llama.cpp: the same numbers, and speed and cache at a long context."""
+    one_head = work / "one-kv-head"
+    headprune.convert_gqa(model, kv_heads=1, merge="mean", output=one_head)
+    models = {
+        "original": model,
+        "cut, a layer empty": work / "smollm-cut",
+        "half of the KV groups": half_of_groups(model, work / "half"),
+        "one KV head": one_head,
+    }
+    if not models["cut, a layer empty"].is_dir():
+        unevenly_cut(model, models["cut, a layer empty"])
+    rows: list[list[str]] = []
+    first: tuple[float, int] | None = None
+    for name, folder in models.items():
+        place = work / f"{one_head.name}-gguf"
+        done = headprune.export(folder, place, to="gguf", out_dtype="float32", overwrite=True)
+        proof = done.record.proof
+        graph = open_graph(place / "model.gguf")
+        ids = torch.randint(0, 49_152, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+        once = min((graph.times(ids, 32) for _ in range(2)), key=lambda one: one.decode)
+        cost = model_cost(open_exported(place, "llama.cpp"))
+        predicted = cost.kv_heads * 2 * 64 * 2  # K and V of 64 numbers in float16
+        rate, read = 32 / once.decode, 4 * cost.parameters + CONTEXT * predicted
+        first = first or (rate, read)
+        measured = once.cache_bytes_per_token
+        assert measured is not None
+        rows.append(
+            [
+                *(name, heads(folder), f"{proof.difference:.1e}"),
+                f"{int(proof.details['greedy tokens equal'])} of {GREEDY}",
+                f"{measured * CONTEXT / 2**20:.2f}",
+                f"{measured / predicted:.2f}",
+                *(f"{CONTEXT / once.prefill:,.0f}", f"{rate:.1f}"),
+                *(f"{rate / first[0]:.2f}", f"{first[1] / read:.2f}"),
+            ]
+        )
+        print(*rows[-1], flush=True)
+    return rows
+
+
+def llama_table(rows: list[list[str]]) -> str:
+    """Markdown."""
+    head = ["model", "heads", "difference", "greedy tokens equal", "KV cache, MiB"]
+    head += ["measured / predicted", "prefill", "decode", "speed-up", "ideal"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
 def main(
     minilm: Annotated[Path, typer.Option(help="Folder of all-MiniLM-L6-v2.")],
     smollm: Annotated[Path, typer.Option(help="Folder of SmolLM2-135M-Instruct.")],
@@ -237,10 +313,11 @@ def main(
         tables = {
             "minilm": table(COLUMNS["minilm"], minilm_rows(minilm, sts, of_train, work)),
             "smollm": table(COLUMNS["smollm"], smollm_rows(smollm, text, work)),
+            "llama": llama_table(llama_rows(smollm, work)),
         }
-    packages = ("torch", "transformers", *FORMATS)
+    packages = ("torch", "transformers", *FORMATS, "xllamacpp")
     versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    page = PAGE.format(versions=versions, greedy=GREEDY, **tables)
+    page = PAGE.format(versions=versions, greedy=GREEDY, context=CONTEXT, **tables)
     print(page)
     if output is not None:
         output.write_text(page, encoding="utf-8")

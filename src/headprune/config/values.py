@@ -205,6 +205,7 @@ class EngineName(str, Enum):
     ONNXRUNTIME = "onnxruntime"
     OPENVINO = "openvino"
     EXECUTORCH = "executorch"
+    LLAMA_CPP = "llama.cpp"
 
 
 COMPUTED = (

@@ -158,5 +158,7 @@ def _numbers(model: ModelReport) -> list[tuple[str, str]]:
         for size, rate in speed.decode_by_batch.items():
             if size > 1:
                 rows.append((f"decode tokens/s, batch of {size}", f"{rate:,.1f}"))
+        if speed.kv_cache_bytes_per_token is not None:
+            rows.append(("KV bytes per token, measured", f"{speed.kv_cache_bytes_per_token:,.0f}"))
         rows.append(("peak memory, MiB", f"{speed.peak_memory_bytes / 2**20:,.0f}"))
     return rows

@@ -133,6 +133,12 @@ def is_exported(model: str | Path) -> bool:
     return (Path(model) / EXPORTED).is_file()
 
 
+def folder_of(model: str | Path) -> str | Path:
+    """The folder of a file that ``headprune export`` wrote; anything else is as it was."""
+    inside = Path(model).is_file() and is_exported(Path(model).parent)
+    return Path(model).parent if inside else model
+
+
 def engine_of(model: PreTrainedModel) -> str | None:
     """The engine that runs a model; None for torch."""
     return getattr(model, "headprune_engine", None)
@@ -178,4 +184,5 @@ def run_by_engine(
     net.headprune_place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     net.headprune_engine = engine
     net.headprune_graphs = graphs
+    net.headprune_times = getattr(graphs.get(MODEL), "times", None)
     return net.eval()

@@ -38,11 +38,13 @@ class Engine:
     """An engine.
 
     Attributes:
-        package: What must be installed; also the extra of headprune that installs it.
+        package: What must be installed.
+        extra: The extra of headprune that installs it.
         file: What the file of a graph is called, with ``{}`` for the graph.
     """
 
     package: str
+    extra: str
     file: str
 
     def load(self, file: Path) -> LoadedGraph:
@@ -65,7 +67,7 @@ class Engine:
         if find_spec(self.package) is None:
             raise HeadpruneError(
                 f"The engine {self.package} is not installed. Install the extra: pip install "
-                f"'headprune[{EXTRAS[self.package]}]'."
+                f"'headprune[{self.extra}]'."
             )
 
     def graphs_in(self, folder: Path) -> dict[str, Path]:
@@ -74,9 +76,9 @@ class Engine:
         return {name: file for name, file in files.items() if file.is_file()}
 
 
-EXTRAS = {"onnxruntime": "onnx", "openvino": "openvino", "executorch": "executorch"}
 ENGINES: Registry[Engine] = Registry("engine")
-ENGINES.add("onnxruntime", Engine("onnxruntime", "{}.onnx"))
-ENGINES.add("openvino", Engine("openvino", "openvino_{}.xml"))
-ENGINES.add("executorch", Engine("executorch", "{}.pte"))
+ENGINES.add("onnxruntime", Engine("onnxruntime", "onnx", "{}.onnx"))
+ENGINES.add("openvino", Engine("openvino", "openvino", "openvino_{}.xml"))
+ENGINES.add("executorch", Engine("executorch", "executorch", "{}.pte"))
+ENGINES.add("llama.cpp", Engine("xllamacpp", "llama-cpp", "{}.gguf"))
 ENGINES.freeze()

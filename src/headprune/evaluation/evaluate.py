@@ -13,6 +13,7 @@ from typing import Any
 
 from headprune.config import DataConfig, EngineName, EvaluateConfig
 from headprune.engines.model import engine_of
+from headprune.engines.spec import ENGINES
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.loaded import Loaded, load
@@ -177,7 +178,7 @@ def _differences(
 def _provenance(loaded: Loaded, config: EvaluateConfig) -> Provenance:
     packages = ["headprune", "torch", "transformers", "datasets"]
     packages += ["lm_eval"] if config.tasks else []
-    packages += [] if config.engine is EngineName.TORCH else [config.engine.value]
+    packages += [] if config.engine is EngineName.TORCH else [ENGINES[config.engine.value].package]
     return Provenance(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **{p: version(p) for p in packages}},

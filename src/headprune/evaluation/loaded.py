@@ -16,7 +16,7 @@ from headprune import devices
 from headprune.config import DataConfig, EngineName, EvaluateConfig
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
-from headprune.engines.model import is_exported, open_exported
+from headprune.engines.model import folder_of, is_exported, open_exported
 from headprune.evaluation.last_words import LAST_WORDS, Passage, passages, rows_of
 from headprune.evaluation.metrics import within
 from headprune.evaluation.needle import NEEDLE, Needle, needles
@@ -161,7 +161,7 @@ def load(
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
     found = [read_examples(one) for one in several.values()]
-    names = [str(name) for name in (model, against) if name is not None]
+    names = [str(folder_of(name)) for name in (model, against) if name is not None]
     for name in names:
         load_config(name, trust_remote_code=trust_remote_code)
     nets: list[PreTrainedModel] = []

@@ -20,6 +20,7 @@ _ENGINES = {
     "onnx": EngineName.ONNXRUNTIME,
     "openvino": EngineName.OPENVINO,
     "executorch": EngineName.EXECUTORCH,
+    "gguf": EngineName.LLAMA_CPP,
 }  # by the format that they run; the others serve, and are not called token by token
 
 

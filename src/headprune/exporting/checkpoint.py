@@ -12,6 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from headprune.exporting.formats.spec import OnStep
 from headprune.exporting.source import ExportSource
 from headprune.io.folders import copy_companions
+from headprune.io.parsing import read_json
 from headprune.model.loading import uneven_heads_are_known
 from headprune.runtime import RUNTIME, modeling_headprune
 
@@ -29,6 +30,15 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
     write_weights(source, folder, on_step)
+
+
+def write_facts(source: ExportSource, folder: Path) -> None:
+    """Writes config and tokenizer beside what an engine runs without the class."""
+    config = read_json(source.folder / "config.json")
+    config.pop("auto_map", None)  # names code that stays behind
+    text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    copy_companions(source.folder, folder)
 
 
 def write_weights(source: ExportSource, folder: Path, on_step: OnStep) -> None:

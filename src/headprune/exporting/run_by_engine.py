@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.engines.model import open_exported
 from headprune.engines.targets import graph_refusal
 from headprune.errors import PlanError
+from headprune.exporting.checkpoint import write_facts
 from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.source import ExportSource
-from headprune.io.folders import copy_companions
-from headprune.io.parsing import read_json
 from headprune.model.probes import probe, probe_inputs
 from headprune.proof.equivalence import allowed, difference
 from headprune.schemas.exports import ExportProof
@@ -65,11 +63,7 @@ def write_graphs(
                 f"The exporter cannot make a graph of this {type(net).__name__} ({why}). Give "
                 "another --to."
             ) from error
-    config = read_json(source.folder / "config.json")
-    config.pop("auto_map", None)  # names code that stays behind
-    text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    copy_companions(source.folder, folder)
+    write_facts(source, folder)
     return ()
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.exporting.weights import StoredWeights, Weights
@@ -59,6 +63,15 @@ class ExportSource:
         """The model with its weights, as the runtime computes it; in float32 if not said."""
         options = {"dtype": "float32", **kwargs, "trust_remote_code": self.trust_remote_code}
         net: PreTrainedModel = from_pretrained(self.folder, **options)
+        return net
+
+    @torch.no_grad()
+    def made_of(self, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+        """The model with these weights, where there are some of a name, in float32."""
+        net: PreTrainedModel = type(self.net)(copy.deepcopy(self.config)).float().eval()
+        for name, parameter in net.named_parameters():
+            if name in weights:
+                parameter.copy_(weights[name])
         return net
 
 

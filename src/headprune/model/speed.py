@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from headprune import devices
 from headprune.model.cost import GENERATES
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import task_of
@@ -37,8 +36,10 @@ class Speed:
         prompt_tokens: Length of the prompt.
         decoded_tokens: Length of the continuation.
         peak_memory_bytes: CUDA: most memory allocated on the device, by this model alone.
-            Else: most resident memory of the whole process so far, other models included.
+            Else: most resident memory of the whole process so far, other models included; of an
+            engine that is a process of its own, that one's.
         device: Where it was measured.
+        kv_cache_bytes_per_token: What the cache takes, by an engine that says so.
     """
 
     prefill_tokens_per_s: float
@@ -48,6 +49,16 @@ class Speed:
     decoded_tokens: int
     peak_memory_bytes: int
     device: str
+    kv_cache_bytes_per_token: float | None = None
+
+
+class Once(NamedTuple):
+    """One repeat: seconds for the prompt and for the tokens after it, and what that took."""
+
+    prefill: float
+    decode: float
+    peak_memory: int
+    cache_bytes_per_token: float | None = None
 
 
 def measure(
@@ -62,18 +73,19 @@ def measure(
     Prompt and continuation shrink to what the model with the fewest positions has room for.
     """
     ids, decoded = _prompt(models, prompt_tokens, decoded)
-    peaks = [0 for _ in models]
+    last: list[Once] = [Once(0, 0, 0)] * len(models)
     sizes = sorted({1, *(batches if task_of(models[0]) in GENERATES else ())})
     prefills: list[list[float]] = [[] for _ in models]
     decodes: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in models]
     for repeat in range(repeats + 1):
         for size, (index, model) in itertools.product(sizes, enumerate(models)):
-            prefill, decode, peak = _once(model, ids.expand(size, -1), decoded)
-            peaks[index] = max(peaks[index], peak)
+            once = _once(model, ids.expand(size, -1), decoded)
+            peak = max(last[index].peak_memory, once.peak_memory)
+            last[index] = once._replace(peak_memory=peak)
             if repeat:  # the first round warms up
-                decodes[index][size].append(decode)
+                decodes[index][size].append(once.decode)
                 if size == 1:
-                    prefills[index].append(prefill)
+                    prefills[index].append(once.prefill)
     rates = [
         {size: size * decoded / median(times) for size, times in of_model.items()}
         if task_of(model) in GENERATES
@@ -87,10 +99,11 @@ def measure(
             decode_by_batch=rates[index],
             prompt_tokens=ids.shape[1],
             decoded_tokens=decoded,
-            peak_memory_bytes=peaks[index],
-            device=str(devices.chosen()),
+            peak_memory_bytes=last[index].peak_memory,
+            device=_device(model),
+            kv_cache_bytes_per_token=last[index].cache_bytes_per_token,
         )
-        for index in range(len(models))
+        for index, model in enumerate(models)
     ]
 
 
@@ -134,11 +147,20 @@ def _prompt(
     return torch.randint(0, vocabulary, shape, generator=generator), decoded
 
 
-def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float, int]:
-    """Seconds for the prompt and for ``decoded`` greedy tokens after it, and the peak memory."""
+def _device(model: PreTrainedModel) -> str:
+    """Where a model is timed; an engine stays where it is."""
+    with alone_on_device(model):
+        return str(input_device(model))
+
+
+def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> Once:
+    """Times a prompt and ``decoded`` greedy tokens after it; an engine that can does so itself."""
+    own = getattr(model, "headprune_times", None)
+    if own is not None:
+        return Once(*own(ids, decoded))
     with alone_on_device(model):
         device = input_device(model)
-        return *_times(model, ids.to(device), decoded), _peak_memory(device)
+        return Once(*_times(model, ids.to(device), decoded), _peak_memory(device))
 
 
 @torch.no_grad()

@@ -16,9 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from headprune.config import ExportConfig
 from headprune.engines.targets import BLOCK, decilm_refusal
@@ -153,18 +152,9 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
         how="read back",
         engine=f"transformers {metadata.version('transformers')}",
         compared="outputs, relative to the largest, after the checks of DeciLM's blocks,",
-        difference=equivalence.difference(wanted, probes.probe(_built(regular, written), inputs)),
+        difference=equivalence.difference(wanted, probes.probe(regular.made_of(written), inputs)),
         tolerance=1e-5,
     )
-
-
-def _built(regular: ExportSource, written: Weights) -> PreTrainedModel:
-    net: PreTrainedModel = type(regular.net)(copy.deepcopy(regular.config)).float().eval()
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            if name in written:
-                parameter.copy_(written[name])
-    return net
 
 
 def _refuse_other_blocks(folder: Path, regular: ExportSource, written: StoredWeights) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
+from headprune.exporting.checkpoint import write_facts
 from headprune.exporting.formats.spec import Format, OnStep
-from headprune.exporting.llama_cpp import engine, layout
+from headprune.exporting.llama_cpp import layout
 from headprune.exporting.llama_cpp.tokenizer import vocabulary
 from headprune.exporting.source import ExportSource
 from headprune.schemas.exports import ExportProof
@@ -29,25 +30,20 @@ def _write(
         changes += ("There is no tokenizer beside the model: the file takes token ids alone.",)
     kind = file.type_of(source, config.out_dtype)
     file.write(model, folder / FILE, kind, words.fields, on_step)
+    write_facts(source, folder)  # by which it is measured
     return changes
 
 
 def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
-    from headprune.exporting.llama_cpp import file
+    from headprune.exporting.llama_cpp import engine, file
 
-    kind = file.type_of(source, config.out_dtype)
-    read_back = file.read_back(layout.prepared(source)[0], folder / FILE, kind)
+    model, kind = layout.prepared(source)[0], file.type_of(source, config.out_dtype)
+    read_back = file.read_back(model, folder / FILE, kind)
     asked = config.prove is not ExportProofBy.READ_BACK
     speaks = vocabulary(source, config.like).speaks  # the engine runs no file without a tokenizer
     if not (read_back.passed and asked and speaks and engine.installed()):
         return read_back
-    ran = engine.prove(source, folder / FILE, own_words=config.like is None)
-    if kind.name == "F32":
-        return ran
-    # kernels for other types round what the weights are multiplied with, too: its numbers are told,
-    # and what is held to a tolerance are the weights themselves
-    told = {f"{name} in {ran.engine}": number for name, number in ran.details.items()}
-    return read_back.model_copy(update={"details": told})
+    return engine.prove(model, folder / FILE, kind, own_words=config.like is None)
 
 
 gguf = Format(

@@ -62,6 +62,21 @@ def _type_in_file(shape: tuple[int, ...], wanted: Type) -> Type:
     return Type.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] else wanted
 
 
+def as_held(numbers: Tensor, shape: tuple[int, ...], wanted: Type) -> Tensor:
+    """Numbers rounded as the file holds a tensor of a shape, or as kernels round what meets it.
+
+    Args:
+        numbers: The tensor itself, or states as wide as its rows.
+        shape: The shape of the tensor.
+        wanted: Element type of the matrices in the file.
+    """
+    kind = _type_in_file(shape, wanted)
+    if kind is Type.F32 or not numbers.numel():
+        return numbers.float()
+    raw = np.frombuffer(_encoded(numbers, kind, "a hidden state"), np.uint8)
+    return _decoded(raw.copy(), kind, numbers.shape).float()
+
+
 def _bytes(elements: int, kind: Type) -> int:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return int(elements // block * size)
@@ -153,8 +168,8 @@ def _encoded(piece: Tensor, kind: Type, name: str) -> bytes | memoryview:
     cast = piece.to(_TORCH[kind]).contiguous()
     if kind is Type.F16 and not cast.isfinite().all() and piece.isfinite().all():
         raise CheckpointError(
-            f"'{name}' holds {float(piece.abs().max()):.3g}, and float16 ends at 65,504: the "
-            "weight would overflow. Give --out-dtype bfloat16 or float32."
+            f"'{name}' holds {float(piece.abs().max()):.3g}, and float16 ends at 65,504: it "
+            "would overflow. Give --out-dtype bfloat16 or float32."
         )
     return cast.reshape(-1).view(torch.uint8).numpy().data
 
