@@ -202,3 +202,34 @@ def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
     assert page.with_suffix(".svg").read_text().count("<path") > 10
     with pytest.raises(ValueError, match="another protocol"):
         voita.Experiment(work, replace(protocol, steps=3))
+
+
+def test_the_page_says_what_was_measured(voita: Any, tmp_path: Path) -> None:
+    from page import write_page
+
+    def point(method: str, heads: int, trip: float, **roles: float) -> Any:
+        held = {h: {"positional": (score, "-1", score > 0.9)} for h, score in roles.items()}
+        return voita.Point(method, 0, heads, trip + 30, trip, held)
+
+    protocol = voita.Protocol(("text",), "test", 50, 5, 2, 2)
+    whole = point("original", 48, 60.0, **{"1.0": 0.95, "1.1": 0.5, "1.2": 0.8})
+    points = [
+        point("gates", 24, 59.8, **{"1.0": 0.93, "1.2": 0.97}),
+        replace(point("gates", 24, 59.8, **{"1.0": 0.95}), seed=1),
+        point("gates", 12, 59.4, **{"1.0": 0.91}),
+        replace(point("gates", 12, 57.4, **{"1.2": 0.91}), seed=1),
+        point("random", 24, 40.0),
+    ]
+    page = tmp_path / "voita.md"
+    write_page([whole, *points], protocol, page)
+    text = page.read_text()
+    gates, by_chance = "L0 gates, encoder attention trained", "random heads"
+    assert "| 12 | 58.4 (57.4 to 59.4) | not measured |" in text
+    assert f"| {gates} | 24, 24 | 12, 24 |" in text
+    assert f"| {by_chance} | 48 | 48 |" in text
+    assert "|  | heads left | 1.0 positional -1 | 1.2 positional -1 | new |" in text
+    assert f"| {gates} | 24 | 0.94 | 0.97 (1 of 2) | 1.2 positional |" in text
+    assert f"| {by_chance} | 24 | cut | cut | none |" in text
+    assert f"| {gates} | 12 | 2 | none |" in text
+    with pytest.raises(ValueError, match="no point of the uncut model"):
+        write_page(points, protocol, page)

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import datasets
 import sacrebleu
 import torch
 import typer
@@ -102,7 +103,7 @@ class Protocol:
     sentences: int
     steps: int
     batch_size: int
-    watched: int = 256
+    watched: int = 128
 
 
 class Experiment:
@@ -259,7 +260,10 @@ class Experiment:
             attention=KIND,
         )
         held = {
-            f"{layer}.{head.head}": [n for n, s in head.scores.items() if s.state == "over"]
+            f"{layer}.{head.head}": {
+                name: (role.score, role.variant, role.state == "over")
+                for name, role in head.scores.items()
+            }
             for layer, module in enumerate(record.modules)
             for head in module.heads
         }
@@ -354,6 +358,7 @@ def main(
     page: Annotated[Path, typer.Option(help="The page to write.")] = PAGE,
 ) -> None:
     """Goes through the steps."""
+    datasets.disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

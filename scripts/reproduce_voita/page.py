@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from headprune.io.figures import Series, curve, save
+from headprune.role import ROLES
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks" / "voita.md"
@@ -23,7 +24,7 @@ NAMES = {
 }
 LOSSES = (0.5, 1.0)  # BLEU
 FEW = range(1, 18)  # heads that are named one by one; with 17 the paper finds every role
-ATTRIBUTES = ("first-token", "broad")  # told of nearly every head
+SHOWN = 0.8  # of a role's line, from which on a head is shown
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Point:
         heads: Heads left in the encoder.
         against_original: BLEU of its translations, the uncut model's as references.
         round_trip: BLEU of these translated back, what they were made of as references.
-        roles: By head, as layer.head of the uncut model, the roles that it has.
+        roles: By head, as layer.head of the uncut model, and role: the score, the offset or kind of
+            token that it is of, and whether the head has the role.
     """
 
     method: str
@@ -44,7 +46,7 @@ class Point:
     heads: int
     against_original: float
     round_trip: float
-    roles: dict[str, list[str]]
+    roles: dict[str, dict[str, tuple[float, str, bool]]]
 
 
 def write_page(points: Sequence[Point], protocol: Any, page: Path) -> None:
@@ -167,40 +169,56 @@ def _losses(points: Sequence[Point], whole: Point) -> str:
     )
 
 
-def _told(roles: Iterable[str]) -> list[str]:
-    return [role for role in roles if role not in ATTRIBUTES]
+def _shown(whole: Point) -> list[tuple[str, str]]:
+    """Heads and roles of the uncut model that a column is for, the best of every role first."""
+    scores = {
+        (head, role): score / ROLES[role].line
+        for head, roles in whole.roles.items()
+        for role, (score, _, _) in roles.items()
+        if not ROLES[role].attribute
+    }
+    return sorted(key for key, share in scores.items() if share >= SHOWN)
 
 
 def _roles(points: Sequence[Point], whole: Point) -> str:
-    """Of every head that has a role in the uncut model, in how many runs it still has it."""
-    held = [(head, role) for head, roles in whole.roles.items() for role in _told(roles)]
-    parts = [
-        "\n## Roles\n\n",
-        "As `headprune roles` labels them on the same sentences: the interval is over the line, "
-        "the control under it. Lines are those of [What heads do](../guides/roles.md).\n\n",
-    ]
-    if not held:
-        return "".join([*parts, "No head of the uncut encoder has a role.\n"])
-    heads = ", ".join(f"{head} {role}" for head, role in held)
-    parts.append(f"The uncut encoder: {heads}. Runs in which the head still has the role:\n\n")
-    rows = []
+    """What the heads with the highest scores of the uncut model do in the cut ones."""
+    shown = _shown(whole)
+    names = [f"{head} {role} {whole.roles[head][role][1]}".strip() for head, role in shown]
+    rows = [["uncut", str(whole.heads), *(_left([whole], key) for key in shown), ""]]
     for method in _methods(points):
         for count in _counts(_of(points, method)):
             runs = _of(points, method, count)
-            kept = (sum(r in p.roles.get(h, ()) for p in runs) for h, r in held)
-            moved = sorted(
-                {
-                    f"{head} {role}"
-                    for point in runs
-                    for head, roles in point.roles.items()
-                    for role in _told(roles)
-                    if (head, role) not in held
-                }
-            )
-            cells = (f"{number} of {len(runs)}" for number in kept)
-            rows.append([NAMES[method], str(count), *cells, ", ".join(moved) or "none"])
-    names = [f"{head} {role}" for head, role in held]
-    return "".join(parts) + _table(["", "heads left", *names, "new"], rows)
+            new = {key for run in runs for key in _had(run)} - _had(whole)
+            said = ", ".join(f"{head} {role}" for head, role in sorted(new)) or "none"
+            rows.append([NAMES[method], str(count), *(_left(runs, key) for key in shown), said])
+    had = ", ".join(f"{head} {role}" for head, role in sorted(_had(whole))) or "none"
+    return (
+        "\n## Roles\n\n"
+        "Scores of `headprune roles` ([What heads do](../guides/roles.md)) on the same sentences, "
+        f"of the heads that have {SHOWN:.0%} of a line or more in the uncut model; means over the "
+        "seeds that keep the head. A head has the role where its interval is over the line: in "
+        f"the uncut model {had}; *new* are those that have one only after the cut. Heads are "
+        "layer.head, counted from 0.\n\n" + _table(["", "heads left", *names, "new"], rows)
+    )
+
+
+def _had(point: Point) -> set[tuple[str, str]]:
+    return {
+        (head, role)
+        for head, roles in point.roles.items()
+        for role, (_, _, over) in roles.items()
+        if over and not ROLES[role].attribute
+    }
+
+
+def _left(runs: Sequence[Point], key: tuple[str, str]) -> str:
+    """The mean score of a head where it is left, and how often that is if not always."""
+    head, role = key
+    scores = [run.roles[head][role][0] for run in runs if head in run.roles]
+    if not scores:
+        return "cut"
+    often = "" if len(scores) == len(runs) else f" ({len(scores)} of {len(runs)})"
+    return f"{mean(scores):.2f}{often}"
 
 
 def _survivors(points: Sequence[Point]) -> str:
