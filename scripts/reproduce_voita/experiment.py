@@ -32,6 +32,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,13 +176,10 @@ class Experiment:
                     self.say(f"pairs of seed {seed}: {start + len(some)} of {count}")
 
     def points(self, seeds: Iterable[int], methods: Iterable[str], heads: Iterable[int]) -> None:
-        """Measures what is not measured yet."""
-        seeds, methods, heads = list(seeds), list(methods), sorted(heads, reverse=True)
+        """Measures what is not measured yet: a row of the table after the other."""
         self.point(ORIGINAL, 0, None)
-        for seed in seeds:
-            for method in methods:
-                for count in heads:
-                    self.point(method, seed, count)
+        for seed, count, method in product(seeds, heads, methods):
+            self.point(method, seed, count)
 
     def point(self, method: str, seed: int, heads: int | None) -> None:
         """Measures one point; without heads that is the uncut model."""
