@@ -129,6 +129,8 @@ def test_a_file_of_marian_is_read(voita: Any, tmp_path: Path) -> None:
     assert not torch.equal(placed, found["encoder_l1_ffn_W1"])
     assert model.model.decoder.embed_tokens.weight is model.model.encoder.embed_tokens.weight
     assert model.final_logits_bias[0, -1] == marian_file.NEVER
+    asked = {"input_ids": torch.tensor([[5, 9, 0]]), "labels": torch.tensor([[7, 3, 0]])}
+    assert model(**asked).loss == model.train()(**asked).loss
     for spoilt, why in (
         (path.read_bytes()[:-300], "cut off"),
         (b"\2" + path.read_bytes()[1:], "version 2"),
