@@ -230,6 +230,8 @@ def _survivors(points: Sequence[Point]) -> str:
             every = set.intersection(*(set(point.roles) for point in runs))
             listed = ", ".join(sorted(every, key=lambda head: [int(n) for n in head.split(".")]))
             rows.append([NAMES[method], str(count), str(len(runs)), listed or "none"])
+    if not rows:
+        return ""
     return (
         "\n## Which survive\n\nHeads, as layer.head counted from 0, that every measured seed "
         "keeps.\n\n" + _table(["", "heads left", "seeds", "kept by all"], rows)
