@@ -1,0 +1,237 @@
+"""Voita's experiment on a tiny student: its file, its recurrence, points of its curve, its page."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+pytest.importorskip("sacrebleu")
+ROOT = Path(__file__).parents[1]
+WIDTH, FFN, LAYERS, HEADS = 16, 32, 2, 4
+WORDS = ["</s>", "<unk>", *(f"▁{a}{b}" for a in "bdfgklmnpr" for b in "aeiou")]
+SETTINGS = f"""dec-cell: ssru
+dec-depth: 1
+enc-depth: {LAYERS}
+transformer-heads: {HEADS}
+transformer-dim-ffn: {FFN}
+transformer-ffn-activation: relu
+transformer-postprocess: dan
+tied-embeddings-all: true
+"""
+Weights = dict[str, NDArray[Any]]
+
+
+@pytest.fixture
+def voita(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """scripts/reproduce_voita/experiment.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "reproduce_voita")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import experiment
+
+    return experiment
+
+
+def weights(seed: int) -> Weights:
+    """A student's tensors as they are multiplied: matrices (out, in), in steps of 1/127 of m."""
+    generator, found = np.random.default_rng(seed), Weights()
+
+    def matrix(name: str, *shape: int) -> None:
+        found[name] = generator.integers(-127, 128, shape).astype(np.int8)
+
+    def vector(name: str, size: int) -> None:
+        middle = 1.0 if name.endswith("scale") else 0.0
+        found[name] = generator.normal(middle, 0.1, (1, size)).astype(np.float32)
+
+    matrix("Wemb", len(WORDS), WIDTH)
+    vector("decoder_ff_logit_out_b", len(WORDS))
+    for layer in [*(f"encoder_l{n + 1}" for n in range(LAYERS)), "decoder_l1"]:
+        attention = "self" if layer.startswith("encoder") else "context"
+        for part in "qkvo":
+            matrix(f"{layer}_{attention}_W{part}", WIDTH, WIDTH)
+            vector(f"{layer}_{attention}_b{part}", WIDTH)
+        matrix(f"{layer}_ffn_W1", FFN, WIDTH)
+        matrix(f"{layer}_ffn_W2", WIDTH, FFN)
+        vector(f"{layer}_ffn_b1", FFN)
+        vector(f"{layer}_ffn_b2", WIDTH)
+        norms = [f"{attention}_Wo", "ffn_ffn"]
+        if attention == "context":
+            norms.append("rnn_ffn")
+            matrix(f"{layer}_rnn_W", WIDTH, WIDTH)
+            matrix(f"{layer}_rnn_Wf", WIDTH, WIDTH)
+            vector(f"{layer}_rnn_bf", WIDTH)
+        for norm in norms:
+            vector(f"{layer}_{norm}_ln_scale", WIDTH)
+            vector(f"{layer}_{norm}_ln_bias", WIDTH)
+    matrix("Wemb_QuantMultA", 1, 1)
+    return found
+
+
+SCALE = 200.0  # m: a weight is q / m
+
+
+def write(path: Path, tensors: Weights) -> Path:
+    """Writes a file as Marian does; the shape of a matrix is said the other way round."""
+    rows = []
+    for name, value in tensors.items():
+        integers = value.dtype == np.int8
+        blob = value.tobytes() + (struct.pack("<f", SCALE) if integers else b"")
+        shape = value.shape if name == "Wemb" or not integers else value.shape[::-1]
+        rows.append((name, 0x4101 if integers else 0x404, shape, blob + bytes(-len(blob) % 256)))
+    settings = SETTINGS.encode() + b"\0"
+    rows.append(("special:model.yml", 0x101, (len(settings),), settings))
+    out = struct.pack("<2Q", 1, len(rows))
+    for name, kind, shape, blob in rows:
+        out += struct.pack("<4Q", len(name) + 1, kind, len(shape), len(blob))
+    out += b"".join(name.encode() + b"\0" for name, *_ in rows)
+    out += b"".join(struct.pack(f"<{len(shape)}i", *shape) for _, _, shape, _ in rows)
+    out += struct.pack("<Q", 5) + bytes(5)
+    path.write_bytes(out + b"".join(blob for *_, blob in rows))
+    return path
+
+
+def write_tokenizer(path: Path) -> Path:
+    backend = Tokenizer(models.Unigram([(word, -1.0) for word in WORDS], unk_id=1))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.save(str(path))
+    return path
+
+
+def sentences(count: int, seed: int) -> str:
+    generator = np.random.default_rng(seed)
+    words = [word.removeprefix("▁") for word in WORDS[2:]]
+    return "".join(" ".join(generator.choice(words, 9)) + "\n" for _ in range(count))
+
+
+def test_a_file_of_marian_is_read(voita: Any, tmp_path: Path) -> None:
+    import marian_file
+
+    tensors = weights(0)
+    path = write(tmp_path / "model.bin", tensors)
+    found, settings = marian_file.read(path)
+    assert settings["dec-cell"] == "ssru"
+    assert set(found) == set(tensors) - {"Wemb_QuantMultA"}
+    for name, value in found.items():
+        there = tensors[name]
+        wanted = there / np.float32(SCALE) if there.dtype == np.int8 else there.ravel()
+        assert np.array_equal(value.numpy(), wanted), name
+    model = marian_file.model_of(path)
+    placed = model.model.encoder.layers[1].fc1.weight
+    assert torch.equal(placed, found["encoder_l2_ffn_W1"])
+    assert not torch.equal(placed, found["encoder_l1_ffn_W1"])
+    assert model.model.decoder.embed_tokens.weight is model.model.encoder.embed_tokens.weight
+    assert model.final_logits_bias[0, -1] == marian_file.NEVER
+    asked = {"input_ids": torch.tensor([[5, 9, 0]]), "labels": torch.tensor([[7, 3, 0]])}
+    assert model(**asked).loss == model.train()(**asked).loss
+    for spoilt, why in (
+        (path.read_bytes()[:-300], "cut off"),
+        (b"\2" + path.read_bytes()[1:], "version 2"),
+        (path.read_bytes().replace(struct.pack("<Q", 0x4101), struct.pack("<Q", 0x4102)), "type"),
+        (path.read_bytes().replace(b"_ffn_b1", b"_ffn_b9"), "ffn_b1"),
+    ):
+        path.write_bytes(spoilt)
+        with pytest.raises((marian_file.MarianFileError, KeyError), match=why):
+            marian_file.model_of(path)
+
+
+def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
+    from marian_file import model_of
+    from ssru import Ssru
+    from transformers import DynamicCache
+
+    torch.manual_seed(0)
+    ssru, x = Ssru(6, 0), torch.randn(2, 5, 6)
+    with torch.no_grad():
+        output, _ = ssru(x)
+        state = torch.zeros(2, 6)
+        for step in range(5):
+            f = torch.sigmoid(x[:, step] @ ssru.forget.weight.T + ssru.forget.bias)
+            state = f * state + (1 - f) * (x[:, step] @ ssru.candidate.weight.T)
+            torch.testing.assert_close(output[:, step], state.relu())
+        cache = DynamicCache()
+        parts = [ssru(part, cache)[0] for part in x.split(2, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), output)
+        alone = torch.cat([ssru(part)[0] for part in x.split(2, 1)], 1)
+        assert not torch.allclose(alone, output)
+
+    model = model_of(write(tmp_path / "model.bin", weights(0)))
+    ids = torch.tensor([[5, 9, 14, 0], [7, 7, 0, model.config.pad_token_id]])
+    asked = {"input_ids": ids, "attention_mask": ids.ne(model.config.pad_token_id).long()}
+    cached, whole = (
+        model.generate(**asked, max_new_tokens=8, use_cache=use) for use in (True, False)
+    )
+    assert torch.equal(cached, whole)
+
+
+def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.en").write_text(sentences(60, 0))
+    (tmp_path / "test.en").write_text(sentences(6, 1))
+    texts = (str(tmp_path / "text.en"),), str(tmp_path / "test.en")
+    protocol = voita.Protocol(*texts, pairs=50, sentences=5, steps=2, batch_size=2, watched=8)
+    said: list[str] = []
+    work, page = tmp_path / "work", tmp_path / "voita.md"
+    experiment = voita.Experiment(work, protocol, said.append)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    with voita.ssru_decoders():
+        for seed, name in enumerate(voita.STUDENTS):
+            experiment.take(name, write(tmp_path / "model.bin", weights(seed)), tokenizer)
+        experiment.pairs([0])
+        experiment.points([0], ["compensated", "gates"], [3])
+        made = len(said)
+        experiment.points([0], ["compensated", "gates"], [3])
+        assert len(said) == made  # done points are skipped
+        with pytest.raises(ValueError, match="Seed 1 needs 100 sentences"):
+            experiment.pairs([1])
+    found = {p.stem: json.loads(p.read_text()) for p in (work / "points").iterdir()}
+    assert set(found) == {"original-0-all", "compensated-0-3", "gates-0-3"}
+    assert found["original-0-all"]["against_original"] == pytest.approx(100)
+    assert found["original-0-all"]["heads"] == LAYERS * HEADS
+    for name in ("compensated-0-3", "gates-0-3"):
+        assert found[name]["heads"] == len(found[name]["roles"]) == 3
+        assert 0 <= found[name]["against_original"] < 99
+    experiment.page(page)
+    text = page.read_text()
+    assert f"| 3 | {found['gates-0-3']['round_trip']:.1f} |" in text
+    assert "Not measured yet: L0 gates, weights frozen; `gradient`" in text
+    assert page.with_suffix(".svg").read_text().count("<path") > 10
+    with pytest.raises(ValueError, match="another protocol"):
+        voita.Experiment(work, replace(protocol, steps=3))
+
+
+def test_the_page_says_what_was_measured(voita: Any, tmp_path: Path) -> None:
+    from page import write_page
+
+    def point(method: str, heads: int, trip: float, **roles: float) -> Any:
+        held = {h: {"positional": (score, "-1", score > 0.9)} for h, score in roles.items()}
+        return voita.Point(method, 0, heads, trip + 30, trip, held)
+
+    protocol = voita.Protocol(("text",), "test", 50, 5, 2, 2)
+    whole = point("original", 48, 60.0, **{"1.0": 0.95, "1.1": 0.5, "1.2": 0.8})
+    points = [
+        point("gates", 24, 59.8, **{"1.0": 0.93, "1.2": 0.97}),
+        replace(point("gates", 24, 59.8, **{"1.0": 0.95}), seed=1),
+        point("gates", 12, 59.4, **{"1.0": 0.91}),
+        replace(point("gates", 12, 57.4, **{"1.2": 0.91}), seed=1),
+        point("random", 24, 40.0),
+    ]
+    page = tmp_path / "voita.md"
+    write_page([whole, *points], protocol, page)
+    text = page.read_text()
+    gates, by_chance = "L0 gates, encoder attention trained", "random heads"
+    assert "| 12 | 58.4 (57.4 to 59.4) | not measured |" in text
+    assert f"| {gates} | 24, 24 | 12, 24 |" in text
+    assert f"| {by_chance} | 48 | 48 |" in text
+    assert "|  | heads left | 1.0 positional -1 | 1.2 positional -1 | new |" in text
+    assert f"| {gates} | 24 | 0.94 | 0.97 (1 of 2) | 1.2 positional |" in text
+    assert f"| {by_chance} | 24 | cut | cut | none |" in text
+    assert f"| {gates} | 12 | 2 | none |" in text
+    with pytest.raises(ValueError, match="no point of the uncut model"):
+        write_page(points, protocol, page)
