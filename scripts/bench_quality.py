@@ -23,7 +23,15 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from headprune import from_pretrained
-from headprune.config import DataConfig, Dtype, LayoutOption, Method, Train, TrainGatesConfig
+from headprune.config import (
+    DataConfig,
+    Dtype,
+    LayoutOption,
+    Method,
+    Objective,
+    Train,
+    TrainGatesConfig,
+)
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import Examples, read_examples
 from headprune.evaluation.last_words import last_word_columns, rows_of
@@ -85,6 +93,10 @@ def main(
     units: Annotated[str, typer.Option(help="Units.")] = "head,kv-group",
     method: Annotated[Method, typer.Option(help="How heads are chosen.")] = Method.L0,
     train: Annotated[Train, typer.Option(help="What is trained beside the gates.")] = Train.GATES,
+    objective: Annotated[Objective, typer.Option(help="The loss.")] = Objective.AUTO,
+    refit: Annotated[
+        bool, typer.Option(help="Also cut with W_O refitted, on the training text.")
+    ] = False,
     steps: Annotated[int, typer.Option(help="Steps of batch-size x seq-len tokens.")] = 300,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
@@ -107,6 +119,7 @@ def main(
                 unit=unit,
                 method=method,
                 train=train,
+                objective=objective,
                 steps=steps,
                 batch_size=batch_size,
                 seq_len=seq_len,
@@ -114,27 +127,31 @@ def main(
                 seed=seed,
             )
             with tempfile.TemporaryDirectory() as folder:
-                gates, out = Path(folder) / "gates", Path(folder) / "out"
+                gates = Path(folder) / "gates"
+                text = DataConfig(source=train_data)
                 start = time.monotonic()
-                run = train_gates(
-                    model, DataConfig(source=train_data), gates, config, on_step=say_step
-                )
+                run = train_gates(model, text, gates, config, on_step=say_step)
                 seconds = time.monotonic() - start
                 layout = LayoutOption.RAGGED if run.ragged else LayoutOption.PER_LAYER
-                result = prune(model, out, gates=gates, layout=layout, dtype=Dtype.FLOAT32)
-                measured = protocol.measure(from_pretrained(out))
-            rows.append(
-                {
-                    "unit": unit.value,
-                    "heads_kept": run.metadata.kept_heads,
-                    "heads": run.metadata.query_heads,
-                    "kv_heads": result.manifest.kv_heads[1],
-                    "ratio": measured["perplexity"] / original["perplexity"],
-                    **measured,
-                    "train_s": seconds,
-                }
-            )
-            console.print(rows[-1])
+                for fitted in (None, text) if refit else (None,):
+                    out = Path(folder) / f"out-{fitted is not None}"
+                    result = prune(
+                        model, out, gates=gates, layout=layout, dtype=Dtype.FLOAT32, refit=fitted
+                    )
+                    measured = protocol.measure(from_pretrained(out))
+                    rows.append(
+                        {
+                            "unit": unit.value,
+                            "refit": result.manifest.refit is not None,
+                            "heads_kept": run.metadata.kept_heads,
+                            "heads": run.metadata.query_heads,
+                            "kv_heads": result.manifest.kv_heads[1],
+                            "ratio": measured["perplexity"] / original["perplexity"],
+                            **measured,
+                            "train_s": seconds,
+                        }
+                    )
+                    console.print(rows[-1])
             if output is not None:
                 content = {"model": model, "original": original, "steps": steps, "rows": rows}
                 output.write_text(json.dumps(content, indent=2) + "\n")
