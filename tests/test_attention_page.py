@@ -21,8 +21,8 @@ import headprune
 from headprune.errors import FamilyError
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
+from headprune.model.head_names import layer_names
 from headprune.reports.attention import AttentionPicture
-from headprune.role.naming import layer_names
 from headprune.role.sentence import MOST_TOKENS, read_sentence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
@@ -97,9 +97,10 @@ def test_cross_attention_looks_from_what_is_written_at_what_is_read(tmp_path: Pa
 
 def test_names_of_layers() -> None:
     one, two = "h.3.attn", "h.5.attn"
-    assert layer_names([(one, "self"), (two, "self")]) == ["3", "5"]
-    assert layer_names([(one, "self"), (two, "cross")]) == ["self.3", "cross.5"]
-    assert layer_names([("a.0.x.1.attn", "self"), ("a.0.x.2.attn", "self")]) == ["0", "1"]
+    assert layer_names([(one, "self"), (two, "self")]) == {one: "3", two: "5"}
+    assert layer_names([(one, "self"), (two, "cross")]) == {one: "self.3", two: "cross.5"}
+    same = ["a.0.x.1.attn", "a.0.x.2.attn"]
+    assert layer_names([(path, "self") for path in same]) == dict(zip(same, "01", strict=True))
 
 
 def test_heads_that_look_sharply_come_first(picture: AttentionPicture, folder: Path) -> None:
@@ -225,7 +226,7 @@ def test_the_command_writes_the_page(
     code, _, err = run(capsys, *words)
     assert (code, "already exists" in err, output.read_text() == written) == (2, True, True)
     code, out, _ = run(capsys, *words, "--layer", "1", "--overwrite")
-    assert (code, out.startswith("2 heads, first of all 1.3.")) == (0, True)
+    assert (code, out.startswith("2 heads, of which 1.3 shown first.")) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def show(result: AttentionPicture, options: AttentionOptions, console: Console) 
 
     count = sum(len(layer.heads) for layer in result.sentence.layers)
     console.print(
-        f"{count} heads, first of all {', '.join(result.heads)}. Written to "
+        f"{count} heads, of which {', '.join(result.heads)} shown first. Written to "
         f"{escape(str(options.output))}."
     )
 

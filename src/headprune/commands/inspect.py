@@ -25,7 +25,7 @@ class InspectOptions(OneModel, RanksConfig, Columns, Loading, Replacing, Placed)
         False,
         Panel.MAIN,
     )
-    data: Place | None = option(f"With --ranks: {DATA}", None, Panel.MAIN, slot=Slot.DATA)
+    data: Place | None = option(f"{DATA} Goes with --ranks.", None, Panel.MAIN, slot=Slot.DATA)
     figure: Path | None = option(
         "With --ranks: also as .svg or .png, a file for values and one for scores.",
         None,

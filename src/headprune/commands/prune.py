@@ -114,6 +114,11 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
+    if options.roles is not None and not options.dry_run:
+        raise HeadpruneError(
+            "--roles says which roles a plan loses, before anything is cut: give --dry-run too, or "
+            "leave it out."
+        )
     from headprune.exporting.preview import preview
     from headprune.exporting.prune import prune
 

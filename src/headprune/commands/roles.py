@@ -52,7 +52,10 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
         Panel.MAIN,
     )
     card: bool = option(
-        "Also show it on the model card of the result that is measured.", False, in_recipes=False
+        "Also write the roles on the model card of MODEL, a result of headprune.",
+        False,
+        Panel.OUTPUT,
+        in_recipes=False,
     )
 
 

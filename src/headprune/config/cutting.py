@@ -148,8 +148,7 @@ class BudgetConfig(Targeted):
         "Prefill speed over the whole model's, measured here.", None, Panel.MAIN
     )
     keep_roles: CommaNames = option(
-        "Roles whose heads all stay, comma-separated, such as induction,previous-token; needs "
-        "--roles.",
+        "Roles whose heads all stay, comma-separated, such as induction,syntactic; needs --roles.",
         (),
         Panel.CUT,
         as_text=True,

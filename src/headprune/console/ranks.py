@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headprune.console.tables import folded, head_name, module_table
+from headprune.console.tables import folded, module_table
+from headprune.model.head_names import layer_names
 
 if TYPE_CHECKING:
     from headprune.model.inspection import Inspection
@@ -39,8 +40,9 @@ def _cells(module: ModuleRanks) -> Iterator[str]:
 
 def advice(inspected: Inspection, found: Ranks) -> str:
     """Which heads are narrower than they could be, what that would save, and what decides."""
+    layers = layer_names([(module.path, module.kind) for module in found.modules])
     heads = [
-        (head.values[-1], module.value_dim, head_name(module.path, head.head))
+        (head.values[-1], module.value_dim, f"{layers[module.path]}.{head.head}")
         for module in found.modules
         for head in module.heads
     ]
@@ -59,7 +61,7 @@ def advice(inspected: Inspection, found: Ranks) -> str:
         f"{len(narrow):,} of {len(heads):,} heads hold {held} of what they write in fewer "
         f"directions than head_dim (fewest: {named}): W_V and W_O as narrow as that would save "
         f"{saved:,} parameters ({saved / inspected.attention_parameters:.1%} of attention), as "
-        f"many as {worth:.0f} heads that are cut, and no KV cache. {rule}"
+        f"many as {worth:.1f} heads have, and no KV cache. {rule}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.tables import head_name, module_table, narrow, table
+from headprune.console.tables import module_table, narrow, table
+from headprune.model.head_names import layer_names
 
 if TYPE_CHECKING:
     from headprune.schemas.roles import HeadRoles, ModuleRoles, RoleHead, RoleScore, RolesRecord
@@ -52,11 +53,12 @@ def _signs(module: ModuleRoles, result: RolesRecord) -> Text:
 
 
 def _by_role(console: Console, result: RolesRecord) -> None:
+    names = _layers(result)
     columns = ("line", "heads", "best", "score", "control", "writes")
     grid = narrow(table("", "role", *columns, numbers_from=2))
     for name, facts in result.roles.items():
         scored = [
-            (score, module, head)
+            (score, f"{names[module.path]}.{head.head}", head)
             for module in result.modules
             for head in module.heads
             if (score := head.scores.get(name)) is not None
@@ -80,10 +82,15 @@ def _by_role(console: Console, result: RolesRecord) -> None:
     )
 
 
-def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, ...]:
+def _layers(result: RolesRecord) -> dict[str, str]:
+    """What layers are called, by path."""
+    return layer_names([(module.path, module.kind) for module in result.modules])
+
+
+def _best(score: RoleScore, name: str, head: HeadRoles) -> tuple[str, ...]:
     variant = f"\n{score.variant}" if score.variant else ""
     return (
-        escape(f"{head_name(module.path, head.head)}{variant}"),
+        escape(f"{name}{variant}"),
         f"{score.low:.2f}-{score.high:.2f}",
         "-" if score.control is None else f"{score.control:.2f}",
         "-" if head.contribution is None else f"{head.contribution:.1%}",
@@ -92,8 +99,9 @@ def _best(score: RoleScore, module: ModuleRoles, head: HeadRoles) -> tuple[str, 
 
 def _effects(console: Console, result: RolesRecord) -> None:
     """The heads without which the loss rises most."""
+    names = _layers(result)
     found = [
-        (head.effect, head_name(module.path, head.head), head.role)
+        (head.effect, f"{names[module.path]}.{head.head}", head.role)
         for module in result.modules
         for head in module.heads
         if head.effect is not None
@@ -129,7 +137,7 @@ def _sets(console: Console, result: RolesRecord) -> None:
         "All heads of a role at once, and as many random ones of the same layers, in nats per "
         "token:"
     )
-    console.print(narrow(grid))
+    console.print(grid)
 
 
 def _changes(console: Console, result: RolesRecord) -> None:
@@ -142,10 +150,10 @@ def _changes(console: Console, result: RolesRecord) -> None:
     for name, change in result.changes.items():
         for what, heads in (("lost", change.lost), ("moved", change.moved)):
             if heads and not result.roles[name].attribute:
-                console.print(f"{name} {what}: {_listed(heads)}")
+                console.print(f"{name} {what}: {_listed(heads, _layers(result))}")
 
 
-def _listed(heads: Sequence[RoleHead]) -> str:
-    names = [head_name(head.path, head.head) for head in heads[:_MOST]]
+def _listed(heads: Sequence[RoleHead], layers: Mapping[str, str]) -> str:
+    names = [f"{layers.get(head.path, head.path)}.{head.head}" for head in heads[:_MOST]]
     more = f" and {len(heads) - _MOST} more" if len(heads) > _MOST else ""
     return escape(", ".join(names) + more)

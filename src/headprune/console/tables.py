@@ -112,12 +112,6 @@ def folded(rows: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
     return names
 
 
-def head_name(path: str, head: int) -> str:
-    """``18.6`` of head 6 in layer 18; paths that name no layer are given whole."""
-    layer = re.search(r"(?<=\.)\d+(?=\.)", path)
-    return f"{layer[0] if layer else path}.{head}"
-
-
 def head_picture(part: AttentionPlan) -> Text:
     """One layer's heads by id, kept and gone, with a gap between KV groups: ``■■■ ··· ■■■``."""
     from headprune.exporting.card import KEPT, heads_line  # with torch: not for every table

@@ -46,7 +46,7 @@ def read_trees(source: str) -> list[Tree]:
     if not path.is_file():
         raise DataError(f"--trees {source}: give a CoNLL-U file (also .gz), which this is not.")
     try:
-        lines = b"".join(byte_pieces(path)).decode("utf-8").splitlines()
+        lines = b"".join(byte_pieces(path)).decode("utf-8").split("\n")
     except UnicodeDecodeError:
         raise _no_tree_file(source, "it is no text in UTF-8") from None
     trees = [_tree(source, rows) for rows in _sentences(lines)]

@@ -22,7 +22,7 @@ from headprune.data.sources import Examples
 from headprune.errors import DataError
 from headprune.evaluation.endings import Row, row_of
 from headprune.evaluation.metrics import Columns
-from headprune.evaluation.report import Found
+from headprune.evaluation.report import Retrieval
 
 NEEDLE = ("needle_hits",)
 
@@ -91,13 +91,13 @@ def needles(
     return tuple(found)
 
 
-def retrieved(given: Sequence[Needle], columns: Columns) -> tuple[Found, ...]:
+def retrieved(given: Sequence[Needle], columns: Columns) -> tuple[Retrieval, ...]:
     """How many were found, by context length and depth."""
     cells: dict[tuple[int, float], list[float]] = {}
     for needle, hit in zip(given, columns.get(*NEEDLE, np.zeros(0)).tolist(), strict=True):
         cells.setdefault((len(needle.row.ids), needle.depth), []).append(hit)
     return tuple(
-        Found(tokens=tokens, depth=depth, accuracy=sum(hits) / len(hits), n=len(hits))
+        Retrieval(tokens=tokens, depth=depth, accuracy=sum(hits) / len(hits), n=len(hits))
         for (tokens, depth), hits in cells.items()
     )
 

@@ -102,7 +102,7 @@ class Identified(_ReportPart):
         return digest_of(said)
 
 
-class Found(_ReportPart):
+class Retrieval(_ReportPart):
     """How many needles were found in contexts of one length, at one depth.
 
     Attributes:
@@ -146,7 +146,7 @@ class ModelReport(_ReportPart):
     speed: Speed | None
     engine: str | None = None
     longest_context: Amount | None = None
-    needle: tuple[Found, ...] | None = None
+    needle: tuple[Retrieval, ...] | None = None
 
 
 class Difference(_ReportPart):

@@ -113,8 +113,8 @@ class _Moments:
         }
         if not set("qkvo") <= set(self.rows):
             raise FamilyError(
-                f"'{attention.path}' has no Q, K and V for every head, of whose ranks --ranks "
-                "could tell. Leave it out."
+                f"'{attention.path}' has no Q, K and V for every head, so that --ranks cannot tell "
+                "how wide heads are. Leave it out."
             )
         self._tokens = dict.fromkeys("qkv", 0)
         self._sums: dict[str, Tensor] = {}
@@ -146,10 +146,10 @@ class _Moments:
         written = torch.einsum("hod,hoe->hde", output, output)
         values, keys, queries = self._varying("v"), self._varying("k"), self._moment("q")
         sizes = self.attention.group_sizes
-        owners = [kv for kv, size in enumerate(sizes) for _ in range(size)]
+        of_query = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         of_heads = {
-            "values": energies(values[owners], written),
-            "scores": energies(keys[owners], queries),
+            "values": energies(values[of_query], written),
+            "scores": energies(keys[of_query], queries),
         }
         together = torch.stack([part.sum(0) for part in written.split(sizes)])
         grouped = ranks_of(energies(values, together), SHARES[-1])

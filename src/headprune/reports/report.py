@@ -103,11 +103,6 @@ def _report(
         file: read_check(file, content) for place in found for file, content in place.checks.items()
     }
     shown = assemble(found, evaluations, checks)
-    if not shown:
-        raise HeadpruneError(
-            f"'{places[0]}' holds roles, and no run to show them of: give the folder of a result "
-            "as well."
-        )
     drawn = page.contents(shown)
     text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
     named = {} if figures is None else _figures(drawn, figures)

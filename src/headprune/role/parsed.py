@@ -21,7 +21,7 @@ from headprune.model.loading import task_of
 from headprune.role.collection import Tallies, Watched
 from headprune.role.inputs import Input
 from headprune.role.spec import Parsed
-from headprune.role.syntactic import RELATIONS, offset_baseline
+from headprune.role.syntactic import RELATIONS, offset_baseline, syntactic
 
 MOST = 2000  # sentences
 _AT_ONCE = 8  # times as many as of the text, which is so much longer
@@ -50,7 +50,7 @@ def parsed_input(net: PreTrainedModel, tokenizer: Any, config: RolesConfig) -> I
     most = min(most_tokens(net.config, tokenizer) or _LONGEST, _LONGEST)
     rows: list[_Row] = []
     for number in evenly(len(trees), min(MOST, len(trees))):
-        read = tokenizer(trees[number].text, return_offsets_mapping=True)
+        read = tokenizer(trees[number].text, return_offsets_mapping=True, verbose=False)
         if 2 <= len(read["input_ids"]) <= most:
             offsets = [(int(a), int(b)) for a, b in read["offset_mapping"]]
             rows.append((read["input_ids"], trees[number], belonging(trees[number], offsets)))
@@ -58,6 +58,14 @@ def parsed_input(net: PreTrainedModel, tokenizer: Any, config: RolesConfig) -> I
         raise DataError(
             f"--trees {config.trees}: {len(rows)} of {len(trees)} sentences fit into the {most} "
             "tokens that the model takes, and an interval needs two. Leave --trees out."
+        )
+    words = Counter(name for _, tree, _ in rows for name in tree.relations if name in RELATIONS)
+    if max(words.values(), default=0) < syntactic.fewest:
+        warn(
+            f"--trees {config.trees}: no relation has {syntactic.fewest} words, so syntactic heads "
+            "are left out. Give more sentences.",
+            HeadpruneWarning,
+            stacklevel=2,
         )
     rows.sort(key=lambda row: len(row[0]))  # little padding
     ranks = _ranks(rows, set(tokenizer.all_special_ids))

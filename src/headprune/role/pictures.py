@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headprune.io.head_maps import Mark, MarkedHeads, ScoredHeads, marked_heads, scored_heads
-from headprune.role.naming import layer_names
+from headprune.model.head_names import layer_names
 from headprune.schemas.roles import HeadRoles, ModuleRoles, RolesRecord
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _gone(modules: Sequence[ModuleRoles], record: RolesRecord) -> list[list[int]
 
 
 def _labels(record: RolesRecord) -> list[str]:
-    return layer_names([(module.path, module.kind) for module in record.modules])
+    return [*layer_names([(module.path, module.kind) for module in record.modules]).values()]
 
 
 def _heads(modules: Sequence[ModuleRoles]) -> list[HeadRoles]:

@@ -82,7 +82,7 @@ def roles(
     found: list[tuple[ModelIdentity, RolesFound]] = []
     for place in places:  # one after the other: only one is in memory
         # what the loss says is asked of the model alone
-        asked = config if place == model else config.model_copy(update={"ablation_tokens": 0})
+        asked = config.model_copy(update={"ablation_tokens": 0}) if found else config
         watcher.stage(f"loading '{place}'")
         net, identity = load(place, config.dtype, **_all(loading))
         refuse_without_text(net, "roles")

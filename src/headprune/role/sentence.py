@@ -17,13 +17,13 @@ from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import Batch
 from headprune.model.forward import run_model
+from headprune.model.head_names import layer_names
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.model.placement import on_device
 from headprune.model.refusals import refuse_without_text
 from headprune.role.collection import weights_told
-from headprune.role.naming import layer_names
 from headprune.runtime.modeling_headprune import Attention
 
 MOST_TOKENS = 40  # more lines than these cannot be told apart
@@ -171,7 +171,7 @@ def read_sentence(
                 "sentence shows. Choose other modules with --attention."
             )
         layers.append(
-            LayerWeights(names[position], one.path, one.kind, one.query_ids, weights, queries, keys)
+            LayerWeights(names[one.path], one.path, one.kind, one.query_ids, weights, queries, keys)
         )
     if not layers:
         raise FamilyError(f"'{model}' has no heads left to look at.")

@@ -69,11 +69,11 @@ class Written:
         run = ids[:, self._given.start : self._given.start + self._given.period]
         likely = weight[run.to(weight.device)].to(values) * self._scale.to(values)
         values = values - values.mean(1, keepdim=True)
-        sizes = enumerate(attention.group_sizes)
-        owners = [kv for kv, size in sizes for _ in range(size)]
+        sizes = torch.tensor(attention.group_sizes, device=values.device)
+        values = values.repeat_interleave(sizes, 2)  # of every query head
         # of W_U W_O: rows of the head's width and not of the model's
         reads = torch.einsum("sto,hod->shtd", likely, output.to(values))
-        return torch.einsum("snhd,shtd->shnt", values[:, :, owners], reads)
+        return torch.einsum("snhd,shtd->shnt", values, reads)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def layer_names(modules: Sequence[tuple[str, str]]) -> list[str]:
-    """A short name of every attention module.
+def layer_names(modules: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """A short name of every attention module, by its path.
 
     That is the first number in its path, or its position where paths have none or share one; and
     before it the kind, where there are several.
@@ -22,9 +22,10 @@ def layer_names(modules: Sequence[tuple[str, str]]) -> list[str]:
     ]
     unclear = {kind for (kind, number), times in Counter(told).items() if times > 1 or not number}
     several = len({kind for _, kind in modules}) > 1
-    names, seen = [], Counter[str]()
-    for kind, number in told:
+    names: dict[str, str] = {}
+    seen = Counter[str]()
+    for (path, _), (kind, number) in zip(modules, told, strict=True):
         name = str(seen[kind]) if kind in unclear else number
         seen[kind] += 1
-        names.append(f"{kind}.{name}" if several else name)
+        names[path] = f"{kind}.{name}" if several else name
     return names
