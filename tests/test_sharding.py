@@ -1,12 +1,14 @@
-"""A model split over two processes trains its gates as a whole one does."""
+"""A model split over two processes trains its gates, and is healed, as a whole one is."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,31 @@ import torch
 from safetensors.torch import load_file
 
 from headprune import devices, processes
-from headprune.config import DataConfig, Train, TrainGatesConfig
+from headprune.config import (
+    ConvertConfig,
+    DataConfig,
+    Dtype,
+    HealConfig,
+    HealTrain,
+    Train,
+    TrainGatesConfig,
+)
+from headprune.distillation.heal import heal
+from headprune.distillation.shards import refuse_unmapped
+from headprune.distillation.trainer import HealTrainer
 from headprune.errors import HeadpruneError
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model import sharding
+from headprune.model.opening import load
 from headprune.model.sharding import refuse_to_shard
+from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
+from headprune.schemas.manifest import read_manifest
+from headprune.schemas.records import Healing
+from headprune.tensors.shards import own_part
+from headprune.training.resumable import ResumableTrainer
 from tests import forked, tiny
 
 SETTINGS: dict[str, Any] = {
@@ -34,6 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharding")
     tiny.save(tiny.model("llama-mha"), folder / "model")
     (folder / "text.txt").write_text(tiny.text(2_000))
+    convert_gqa(folder / "model", folder / "gqa", ConvertConfig(kv_heads=2, merge="mean"))
+    short = {"model.layers.0.self_attn": [1, 4], "model.layers.1.self_attn": [0]}
+    (folder / "plan.json").write_text(json.dumps(short))
+    prune(folder / "model", folder / "uneven", plan=folder / "plan.json")
     return folder
 
 
@@ -43,8 +68,8 @@ def command(output: str, *others: str, **settings: Any) -> list[str]:
     return ["train-gates", "model", "--data", "text.txt", "--output", output, *options, *others]
 
 
-def losses(folder: Path) -> list[float]:
-    lines = (folder / "history.jsonl").read_text().splitlines()
+def losses(folder: Path, file: str = "history.jsonl") -> list[float]:
+    lines = (folder / file).read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
@@ -71,25 +96,6 @@ def test_a_model_in_shards_trains_as_one_process_does(folder: Path) -> None:
     assert not list(folder.glob("two-*"))
 
 
-def share_of_weights(folder: str, rank: int, port: int) -> None:
-    """Of a process of two: writes what share of all weights it holds, after a run."""
-    import os
-
-    group = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in group.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    from headprune import placements
-    from headprune.config import Dtype
-    from headprune.model.opening import load
-
-    with devices.running_on("cpu"), placements.sharding(True):
-        net, _ = load(f"{folder}/model", Dtype.AUTO, False, False)
-    parts: list[Any] = list(net.parameters())
-    held = sum(part.to_local().numel() for part in parts)
-    everything = sum(part.numel() for part in parts)
-    Path(folder, f"share-{rank}").write_text(str(held / everything))
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -97,18 +103,91 @@ def free_port() -> int:
     return port
 
 
-@pytest.mark.process
-def test_each_process_holds_half_of_the_weights(folder: Path) -> None:
+def as_rank(rank: int, port: int) -> None:
+    """Makes this process one of two on the CPU."""
+    group = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in group.items()})
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def share_of(tensors: Iterable[torch.Tensor]) -> float:
+    """What share of the numbers this process holds."""
+    held = [(own_part(tensor).numel(), tensor.numel()) for tensor in tensors]
+    return sum(own for own, _ in held) / sum(every for _, every in held)
+
+
+def in_two(function: Callable[..., None], *arguments: str) -> None:
+    """Calls a function in two processes that find each other."""
     port = free_port()
     ranks = [
-        forked._started(forked._bare, ({}, share_of_weights, (str(folder), rank, port)))
+        forked._started(forked._bare, (dict(os.environ), function, (*arguments, rank, port)))
         for rank in (0, 1)
     ]
     for rank in ranks:
         rank.join()
-    shares = [float((folder / f"share-{rank}").read_text()) for rank in (0, 1)]
-    assert sum(shares) == pytest.approx(1, abs=1e-6)
-    assert max(shares) <= 0.55
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+HEALED: dict[str, dict[str, Any]] = {
+    "gqa": {"train": HealTrain.ALL},
+    "uneven": {"train": HealTrain.ATTENTION, "gradient_checkpointing": True},
+}
+
+
+def healed(folder: Path, student: str, output: str, shard: bool = False, seed: int = 0) -> Any:
+    """Heals a student, in this process or together with others."""
+    settings = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, "bf16": False}
+    config = HealConfig(**settings, **HEALED[student], seed=seed)
+    text = DataConfig(source=str(folder / "text.txt"))
+    return heal(folder / student, folder / "model", text, folder / output, config, shard=shard)
+
+
+def heal_in_shards(folder: str, student: str, rank: int, port: int) -> None:
+    """Of a process of two: heals, and writes what it holds at every checkpoint."""
+    as_rank(rank, port)
+    shares: list[float] = []
+
+    def saved(trainer: HealTrainer, *others: Any) -> None:
+        ResumableTrainer._save_checkpoint(trainer, *others)
+        assert trainer.optimizer is not None
+        moments = trainer.optimizer.state_dict()["state"].values()
+        shares.append(share_of(trainer.model.model.parameters()))
+        shares.append(share_of(trainer.model._teacher[0].parameters()))
+        shares.append(share_of(m for each in moments for m in each.values() if m.dim()))
+
+    HealTrainer._save_checkpoint = saved  # type: ignore[method-assign]
+    with devices.running_on("cpu"):
+        healed(Path(folder), student, f"{student}-two", shard=True)
+    Path(folder, f"{student}-{rank}.json").write_text(json.dumps(shares))
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference between the weights of two models."""
+    a, b = (load_file(place / "model.safetensors") for place in (one, other))
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("student", ["gqa", pytest.param("uneven", marks=pytest.mark.slow)])
+def test_a_model_in_shards_is_healed_as_in_one_process(folder: Path, student: str) -> None:
+    in_two(heal_in_shards, str(folder), student)
+    alone = healed(folder, student, f"{student}-one")
+    healed(folder, student, f"{student}-other", seed=1)
+    one, two, other = (folder / f"{student}-{name}" for name in ("one", "two", "other"))
+    assert furthest(one, two) < 1e-5  # rounding, as Adam magnifies it
+    assert furthest(one, other) > 1e-3  # other batches would show
+    told = [torch.tensor(losses(place, "heal.jsonl")) for place in (one, two)]
+    torch.testing.assert_close(*told, rtol=1e-5, atol=0)
+    done = read_manifest(two).done
+    assert isinstance(done, Healing)
+    assert done.after == pytest.approx(alone.after, rel=1e-5)
+    assert done.taken_after == alone.taken_after > 0
+    assert verify(two).passed
+    shares = [json.loads((folder / f"{student}-{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(shares[0]) == 3 * 6 and max(map(max, shares)) <= 0.55
+    assert torch.tensor(shares).sum(0).tolist() == pytest.approx([1] * 18, abs=1e-6)
+    assert not list(folder.glob(f"{student}-two-*")) and not list(folder.glob(".*partial"))
 
 
 def start(folder: Path, *arguments: str) -> list[forked.Process]:
@@ -123,13 +202,8 @@ def start(folder: Path, *arguments: str) -> list[forked.Process]:
     ]
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("killed", [0, 1])
-def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
-    folder: Path, killed: int
-) -> None:
-    name = f"long-{killed}"
-    long = command(name, "--shard", steps=40, save_every=1)
+def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
+    """Kills one of two processes that train in shards, and goes on; what the other had said."""
     ranks = start(folder, *long)
     checkpoints = folder / f"{name}-checkpoints" / "checkpoints"
     while not list(checkpoints.glob("checkpoint-*")) and all(r.running() for r in ranks):
@@ -139,18 +213,55 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
     assert ends[killed].returncode == -signal.SIGKILL
     other = ends[1 - killed]
     assert other.returncode == 2, other.stderr
-    assert "Another of the 2 processes ended. Go on with the same command and --resume." in (
-        " ".join(other.stderr.split())
-    )
     assert not (folder / name).exists()
     again = [word for word in long if killed or word != "--shard"]  # in shards or not
     done = forked.together(2, *again, "--resume", folder=folder)
     assert done.returncode == 0, done.stderr
+    return " ".join(other.stderr.split())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("killed", [0, 1])
+def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
+    folder: Path, killed: int
+) -> None:
+    name = f"long-{killed}"
+    long = command(name, "--shard", steps=40, save_every=1)
+    said = interrupted(folder, name, long, killed)
+    assert "Another of the 2 processes ended. Go on with the same command and --resume." in said
     if not (folder / "unbroken").exists():
         whole = forked.together(2, *command("unbroken", steps=40, save_every=40), folder=folder)
         assert whole.returncode == 0, whole.stderr
     others_kept, far = apart(folder / "unbroken", folder / name)
     assert not others_kept and far < 1e-5
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
+    def long(name: str) -> list[str]:
+        how = ("--learning-rate", "5e-3", "--no-bf16", "--steps", "20", "--save-every", "1")
+        sizes = ("--batch-size", "4", "--seq-len", "16", "--shard", "--output", name)
+        return ["heal", "gqa", "--teacher", "model", "--data", "text.txt", *how, *sizes]
+
+    name = f"healed-{killed}"
+    said = interrupted(folder, name, long(name), killed)
+    assert "Another of the 2 processes ended. Go on with: headprune heal gqa" in said
+    if not (folder / "healed-at-once").exists():
+        done = forked.together(2, *long("healed-at-once"), folder=folder)
+        assert done.returncode == 0, done.stderr
+    one, other = folder / "healed-at-once", folder / name
+    assert furthest(one, other) < 1e-5
+    told = [torch.tensor(losses(place, "heal.jsonl")) for place in (one, other)]
+    torch.testing.assert_close(*told, rtol=1e-5, atol=0)
+
+
+def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -> None:
+    tiny.save(tiny.model("qwen3_moe"), tmp_path)
+    net, _ = load(tmp_path, Dtype.AUTO, False, False, weights=False)
+    with pytest.raises(HeadpruneError, match="is made of several tensors .* Leave out --shard"):
+        refuse_unmapped(net, tmp_path)
 
 
 def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -163,6 +274,9 @@ def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder
         text = DataConfig(source=str(folder / "text.txt"))
         with pytest.raises(HeadpruneError, match="--train attention changes them"):
             train_gates(folder / "model", text, folder / "moved", moved, shard=True)
+        adapted = HealConfig(steps=6, train=HealTrain.LORA)
+        with pytest.raises(HeadpruneError, match="--train lora adds others. Use --train attention"):
+            heal(folder / "gqa", folder / "model", text, folder / "moved", adapted, shard=True)
         with monkeypatch.context() as patch:
             patch.setattr(sharding.transformers, "__version__", "5.18.1")
             with pytest.raises(HeadpruneError, match=r"needs transformers 5.19, and 5.18.1 is"):
@@ -180,5 +294,5 @@ def test_other_ways_of_splitting_are_refused(name: str, monkeypatch: pytest.Monk
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
     assert processes.share_of(4) == 4
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(HeadpruneError, match="train-gates with --shard"):
+    with pytest.raises(HeadpruneError, match="or with --shard with a part"):
         processes.share_of(4)

@@ -55,7 +55,7 @@ def share_of(batch_size: int) -> int:
             raise HeadpruneError(
                 f"The launcher asks for {settings}, which splits a model in its own way. Use "
                 "'torchrun --nproc-per-node N -m headprune ...', which trains with a whole model "
-                "in each process, and train-gates with --shard with a part in each."
+                "in each process, or with --shard with a part in each."
             )
     share, rest = divmod(batch_size, count())
     if rest or not share:

@@ -44,6 +44,13 @@ class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, OnDevice):
     )
     data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
     output: Path = output("Folder for the result.")
+    shard: bool = option(
+        "Split both models over the processes that torchrun started, so that each holds a part of "
+        "every layer.",
+        False,
+        Panel.TRAINING,
+        in_recipes=False,
+    )
 
 
 def run(options: HealOptions, context: Context) -> Healed:
@@ -58,6 +65,7 @@ def run(options: HealOptions, context: Context) -> Healed:
         options.part(HealConfig),
         resume=options.resume,
         overwrite=options.overwrite,
+        shard=options.shard,
         **options.loading(),
         on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
         on_stage=context.stage,

@@ -15,6 +15,7 @@ from headprune import devices, processes
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
+from headprune.distillation.shards import ShardedResult, refuse_sharded, refuse_unmapped
 from headprune.distillation.trainer import (
     HealedModel,
     HealTrainer,
@@ -38,8 +39,10 @@ from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import from_pretrained, load_config, load_tokenizer, task_of
 from headprune.model.opening import load, result_dtypes
-from headprune.model.placement import placed
+from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
+from headprune.model.sharding import load_sharded
+from headprune.placements import sharding
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.records import Healing, MadeBy
@@ -102,6 +105,7 @@ def heal(
     trust_remote_code: bool = False,
     assume_supported: bool = False,
     drop_unexpected: bool = False,
+    shard: bool = False,
     on_step: Callable[[TrainingStep], None] = lambda record: None,
     on_stage: Stage = lambda stage: None,
     made_by: MadeBy | None = None,
@@ -127,6 +131,7 @@ def heal(
         assume_supported: Go on where the config has settings that the family's row does not know.
         drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
             take.
+        shard: Split both models over the processes.
         on_step: Called after every optimiser step.
         on_stage: Called with a few words before every stage.
         made_by: The command, for the record, if it was one.
@@ -138,6 +143,8 @@ def heal(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
+    if shard:
+        refuse_sharded(config)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
@@ -153,24 +160,28 @@ def heal(
         trust_remote_code=trust_remote_code,
         assume_supported=assume_supported,
         drop_unexpected=drop_unexpected,
+        shard=shard,
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]
 
-    def unhealed() -> tuple[PreTrainedModel, ModelIdentity]:
-        return load(model, Dtype.FLOAT32, trust_remote_code, assume_supported, drop_unexpected)
+    def unhealed(weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
+        allowed = (trust_remote_code, assume_supported, drop_unexpected)
+        return load(model, Dtype.FLOAT32, *allowed, weights=weights)
 
-    with at_work(output, settings, inputs, resume, overwrite) as work:
+    with at_work(output, settings, inputs, resume, overwrite) as work, sharding(shard):
         refuse_missing_file(data.source)
         refuse_without_peft(config)
         load_config(teacher, trust_remote_code=trust_remote_code)
         on_stage("loading both models")
+        if shard:
+            refuse_unmapped(unhealed(weights=False)[0], model)
         net, source = unhealed()
         stored = result_dtypes(net, model, config.out_dtype)
         refuse_without_text(net, "heal")
         bf16 = config.bf16 and devices.computes_bfloat16()
         dtype = "bfloat16" if bf16 else "float32"
-        original = from_pretrained(
+        original = (load_sharded if shard else from_pretrained)(
             teacher,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -180,6 +191,7 @@ def heal(
         _check_pair(net, original)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)
+        reshard(net)
         on_stage("reading the data")
         tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
         rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
@@ -208,10 +220,22 @@ def heal(
             callback = HistoryCallback(trainer, work, on_step, stopped.is_set)
             train(trainer, work, callback, resume, f"Go on with: {again}", on_stage)
 
+        def best() -> tuple[int, float]:
+            return trainer.take_best(before) or (0, before)
+
+        taken_after, after = best() if shard else processes.on_main(best)
+
+        def result() -> PreTrainedModel:
+            return (merged(student, config) if taken_after else unhealed()[0]).eval()
+
+        in_shards: ShardedResult | None = None
+        if shard:
+            on_stage("probing the healed model")
+            checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
+            skeleton = unhealed(weights=False)[0]
+            in_shards = ShardedResult.of(result(), skeleton, checkpoint, stored)
+
         def finish() -> Healed:
-            taken_after, after = trainer.take_best(before) or (0, before)
-            net = (merged(student, config) if taken_after else unhealed()[0]).eval()
-            cuts = resolve(plan.model_copy(update={"model": None}), net)
             steps = trainer.state.global_step
             healing = Healing(
                 teacher=str(teacher),
@@ -224,7 +248,12 @@ def heal(
             )
             record = Changes(healing, made_by=made_by, history=work.history)
             order = WriteOrder(source, model, plan, output, stored, record)
-            pruned = write_proven(net, cuts, order, on_stage)
+            if in_shards is not None:
+                pruned = in_shards.write(order, on_stage)
+            else:
+                net = result()
+                cuts = resolve(plan.model_copy(update={"model": None}), net)
+                pruned = write_proven(net, cuts, order, on_stage)
             work.remove()
             if not taken_after:
                 pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))

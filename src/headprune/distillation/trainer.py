@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, TrainingArguments
 from headprune.config import HealConfig, HealTrain
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
-from headprune.model.placement import on_device
+from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.arguments import resumable_arguments
 from headprune.training.divergence import divergence
-from headprune.training.resumable import LossModule, ResumableTrainer, recompute_in_eval
+from headprune.training.loss_module import LossModule, recompute_in_eval
+from headprune.training.resumable import ResumableTrainer
 
 
 class HealedModel(LossModule):
@@ -38,6 +39,7 @@ class HealedModel(LossModule):
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
+                reshard(self._teacher[0])  # nothing that runs backwards would
             got = self.model(**inputs)
         return divergence(got, wanted, batch)
 
@@ -69,6 +71,7 @@ class HealTrainer(ResumableTrainer):
         losses = [
             float(self.model(on_device(self.model, self.data_collator([row])))) for row in self.rows
         ]
+        reshard(self.model)
         self.model.train()
         return fmean(losses)
 

@@ -28,7 +28,7 @@ from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, StoredTensor, write_shards
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
-from headprune.model.residency import residency_of, runs_by_layers
+from headprune.model.residency import residency_of, runs_by_layers, sources
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.placements import ROOM, Placement, asked_placement
@@ -146,6 +146,35 @@ def write_changed(
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
     except Unmapped as why:
         raise CheckpointError(f"--placement layers: {why} Use --placement whole.") from None
+    facts = described(net, order, shape, before, cuts)
+    return _written(net, pieces, order, how, facts, expected)
+
+
+def write_trained(
+    net: PreTrainedModel,
+    trained: Mapping[str, StoredTensor],
+    order: WriteOrder,
+    how: Streaming,
+    expected: equivalence.Expectation,
+) -> Pruned:
+    """Writes a model of which a file holds the trained weights, and proves the folder.
+
+    Args:
+        net: The model without weights; every weight is a tensor of its checkpoint.
+        trained: The weights that are others by now, by their names in the model.
+        order: What is written; its plan leaves the model uncut.
+        how: How that goes.
+        expected: What the model computes with these weights.
+
+    Raises:
+        CheckpointError: If a file cannot be read or written.
+        ProofError: If the result does not compute what is expected.
+    """
+    cuts, stored = _resolved(order, net), stored_tensors(order.origin)
+    before, places = counts(net, cuts), sources(net, stored)
+    name_of = {place: name for name, place in stored.items()}
+    changed = {name_of[places[name]]: tensor for name, tensor in trained.items()}
+    pieces, shape = cut_pieces(net, cuts, order.stored, {**stored, **changed})
     facts = described(net, order, shape, before, cuts)
     return _written(net, pieces, order, how, facts, expected)
 

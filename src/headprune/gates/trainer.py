@@ -19,16 +19,14 @@ from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.rounds import Round, round_at
 from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
-from headprune.model.placement import is_sharded
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training.arguments import resumable_arguments
 from headprune.training.checkpoints import Kind, first_infinite, kind_of
+from headprune.training.loss_module import LossModule, recompute_in_eval
 from headprune.training.resumable import (
     HistoryCallback,
-    LossModule,
     ResumableTrainer,
     TrainingStep,
-    recompute_in_eval,
 )
 
 SNAPSHOTS = 50  # of all gates, in the history of a run
@@ -64,11 +62,6 @@ class GatedModel(LossModule):
         self.channels = channels
         self._loss = loss
         self.config = model.config
-
-    @property
-    def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether the model is in shards; Trainer asks, and averages the gradients of gates."""
-        return is_sharded(self.model)
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of a batch, gated."""

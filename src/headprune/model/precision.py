@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
 from headprune.model import probes
-from headprune.model.placement import on_device
+from headprune.model.placement import is_sharded, on_device
 from headprune.model.residency import residency_of
 from headprune.model.stored import StoredDtypes
 from headprune.tensors.dtypes import dtype_name
@@ -125,7 +125,9 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
         CheckpointError: Naming the weight, or the module whose output is not finite.
     """
     stored.refuse_overflow(net)
-    if stored.default is not torch.float16 or net.dtype is torch.float16 or residency_of(net):
+    if stored.default is not torch.float16 or net.dtype is torch.float16:
+        return
+    if residency_of(net) or is_sharded(net):  # there is no second one to narrow
         return
     trial, whole = copy.deepcopy(net), set(net._keep_in_fp32_modules or ())
     kept = {n: torch.float32 for n in trial.state_dict() if whole & set(n.split("."))}

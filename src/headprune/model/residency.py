@@ -65,7 +65,7 @@ class Residency:
         self.device = device
         self.changed: dict[str, StoredTensor] = {}
         self.stored_as: Callable[[str], torch.dtype] | None = None
-        self._sources = _sources(net, tensors)
+        self._sources = sources(net, tensors)
         self._disk = {source: name for name, source in tensors.items()}
         self.blocks = _blocks(net)
         self._slots = [_slots(net, block) for block in self.blocks]
@@ -277,7 +277,7 @@ def runs_by_layers(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) ->
     """Whether a model without weights can be run layer by layer from these tensors."""
     try:
         _blocks(net)
-        _sources(net, tensors)
+        sources(net, tensors)
     except Unmapped:
         return False
     return True
@@ -312,8 +312,12 @@ def _slots(net: PreTrainedModel, block: nn.Module) -> dict[str, _Slot]:
     return slots
 
 
-def _sources(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Where the checkpoint has every weight, and every buffer that is saved."""
+def sources(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Where the checkpoint has every weight, and every buffer that is saved.
+
+    Raises:
+        Unmapped: If one is no tensor of it.
+    """
     names = Names.of(net)
     state = net.state_dict(keep_vars=True)
     known = {id(state[name]): name for name in names.disk}

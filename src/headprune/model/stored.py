@@ -30,6 +30,7 @@ from headprune.io.shards import StoredTensor, tensors_in
 from headprune.model.base_names import either_way
 from headprune.model.residency import residency_of
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
+from headprune.tensors.shards import whole
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
 
@@ -159,7 +160,7 @@ class StoredDtypes:
         for name, tensor in _floating(net):
             limit = torch.finfo(self.of(name)).max
             there = tensor.numel() and not tensor.is_meta  # what is read later is looked at then
-            largest = float(tensor.detach().abs().amax()) if there else 0.0
+            largest = float(whole(tensor.detach()).abs().amax()) if there else 0.0
             if limit < largest < math.inf:
                 raise CheckpointError(
                     f"'{name}' holds {largest:.3g}, and {dtype_name(self.of(name))} ends at "
@@ -182,7 +183,7 @@ class StoredDtypes:
         for name, tensor in _floating(net):
             if not tensor.is_meta and _bits(self.of(name)) < _bits(tensor.dtype):
                 rounded = tensor.to(self.of(name)).to(tensor.dtype)
-                changed |= not torch.equal(rounded, tensor)
+                changed |= not torch.equal(whole(rounded), whole(tensor))
                 tensor.copy_(rounded)
         return changed
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; where it is split over processes, all of them have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def split_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor that every process has, split over them as another of its shape is."""
+    if not isinstance(other, DTensor):
+        return tensor
+    mesh, placements = other.device_mesh, other.placements
+    return distribute_tensor(tensor.to(other.device), mesh, placements, src_data_rank=None)

@@ -22,12 +22,15 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from headprune import processes
 from headprune.errors import CheckpointError
 from headprune.io.parsing import read_as
+from headprune.io.streaming import bytes_of, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
+from headprune.tensors.shards import whole
 
 STATE, PROGRESS, PARTIAL = "state.safetensors", "progress.json", ".partial"
 FOR_TRAINER = "trainer_state.json"  # made anew for every run that goes on from here
@@ -139,22 +142,44 @@ def draw_on(checkpoint: Checkpoint, rank: int, device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def write(folder: Path, progress: Progress, tensors: dict[str, Tensor]) -> None:
+def write(folder: Path, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
     """Writes a checkpoint, and removes those that are too old.
+
+    All processes call it; of a tensor that is split over them the main one has all while it writes
+    it, and no more than one at once.
 
     Raises:
         CheckpointError: If it cannot be written; the one before stays.
     """
+    text, order = header({name: kind_of(tensor)[::-1] for name, tensor in tensors.items()})
+    coming = (whole(tensors[name]).cpu() for name in order)
+    failed: list[OSError] = []
+    if processes.is_main():
+        try:
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+            (folder / PARTIAL).mkdir(parents=True)
+            with (folder / PARTIAL / STATE).open("wb") as file:
+                file.write(text)
+                for tensor in coming:
+                    file.write(bytes_of(tensor).numpy().data)
+        except OSError as error:
+            failed.append(error)
+    for _ in coming:  # in the processes that do not write, or where writing came to an end
+        pass
+    processes.on_main(lambda: _appear(folder, progress, failed))
+
+
+def _appear(folder: Path, progress: Progress, failed: Sequence[OSError]) -> None:
+    """Has a checkpoint appear, of which the tensors are written unless that failed."""
     partial, place = folder / PARTIAL, folder / f"checkpoint-{progress.step}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, partial / STATE)
+        for error in failed:
+            raise error
         (partial / PROGRESS).write_text(progress.model_dump_json(), encoding="utf-8")
         if place.exists():
             shutil.rmtree(place)
         partial.rename(place)
-    except (OSError, SafetensorError) as error:  # the latter with the former's words in it
+    except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise unwritable(folder, error) from error
     best = best_of(folder)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 
 from headprune import processes
 from headprune.errors import HeadpruneError, TrainingError
+from headprune.tensors.shards import own_part, split_as
 from headprune.training.checkpoints import (
     FOR_TRAINER,
     Checkpoint,
@@ -37,6 +37,7 @@ from headprune.training.checkpoints import (
     unwritable,
     write,
 )
+from headprune.training.loss_module import LossModule
 from headprune.training.work import Work
 
 
@@ -61,17 +62,6 @@ class TrainingStep:
     loss: float
 
 
-class LossModule(nn.Module):
-    """What a ``ResumableTrainer`` trains: a module that gives the loss of a batch."""
-
-    accepts_loss_kwargs = False  # tells Trainer that losses are means over the batch
-
-    def trained_state(self) -> dict[str, Tensor]:
-        """The tensors that move, by their names in this module."""
-        moving = ((n, p.detach()) for n, p in self.named_parameters() if p.requires_grad)
-        return {name: tensor.contiguous() for name, tensor in moving}
-
-
 @dataclass(frozen=True)
 class Remedies:
     """What to change where numbers are not finite.
@@ -83,13 +73,6 @@ class Remedies:
 
     untrained: str
     trained: str
-
-
-def recompute_in_eval(model: nn.Module) -> None:
-    """Lets gradient checkpointing work in eval mode: a layer recomputes only while it trains."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 class ResumableTrainer(Trainer):  # type: ignore[misc]
@@ -151,7 +134,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         if best is None or best[1] >= begun_with:
             return None
         checkpoint = read(best[0], self.expected())
-        self.model.load_state_dict(checkpoint.part("trained"), strict=False)
+        self.model.take(checkpoint.part("trained"))
         return checkpoint.progress.step, best[1]
 
     def go_on(self, checkpoint: Checkpoint) -> None:
@@ -176,7 +159,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         trained = self.model.trained_state()
-        infinite = first_infinite(trained)
+        own = {name: own_part(tensor) for name, tensor in trained.items()}
+        infinite = next(filter(None, processes.gathered(first_infinite(own))), None)
         if infinite is not None:
             raise self.broken(f"'{infinite}' is not finite after")
         assert self.optimizer is not None
@@ -199,14 +183,14 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
             draws=tuple(numbers for numbers, _ in draws),
             held_out=self.held_out(),
         )
-        processes.on_main(lambda: write(self.folder, progress, tensors))
+        write(self.folder, progress, tensors)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         assert self._from is not None
         # what does not move is not in it; that the rest is, and fits, was seen when it was read
-        self.model.load_state_dict(self._from.part("trained"), strict=False)
+        self.model.take(self._from.part("trained"))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Trainer would unpickle one that somebody put there; ours have none."""
@@ -218,9 +202,11 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]
         assert self.optimizer is not None
         assert self.lr_scheduler is not None
         state: dict[int, dict[str, Tensor]] = {}
+        moved = [each for group in self.optimizer.param_groups for each in group["params"]]
         for name, tensor in self._from.part("moments").items():
             index, moment = name.split(".")
-            state.setdefault(int(index), {})[moment] = tensor
+            part = split_as(tensor, moved[int(index)]) if tensor.dim() else tensor
+            state.setdefault(int(index), {})[moment] = part
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         schedule, step = self.lr_scheduler, self._from.progress.step
