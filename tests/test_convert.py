@@ -53,6 +53,7 @@ def _sharable(case: str) -> bool:
 
 
 SHARING = [case for case in tiny.FAMILY_CASES if _sharable(case)]
+DEEPLY = ("llama-mha", "gpt2", "bert-mlm", "qwen3")
 LISTENING = tiny.present(
     *("llama-mha", "llama-gqa", "gpt2", "bert-mlm", "bart", "t5", "gpt_neox", "opt", "whisper"),
     *("qwen3", "gemma3_text", "phi", "cohere2", "glm", "gpt_oss", "modernbert"),
@@ -144,7 +145,7 @@ def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) ->
         assert {layer.keys.shape[1] for layer in part.layers} == {2}
 
 
-@pytest.mark.parametrize("case", LISTENING)
+@pytest.mark.parametrize("case", slow_unless(DEEPLY.__contains__, LISTENING))
 def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None:
     model = tiny.model(case)
     count = 1 if attention_of(model)[0].kv_heads == 3 else 2
@@ -165,7 +166,6 @@ def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None
     assert gap("lowrank") < 0.9 * gap("mean")
 
 
-DEEPLY = ("llama-mha", "gpt2", "bert-mlm", "qwen3")
 MERGED = [(case, merge) for case in DEEPLY for merge in MERGES]
 MERGED += [(case, "mean") for case in SHARING if case not in DEEPLY]
 LAYOUTS = {*DEEPLY, *tiny.one_per_row(SHARING)}
@@ -462,8 +462,13 @@ def test_healing_computes_in_bfloat16_where_the_device_has_it(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
-@pytest.mark.parametrize("train", HealTrain)
-@pytest.mark.parametrize("case", ["llama-mha", "bert-base"])
+@pytest.mark.parametrize(
+    ("train", "case"),
+    slow_unless(
+        lambda train, case: (case == "llama-mha") == (train is HealTrain.LORA),
+        product(HealTrain, ["llama-mha", "bert-base"]),
+    ),
+)
 def test_healing_brings_a_model_nearer_to_its_teacher(
     train: HealTrain, case: str, folder: Path
 ) -> None:

@@ -25,7 +25,7 @@ from headprune.training.arguments import resumable_arguments
 from tests import tiny
 from tests.test_cli import run
 
-RUN_NO_MODEL = {"clean", "families", "import-pickle", "init", "inspect", "report"}
+RUN_NO_MODEL = {"clean", "families", "import-pickle", "init", "report"}
 ON_THE_CPU = {"export"}  # compares with engines there
 
 

@@ -380,6 +380,7 @@ def test_one_model_is_on_the_device_while_it_is_measured(tmp_path: Path) -> None
     apart(one_at_a_time, tmp_path)
 
 
+@pytest.mark.slow
 def test_steps_wait_as_often_whatever_the_depth_and_the_units(tmp_path: Path) -> None:
     apart(waits_alike, tmp_path)
 

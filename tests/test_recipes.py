@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import termios
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from headprune.recipes.run import run as run_recipe
 from headprune.recipes.steps import kinds
 from headprune.schemas.runs import digest_of_data
 from tests import forked, tiny
+from tests.marks import slow_unless
 from tests.test_cli import headprune, run
 
 SMALL = {"batch_size": 2, "seq_len": 16}
 EVERYTHING = ["train-gates", "prune", "convert-gqa", "heal", "evaluate"]
 CI_CHECK = Path("configs/ci-check.yaml")  # the one that is no recipe
 CONFIGS = sorted(set(Path("configs").glob("*.yaml")) - {CI_CHECK})
+RUN_AT_ONCE = {"demo", "llama2-7b-gqa8", "bert-classification"}  # the others by make test-all
 
 
 def write_job(folder: Path, model: Path, text: Path) -> Path:
@@ -623,7 +626,9 @@ def stand_in(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*Healing brought the model no nearer")  # in two steps
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", slow_unless(lambda path: path.stem in RUN_AT_ONCE, CONFIGS), ids=lambda p: p.stem
+)
 def test_every_shipped_recipe_is_valid_and_runs(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -698,7 +703,9 @@ def test_init_writes_nothing_without_an_answer(key: bytes, wanted: int, tmp_path
     shown = b""
     while b"Model" not in shown:
         shown += os.read(asking, 1024)
-    os.write(asking, key)  # as Ctrl-C and Ctrl-D are typed
+    while running.poll() is None:  # as Ctrl-C and Ctrl-D are typed: again if nothing happens
+        os.write(asking, key)
+        time.sleep(0.2)
     said = running.communicate()[1]
     os.close(asking)
     assert running.returncode == wanted, said

@@ -23,25 +23,25 @@ from headprune.model.forward import logits_at
 
 
 @dataclass(frozen=True)
-class Row:
+class Ending:
     """Tokens; the ending begins at ``start``."""
 
     ids: list[int]
     start: int
 
 
-def row_of(tokenizer: Any, context: str, ending: str) -> Row:
+def ending_of(tokenizer: Any, context: str, ending: str) -> Ending:
     """A context and, after a space, its ending, in tokens."""
     texts = [context, f"{context} {ending}"]
     before, ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
-    return Row(ids, sum(1 for _ in same))
+    return Ending(ids, sum(1 for _ in same))
 
 
 @torch.no_grad()
 def endings_predicted(
     model: PreTrainedModel,
-    rows: Sequence[Row],
+    rows: Sequence[Ending],
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Floats:
@@ -62,7 +62,7 @@ def endings_predicted(
     return hits
 
 
-def _hits(model: PreTrainedModel, rows: Sequence[Row]) -> Floats:
+def _hits(model: PreTrainedModel, rows: Sequence[Ending]) -> Floats:
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row.ids) for row in rows])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]

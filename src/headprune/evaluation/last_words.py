@@ -25,7 +25,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from headprune.data.sources import Examples
-from headprune.evaluation.endings import endings_predicted, row_of
+from headprune.evaluation.endings import ending_of, endings_predicted
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.quality import Progress
 from headprune.model.lengths import most_tokens
@@ -87,7 +87,7 @@ def last_words(
         Per passage, what the metrics of last words are made of; nothing where there is none.
     """
     most = most_tokens(model.config, tokenizer)
-    rows = [row_of(tokenizer, passage.context, passage.word) for passage in given]
+    rows = [ending_of(tokenizer, passage.context, passage.word) for passage in given]
     fit = [row.start > 0 and (most is None or len(row.ids) <= most) for row in rows]
     hits = endings_predicted(model, list(compress(rows, fit)), batch_size, progress)
     seen = np.array([float(passage.seen) for passage in compress(given, fit)])

@@ -20,7 +20,7 @@ from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import Examples
 from headprune.errors import DataError
-from headprune.evaluation.endings import Row, row_of
+from headprune.evaluation.endings import Ending, ending_of
 from headprune.evaluation.metrics import Columns
 from headprune.evaluation.report import Retrieval
 
@@ -40,7 +40,7 @@ class Needle:
         depth: Share of the text that stands before the fact.
     """
 
-    row: Row
+    row: Ending
     depth: float
 
 
@@ -104,10 +104,10 @@ def retrieved(given: Sequence[Needle], columns: Columns) -> tuple[Retrieval, ...
 
 def _hidden(
     tokenizer: Any, text: Sequence[int], length: int, depth: float, fact: str, number: str
-) -> Row:
+) -> Ending:
     """A context of exactly ``length`` tokens."""
     needle = tokenizer(f"{fact} {number}.\n", add_special_tokens=False)["input_ids"]
-    asked = row_of(tokenizer, fact, number)
+    asked = ending_of(tokenizer, fact, number)
     room = length - len(needle) - len(asked.ids)
     if room < _LEAST_TEXT:
         raise DataError(
@@ -117,4 +117,4 @@ def _hidden(
         )
     before = round(depth * room)
     ids = [*text[:before], *needle, *text[before:room]]
-    return Row([*ids, *asked.ids], len(ids) + asked.start)
+    return Ending([*ids, *asked.ids], len(ids) + asked.start)
