@@ -99,6 +99,7 @@ def test_names_of_layers() -> None:
     one, two = "h.3.attn", "h.5.attn"
     assert layer_names([(one, "self"), (two, "self")]) == {one: "3", two: "5"}
     assert layer_names([(one, "self"), (two, "cross")]) == {one: "self.3", two: "cross.5"}
+    assert layer_names([(one, "encoder")]) == {one: "encoder.3"}
     same = ["a.0.x.1.attn", "a.0.x.2.attn"]
     assert layer_names([(path, "self") for path in same]) == dict(zip(same, "01", strict=True))
 

@@ -442,6 +442,8 @@ def test_a_check_counts_the_roles_that_are_gone(
 def test_a_role_that_a_head_nearly_has_is_not_surely_lost(
     surely: tuple[str, ...], verdict: str
 ) -> None:
-    config = CheckConfig(model="m", data="d", role_sequences=12)
-    found = LostRoles(("induction",), surely).judge(parse_limit("roles_lost == 0"), config)
+    config = CheckConfig(model="m", data="d")
+    found = LostRoles(("induction",), surely, sequences=12).judge(
+        parse_limit("roles_lost == 0"), config
+    )
     assert (found.verdict.value, found.n_needed) == (verdict, None)

@@ -193,8 +193,8 @@ class CheckConfig(NeedleConfig):
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
-    role_sequences: Annotated[Few, Field(ge=2)] = option(
-        "Sequences that roles are measured on, for 'roles_lost'.", 16
+    role_sequences: Annotated[Few, Field(ge=10)] = option(  # fewer decide nothing
+        "Sequences that roles are measured on, for 'roles_lost'; at least 10.", 16
     )
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
     drop_unexpected: bool = option(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headprune.family.capabilities import Capability
     from headprune.model.inspection import Inspection
 from headprune.console.ranks import ranks
-from headprune.console.tables import folded, module_table, table
+from headprune.console.tables import folded, module_table, narrow, table
 from headprune.evaluation.metrics import label, spec_of
 
 
@@ -124,7 +124,7 @@ def evaluation(console: Console, report: Report) -> None:
         found = table(*columns)
         for line in rows:
             found.add_row(*line)
-        console.print(found)
+        console.print(narrow(found))
     for m in report.model.metrics:
         if spec_of(m.name).of_two:
             console.print(f"{escape(label(m.name))} with the base: {m.value:.4f}")

@@ -11,7 +11,8 @@ def layer_names(modules: Sequence[tuple[str, str]]) -> dict[str, str]:
     """A short name of every attention module, by its path.
 
     That is the first number in its path, or its position where paths have none or share one; and
-    before it the kind, where there are several.
+    before it the kind, where the family has several, also if all of these are of one: a head always
+    has the same name.
 
     Args:
         modules: Path and kind of each, first layer first.
@@ -21,7 +22,7 @@ def layer_names(modules: Sequence[tuple[str, str]]) -> dict[str, str]:
         (kind, found[0] if found else "") for found, (_, kind) in zip(numbers, modules, strict=True)
     ]
     unclear = {kind for (kind, number), times in Counter(told).items() if times > 1 or not number}
-    several = len({kind for _, kind in modules}) > 1
+    several = {kind for _, kind in modules} != {"self"}
     names: dict[str, str] = {}
     seen = Counter[str]()
     for (path, _), (kind, number) in zip(modules, told, strict=True):

@@ -25,15 +25,17 @@ class LostRoles:
     Attributes:
         names: All of them.
         surely: Those that no head has nearly, either.
+        sequences: Sequences of text that said so.
     """
 
     names: tuple[str, ...]
     surely: tuple[str, ...]
+    sequences: int
 
     def judge(self, limit: Limit, config: CheckConfig) -> Judged:
         """Judges how many they are."""
         low, high = float(len(self.surely)), float(len(self.names))
-        found = judge(limit, Interval(high, low, high, config.confidence, config.role_sequences))
+        found = judge(limit, Interval(high, low, high, config.confidence, self.sequences))
         # the ends of a count do not say how many sequences would tell
         return found.model_copy(update={"n_needed": None, "names": self.names})
 
@@ -45,12 +47,12 @@ def lost_roles(loaded: Loaded, config: CheckConfig, progress: Progress) -> LostR
     for net in loaded.nets:
         with alone_on_device(net):
             data, watcher = loaded.domains[0].data, Watch(step=progress)
-            found.append(roles_of(net, loaded.tokenizer, data, asked, (), watcher).modules)
-    now, original = found
+            found.append(roles_of(net, loaded.tokenizer, data, asked, (), watcher))
+    now, original = (one.modules for one in found)
     compared = changes(original, now)
     names = [name for name in ROLES if compared[name].is_lost and not ROLES[name].attribute]
     surely = [name for name in names if not _nearly(now, name)]
-    return LostRoles(tuple(names), tuple(surely))
+    return LostRoles(tuple(names), tuple(surely), found[0].sequences)
 
 
 def _nearly(modules: tuple[ModuleRoles, ...], name: str) -> bool:

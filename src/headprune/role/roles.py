@@ -128,11 +128,13 @@ class RolesFound:
     Attributes:
         modules: What its heads do.
         tokens: Tokens of text that said so.
+        sequences: Sequences that these are in.
         sets: What all heads of a role do to the loss, where that was asked for.
     """
 
     modules: tuple[ModuleRoles, ...]
     tokens: int
+    sequences: int
     sets: dict[str, SetEffect]
 
 
@@ -184,7 +186,8 @@ def roles_of(
         modules = with_effects(modules, effects(net, attentions, batches, config, watcher.step))
         watcher.stage("taking out the heads of every role")
         sets = set_effects(net, attentions, modules, batches, config, watcher.step)
-    return RolesFound(modules, tokens, sets)
+    sequences = sum(len(batch["input_ids"]) for batch in text.batches)
+    return RolesFound(modules, tokens, sequences, sets)
 
 
 def _on(source: Source) -> dict[str, Role]:
