@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shlex
 import shutil
@@ -61,6 +62,8 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             shrunk += ["--seq-len", "16", "--calibration-tokens", "256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
+        if "--needle-lengths" in shrunk:
+            shrunk[shrunk.index("--needle-lengths") + 1] = "64,100"
         if shrunk[1] == "roles":
             shrunk += ["--seq-len", "16", "--sequences", "4", "--resamples", "20"]
             if "--ablation-tokens" in shrunk:
@@ -87,6 +90,10 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / name).write_text("\n".join(rows))
     for name in ("text.txt", "test.txt", "hub.txt", "brown.txt"):
         (folder / name).write_text(tiny.text(2_000))
+    with gzip.open(folder / "en_ewt-ud-dev.conllu.gz", "wt", encoding="utf-8") as trees:
+        words = tiny.text(4).split()
+        rows = (f"{i}\t{w}" + "\t_" * 4 + f"\t{i - 1}\tdep\t_\t_" for i, w in enumerate(words, 1))
+        trees.write(40 * ("\n".join([f"# text = {' '.join(words)}", *rows]) + "\n\n"))
     (check,) = re.findall(r"```yaml\n# headprune.yaml\n(.*?)```", TEXTS["ci"], re.DOTALL)
     # a layer without heads keeps its length in the cache, which in a tiny model is a share of it
     check = check.replace("seq_len: 256", "seq_len: 16").replace("token <= 75 %", "token <= 77 %")

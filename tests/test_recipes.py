@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import termios
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -703,9 +703,10 @@ def test_init_writes_nothing_without_an_answer(key: bytes, wanted: int, tmp_path
     shown = b""
     while b"Model" not in shown:
         shown += os.read(asking, 1024)
-    while running.poll() is None:  # as Ctrl-C and Ctrl-D are typed: again if nothing happens
+    while running.returncode is None:  # as Ctrl-C and Ctrl-D are typed: again if nothing happens
         os.write(asking, key)
-        time.sleep(0.2)
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(20)
     said = running.communicate()[1]
     os.close(asking)
     assert running.returncode == wanted, said
