@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from headprune import devices, processes
 from headprune.config import (
@@ -27,7 +28,7 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
-from headprune.distillation.shards import refuse_unmapped
+from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.distillation.trainer import HealTrainer
 from headprune.errors import HeadpruneError
 from headprune.exporting.convert_gqa import convert_gqa
@@ -50,12 +51,23 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def even(seed: int) -> LlamaForCausalLM:
+    """A model whose embeddings, which are its head if the seed says so, two processes can halve."""
+    torch.manual_seed(seed)
+    config = tiny.config("llama-mha")
+    config.vocab_size += config.vocab_size % 2
+    config.tie_word_embeddings = bool(seed)
+    return LlamaForCausalLM(config).eval()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharding")
     tiny.save(tiny.model("llama-mha"), folder / "model")
     (folder / "text.txt").write_text(tiny.text(2_000))
     convert_gqa(folder / "model", folder / "gqa", ConvertConfig(kv_heads=2, merge="mean"))
+    for name, seed in (("untied", 0), ("tied", 1)):
+        tiny.save(even(seed), folder / name)
     short = {"model.layers.0.self_attn": [1, 4], "model.layers.1.self_attn": [0]}
     (folder / "plan.json").write_text(json.dumps(short))
     prune(folder / "model", folder / "uneven", plan=folder / "plan.json")
@@ -130,6 +142,7 @@ def in_two(function: Callable[..., None], *arguments: str) -> None:
 
 HEALED: dict[str, dict[str, Any]] = {
     "gqa": {"train": HealTrain.ALL},
+    "tied": {"train": HealTrain.ALL},
     "uneven": {"train": HealTrain.ATTENTION, "gradient_checkpointing": True},
 }
 
@@ -139,7 +152,8 @@ def healed(folder: Path, student: str, output: str, shard: bool = False, seed: i
     settings = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, "bf16": False}
     config = HealConfig(**settings, **HEALED[student], seed=seed)
     text = DataConfig(source=str(folder / "text.txt"))
-    return heal(folder / student, folder / "model", text, folder / output, config, shard=shard)
+    teacher = folder / ("untied" if student == "tied" else "model")
+    return heal(folder / student, teacher, text, folder / output, config, shard=shard)
 
 
 def heal_in_shards(folder: str, student: str, rank: int, port: int) -> None:
@@ -169,7 +183,9 @@ def furthest(one: Path, other: Path) -> float:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("student", ["gqa", pytest.param("uneven", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "student", ["gqa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "uneven"))]
+)
 def test_a_model_in_shards_is_healed_as_in_one_process(folder: Path, student: str) -> None:
     in_two(heal_in_shards, str(folder), student)
     alone = healed(folder, student, f"{student}-one")
@@ -262,6 +278,19 @@ def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -
     net, _ = load(tmp_path, Dtype.AUTO, False, False, weights=False)
     with pytest.raises(HeadpruneError, match="is made of several tensors .* Leave out --shard"):
         refuse_unmapped(net, tmp_path)
+
+
+def test_a_tied_weight_that_cannot_be_halved_is_refused(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    net, _ = load(folder / "tied", Dtype.AUTO, False, False, weights=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refuse_uneven_ties(net, folder / "tied")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(HeadpruneError, match="66 rows cannot be split evenly over 5 processes"):
+        refuse_uneven_ties(net, folder / "tied")
+    untied, _ = load(folder / "untied", Dtype.AUTO, False, False, weights=False)
+    refuse_uneven_ties(untied, folder / "untied")
 
 
 def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -15,7 +15,12 @@ from headprune import devices, processes
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
-from headprune.distillation.shards import ShardedResult, refuse_sharded, refuse_unmapped
+from headprune.distillation.shards import (
+    ShardedResult,
+    refuse_sharded,
+    refuse_uneven_ties,
+    refuse_unmapped,
+)
 from headprune.distillation.trainer import (
     HealedModel,
     HealTrainer,
@@ -175,7 +180,9 @@ def heal(
         load_config(teacher, trust_remote_code=trust_remote_code)
         on_stage("loading both models")
         if shard:
-            refuse_unmapped(unhealed(weights=False)[0], model)
+            skeleton = unhealed(weights=False)[0]
+            refuse_unmapped(skeleton, model)
+            refuse_uneven_ties(skeleton, model)
         net, source = unhealed()
         stored = result_dtypes(net, model, config.out_dtype)
         refuse_without_text(net, "heal")
@@ -232,7 +239,6 @@ def heal(
         if shard:
             on_stage("probing the healed model")
             checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
-            skeleton = unhealed(weights=False)[0]
             in_shards = ShardedResult.of(result(), skeleton, checkpoint, stored)
 
         def finish() -> Healed:

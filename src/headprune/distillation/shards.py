@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from headprune import processes
 from headprune.config import HealConfig, HealTrain
 from headprune.errors import HeadpruneError
 from headprune.exporting.publish import Pruned, Stage, WriteOrder
@@ -35,6 +37,28 @@ def refuse_sharded(config: HealConfig) -> None:
             "--shard splits the weights of the model itself, and --train lora adds others. Use "
             "--train attention, or leave out --shard."
         )
+
+
+def refuse_uneven_ties(net: PreTrainedModel, model: str | Path) -> None:
+    """Refuses a tied weight of which the processes would hold parts of unequal size.
+
+    FSDP pads these, once for each place of the weight, and trains one of the copies alone.
+
+    Args:
+        net: The model, with or without weights.
+        model: Its folder or hub id.
+
+    Raises:
+        HeadpruneError: Naming the weight.
+    """
+    places = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
+    for name, weight in net.named_parameters():
+        if places[id(weight)] > 1 and len(weight) % processes.count():
+            raise HeadpruneError(
+                f"--shard: '{name}' of '{model}' stands in {places[id(weight)]} places, and its "
+                f"{len(weight):,} rows cannot be split evenly over {processes.count()} processes. "
+                "Start a number of them that divides the rows, or leave out --shard."
+            )
 
 
 def refuse_unmapped(net: PreTrainedModel, model: str | Path) -> None:
