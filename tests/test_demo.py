@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import runpy
 from pathlib import Path
@@ -15,10 +16,10 @@ from headprune.cli import app as cli
 from tests import tiny
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo"
-SMALLER = {"256": "16", "128": "16", "60": "3", "24": "6", "4096": "256"}
+SMALLER = {"256": "16", "24": "6", "4096": "256", "3072": "64"}
 FITTING = {
     "seq_len: 256": "seq_len: 16",
-    "query_heads == 201": "query_heads == 18",  # of 24
+    "token <= 76 %": "token <= 77 %",  # a layer without heads keeps its length
     "recovery >= 90 %": "recovery >= 50 %",  # of a model that has learned nothing
 }
 
@@ -30,6 +31,9 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     tiny.save(tiny.model("llama-gqa", torch.bfloat16), tmp_path / "model")
     for name in ("train.txt", "test.txt"):
         (tmp_path / name).write_text(tiny.text(3_000))
+    for name in ("code", "documentation", "novel", "play", "reference"):
+        with gzip.open(tmp_path / f"{name}.txt.gz", "wt") as file:
+            file.write(tiny.text(2_000))
     settings = (DEMO / "headprune.yaml").read_text()
     for theirs, ours in FITTING.items():
         assert settings.count(theirs) == 1
@@ -49,6 +53,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     own |= {
         "headprune": headprune,
         "HERE": tmp_path,
+        "SHIPPED": tmp_path,
         "fetch": lambda name, dtype: tmp_path / "model",
     }
     own["console"] = Console(width=120, force_terminal=False)
@@ -65,7 +70,7 @@ def test_the_demo_runs(
         json.loads((results / name / "report.json").read_text())
         for name in ("three-quarters", "one-kv-head")
     )
-    assert [cut["model"]["cost"]["query_heads"], shared["model"]["cost"]["kv_heads"]] == [18, 4]
+    assert [report["model"]["cost"]["kv_heads"] for report in (cut, shared)] == [9, 4]
     table = told.partition("before and after")[2]
     for number in (cut["model"]["metrics"][0]["value"], shared["model"]["metrics"][0]["value"]):
         assert f"{number:,.2f}" in table
@@ -81,7 +86,7 @@ def test_the_demo_runs(
 @pytest.mark.slow
 def test_a_broken_limit_ends_the_demo(demo: dict[str, Any], tmp_path: Path) -> None:
     settings = tmp_path / "headprune.yaml"
-    settings.write_text(settings.read_text().replace("query_heads == 18", "query_heads == 17"))
+    settings.write_text(settings.read_text().replace("token <= 77 %", "token <= 7 %"))
     with pytest.raises(SystemExit, match="1"):
         demo["main"]()
     assert not (tmp_path / "demo-results" / "report.html").exists()

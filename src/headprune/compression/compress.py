@@ -267,7 +267,7 @@ class _Compression:
                 on_stage=self.context.stage,
                 made_by=self.made_by,
                 **self.loading,
-            ).pruned
+            )
         except Interrupted:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
@@ -275,9 +275,12 @@ class _Compression:
         except TrainingError as error:
             selection.failed[name] = str(error)
             return best
+        if not healed.taken_after:
+            selection.failed[name] = "Healing brought it no nearer to the original: try more steps."
+            return best
         self.context.stage("measuring the healed model")
-        seconds = time.monotonic() - began
-        return healed if selection.add(name, healed.output, seconds, self.loading) else best
+        seconds, output = time.monotonic() - began, healed.pruned.output
+        return healed.pruned if selection.add(name, output, seconds, self.loading) else best
 
 
 def _name(candidate: Candidate, made: Pruned) -> str:
