@@ -39,7 +39,7 @@ from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.cutting import expecting
+from tests.cutting import expecting, ragged_plan
 from tests.marks import slow_unless
 
 TEXT_TOKENS = 640
@@ -459,6 +459,19 @@ def test_healing_computes_in_bfloat16_where_the_device_has_it(
         healing(folder, f"healed-{len(losses)}", steps=2, bf16=wants, on_step=steps.append)
         losses.append([step.loss for step in steps])
     assert (losses[0] != losses[1]) is rounded
+
+
+def test_unequal_groups_are_healed(folder: Path) -> None:
+    model = tiny.model("llama-gqa")
+    tiny.save(model, folder / "model")
+    plan = ragged_plan(model)
+    prune(folder / "model", folder / "out", plan=plan, layout=LayoutOption.RAGGED)
+    healing(folder, steps=2)
+    cut, healed = (
+        {a.path: a.group_sizes for a in attention_of(headprune.from_pretrained(folder / name))}
+        for name in ("out", "healed")
+    )
+    assert healed == cut and any(len(set(sizes)) > 1 for sizes in cut.values())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks

@@ -258,7 +258,7 @@ def heal(
                 pruned = in_shards.write(order, on_stage)
             else:
                 net = result()
-                cuts = resolve(plan.model_copy(update={"model": None}), net)
+                cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=True)
                 pruned = write_proven(net, cuts, order, on_stage)
             work.remove()
             if not taken_after:
