@@ -9,7 +9,7 @@ import pytest
 
 from headprune.config import BudgetConfig, DataConfig
 from headprune.evidence.score import score
-from headprune.exporting.card import rewrite_card
+from headprune.exporting.card import rewrite_card, roles_section
 from headprune.exporting.prune import prune
 from headprune.planning.plan import Planned, plan
 from headprune.reports.report import report
@@ -151,6 +151,8 @@ def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> Non
     card = (Path(small) / "README.md").read_text()
     assert "| perplexity | - | 9.5 | - |" in card  # what is not measured anew stays
     assert "| induction | 1 | 0 | 0 | - | lost |" in card
+    nothing = read_roles(tmp_path / "after").model_copy(update={"roles": {}})
+    assert roles_section(nothing) == "## Roles\n\nNo head has a role.\n\n"
     other = report([tmp_path / "small"], tmp_path / "none.html").output.read_text()
     assert "Roles of" not in other
     alone = report([place / "roles"], tmp_path / "alone.html").output.read_text()

@@ -257,7 +257,9 @@ def roles_section(record: RolesRecord | None) -> str:
     """What heads do, as a section of the card; empty where that was not measured."""
     if record is None:
         return ""
-    return f"## Roles\n\n{markdown_table(ROLE_COLUMNS, role_rows(record))}\n\n"
+    rows = role_rows(record)
+    said = markdown_table(ROLE_COLUMNS, rows) if rows else "No head has a role."
+    return f"## Roles\n\n{said}\n\n"
 
 
 def _carried(text: str, title: str) -> str:
