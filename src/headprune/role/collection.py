@@ -233,7 +233,7 @@ def _evenly(seen: Attended) -> Attended:
 
 
 def _add(tallies: Tallies, key: tuple[int, str], new: Counted) -> None:
-    sums, counts = (part.double().cpu() for part in new)
+    sums, counts = (part.cpu().double() for part in new)
     before = tallies.get(key)
     tallies[key] = (
         (sums, counts)

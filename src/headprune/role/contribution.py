@@ -66,7 +66,7 @@ class Contributions:
             return  # a module outside of layers, or one that lays tokens out otherwise
         share = squares.clamp(min=0).sqrt() / residual.clamp(min=1e-12)
         tokens = real_tokens(share, token_mask(self.batch, attention.kind))
-        self._sums[position] += tokens.sum(0).double().cpu()
+        self._sums[position] += tokens.sum(0).cpu().double()
         self._tokens[position] += len(tokens)
 
     def found(self, position: int) -> list[float | None]:

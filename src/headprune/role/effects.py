@@ -66,7 +66,7 @@ def effects(
             for value in (torch.zeros_like(means[position][head]), means[position][head]):
                 with replayed(outputs, layer), set_to(attention, [head], value[None]):
                     pair.append(example_losses(net, task, batch) - whole)
-            rises[position, head].append(torch.stack(pair, 1).double().cpu())
+            rises[position, head].append(torch.stack(pair, 1).cpu().double())
             progress(number * len(heads) + done + 1, len(batches) * len(heads))
     return {key: _effect(torch.cat(found), config) for key, found in rises.items()}
 

@@ -66,7 +66,7 @@ def set_effects(
                 for position, places in heads.items():
                     values = means[position][list(places)]
                     stack.enter_context(set_to(attentions[position], places, values))
-                rises[done].append((example_losses(net, task, batch) - whole).double().cpu())
+                rises[done].append((example_losses(net, task, batch) - whole).cpu().double())
             progress(number * len(all_of) + done + 1, len(batches) * len(all_of))
     found: dict[str, list[Any]] = {name: [] for name in sets}
     for (name, _), parts in zip(all_of, rises, strict=True):
