@@ -65,7 +65,7 @@ class NeedleConfig(Options):
 
     needle_lengths: Batches = option(
         "Tokens of the contexts that a needle is hidden in, comma-separated. Default: 512, 1024 "
-        "and 2048, as far as the model goes.",
+        "and 2048, as far as model and text go.",
         (),
         as_text=True,
     )

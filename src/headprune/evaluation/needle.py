@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
 from headprune.data.sequences import packed_sequences
@@ -72,9 +73,17 @@ def needles(
             f"A needle in {lengths[-1]:,} tokens: model and tokenizer take {most:,} at most. Give "
             "shorter --needle-lengths."
         )
-    texts = packed_sequences(
-        examples, tokenizer, lengths[-1], need=0, vocabulary=vocabulary, most=config.needle_trials
-    )
+
+    def of_length(tokens: int) -> Dataset:
+        most = config.needle_trials
+        return packed_sequences(
+            examples, tokenizer, tokens, need=0, vocabulary=vocabulary, most=most
+        )
+
+    texts = of_length(lengths[-1])
+    while not len(texts) and not config.needle_lengths and len(lengths) > 1:
+        lengths = lengths[:-1]  # nobody asked for the longest
+        texts = of_length(lengths[-1])
     if not len(texts):
         raise DataError(
             f"A needle in {lengths[-1]:,} tokens: the text has fewer. Give more text, or shorter "
