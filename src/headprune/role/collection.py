@@ -68,7 +68,7 @@ def watch(
     Raises:
         FamilyError: If a module gives no attention weights.
     """
-    written = Written(model, given) if given.period else None
+    written = Written(model, given) if any(role.writing for role in roles.values()) else None
     watcher = _Watcher(attentions, given, roles, classes, written)
     with weights_told(model, attentions, watcher.see), ExitStack() as stack:
         if written is not None:

@@ -35,4 +35,5 @@ copying = Role(
     control=None,
     cost="W_O on the values of one run, and its product with as many rows of W_U",
     attribute=True,
+    writing=True,
 )

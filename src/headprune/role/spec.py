@@ -125,6 +125,7 @@ class Role:
         attribute: Whether it is told beside the role, and never is one.
         crosses: Whether cross-attention can have it.
         beyond: Whether the line is on how far the score is over its control.
+        writing: Whether it is told from what heads write.
         fewest: Queries with which a variant counts.
         variants: What the score has one value of each for; the best one counts.
         cost: What its measurement takes.
@@ -141,6 +142,7 @@ class Role:
     attribute: bool = False
     crosses: bool = False
     beyond: bool = False
+    writing: bool = False
     fewest: int = 1
     variants: tuple[str, ...] = ("",)
 
