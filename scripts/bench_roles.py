@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -26,6 +27,7 @@ from headprune.config import DataConfig, Dtype, RolesConfig
 from headprune.data.sources import read_examples
 from headprune.evidence.score import Watch
 from headprune.model.attention import attention_of
+from headprune.model.batch import Batch
 from headprune.model.forward import eager_attention, run_model
 from headprune.model.loading import load_tokenizer
 from headprune.model.opening import load
@@ -56,9 +58,9 @@ def plain(model: str, data: DataConfig, config: RolesConfig) -> tuple[float, int
     return seconds, max(heads * 4 * ids.numel() * ids.shape[1] for ids in inputs(given.batches))
 
 
-def inputs(batches: object) -> list[torch.Tensor]:
+def inputs(batches: Sequence[Batch]) -> list[torch.Tensor]:
     """The token ids of batches."""
-    return [batch["input_ids"] for batch in batches]  # type: ignore[attr-defined]
+    return [batch["input_ids"] for batch in batches]
 
 
 def timed(

@@ -157,6 +157,12 @@ def test_keys_that_several_queries_share_count_once(tmp_path: Path) -> None:
     assert _ranks(model, _batches(model)) == _by_decomposition(model, _batches(model))
 
 
+def test_a_module_that_did_not_run_is_named() -> None:
+    model = tiny.model("llama-mha")
+    with pytest.raises(FamilyError, match=r"'model.layers.0.self_attn' did not run"):
+        module_ranks(model, attention_of(model), [])
+
+
 def test_a_module_with_a_latent_is_named() -> None:
     model = tiny.model("deepseek_v3")
     with pytest.raises(FamilyError, match=r"'model.layers.0.self_attn' has no Q, K and V"):

@@ -31,7 +31,7 @@ from headprune.role import ROLES, sets
 from headprune.role.against import changes
 from headprune.role.collection import Watched, watch
 from headprune.role.contribution import Contributions
-from headprune.role.effects import effects
+from headprune.role.effects import effects, head_means
 from headprune.role.inputs import Input, repeated_inputs, token_classes
 from headprune.role.roles import roles
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -237,14 +237,15 @@ def test_the_loss_without_a_head_is_that_of_the_whole_model_run_again(
 ) -> None:
     model, batches = _losing(case)
     attentions = attention_of(model)
-    found = effects(model, attentions, batches, SMALL)
+    means = head_means(model, attentions, batches)
+    found = effects(model, attentions, batches, means, SMALL)
     units = [[(head,) for head in range(a.query_heads)] for a in attentions]
     zeroed = losses_without(model, task_of(model), attentions, units, batches)
     expected = torch.cat(zeroed).tolist()
     assert [e.zero.nats for e in found.values()] == pytest.approx(expected, abs=1e-5)
     assert [e.zero.nats for e in found.values()] != pytest.approx(expected[::-1], abs=1e-5)
     monkeypatch.setattr("headprune.role.effects.replayed", lambda outputs, until: nullcontext())
-    again = effects(model, attentions, batches, SMALL)
+    again = effects(model, attentions, batches, means, SMALL)
     for key, effect in found.items():
         assert effect.mean.nats == pytest.approx(again[key].mean.nats, abs=1e-5)
         assert effect.mean.low <= effect.mean.nats <= effect.mean.high
@@ -255,7 +256,8 @@ def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
     attention = attention_of(model)[1]
     with torch.no_grad():  # the values of its first head are what its bias says
         attention.module.v_proj.weight[: attention.head_dim] = 0
-    found = effects(model, attention_of(model), batches, SMALL)
+    means = head_means(model, attention_of(model), batches)
+    found = effects(model, attention_of(model), batches, means, SMALL)
     assert found[1, 0].mean.nats == pytest.approx(0, abs=1e-5)
     assert abs(found[1, 0].zero.nats) > 1e-3
     assert abs(found[1, 1].mean.nats) > 1e-4

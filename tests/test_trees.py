@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFa
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.data.trees import belonging, read_trees
-from headprune.errors import DataError, HeadpruneWarning
+from headprune.errors import CheckpointError, DataError, HeadpruneWarning
 from headprune.model.attention import attention_of
 from headprune.role import ROLES
 from headprune.role.collection import watch
@@ -273,3 +273,24 @@ def test_a_file_without_trees_is_refused_in_a_sentence(
     code, _, err = run(capsys, "roles", model, "--output", output, *asked)
     assert (code, output.exists()) == (2, False)
     assert said in err
+
+
+def test_numbers_that_no_sentence_has_are_none(tmp_path: Path) -> None:
+    digits = "9" * 5000
+    damaged = SENTENCES.replace("2\tnsubj\t", f"{digits}\tnsubj\t").replace(
+        "2-3\t", f"2-{digits}\t"
+    )
+    (first, second) = read_trees(_written(tmp_path, damaged))
+    assert first == read_trees(_written(tmp_path))[0]
+    assert second.heads[0] == -1 != read_trees(_written(tmp_path))[1].heads[0]
+
+
+def test_trees_in_the_output_are_refused(tmp_path: Path) -> None:
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "roles").mkdir()
+    trees = _written(tmp_path / "roles")
+    (tmp_path / "text.txt").write_text(tiny.text(400))
+    data, config = DataConfig(source=str(tmp_path / "text.txt")), RolesConfig(trees=trees)
+    with pytest.raises(CheckpointError, match="holds the input"):
+        roles(str(model), tmp_path / "roles", data, config, overwrite=True)
+    assert Path(trees).read_text(encoding="utf-8") == SENTENCES

@@ -144,15 +144,8 @@ def main() -> None:
     headprune("compress", model, "--keep", 0.75, *texts, *size, "--output", small, "--overwrite")
     pruned = evaluate(small, "--against", model)
 
-    calibration = [
-        "--calibrate",
-        HERE / "train.txt",
-        "--calibration-tokens",
-        4096,
-        "--seq-len",
-        256,
-    ]
-    headprune("convert-gqa", model, "--kv-heads", 1, *calibration, "--output", mqa, "--overwrite")
+    text = ["--calibrate", HERE / "train.txt", "--calibration-tokens", 4096, "--seq-len", 256]
+    headprune("convert-gqa", model, "--kv-heads", 1, *text, "--output", mqa, "--overwrite")
     converted = evaluate(mqa, "--against", model, "--decode-batches", 1)
 
     settings = ["--config", HERE / "headprune.yaml", "--model", small, "--data", HERE / "test.txt"]

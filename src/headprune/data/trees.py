@@ -15,6 +15,7 @@ from headprune.errors import DataError
 
 Span = tuple[int, int]
 _COLUMNS = 10
+_DIGITS = 9  # of the number of a word; Python refuses to read some thousands
 _NO_RELATION = ("root", "punct")
 
 
@@ -88,7 +89,7 @@ def _tree(source: str, rows: Sequence[tuple[int, str]]) -> Tree | None:
             )
         if "-" in cells[0]:
             first, last = cells[0].split("-", 1)
-            if first.isdecimal() and last.isdecimal():
+            if _is_number(first) and _is_number(last):
                 ranges[int(first)] = int(last), cells[1]
         elif "." not in cells[0]:  # no word of the text: an empty node
             words.append((cells[1], cells[6], cells[7].partition(":")[0]))
@@ -97,11 +98,15 @@ def _tree(source: str, rows: Sequence[tuple[int, str]]) -> Tree | None:
         return None
     heads = []
     for _, head, relation in words:
-        place = int(head) - 1 if head.isdecimal() and relation not in _NO_RELATION else -1
+        place = int(head) - 1 if _is_number(head) and relation not in _NO_RELATION else -1
         if place >= len(words):
             return None
         heads.append(place)
     return Tree(text, tuple(spans), tuple(heads), tuple(relation for _, _, relation in words))
+
+
+def _is_number(cell: str) -> bool:
+    return cell.isdecimal() and len(cell) <= _DIGITS
 
 
 def _spans(

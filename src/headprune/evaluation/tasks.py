@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from headprune import devices
 from headprune.config import EvaluateConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
@@ -81,6 +82,8 @@ def task_scores(net: PreTrainedModel, tokenizer: Any, config: EvaluateConfig) ->
             bootstrap_iters=config.resamples,
         )
     except Exception as error:  # a task may fetch anything, and run code of its own
+        if isinstance(error, MemoryError) or devices.out_of_memory(error):
+            raise
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise HeadpruneError(
             f"--tasks {','.join(config.tasks)}: lm-eval could not run them: {first}"

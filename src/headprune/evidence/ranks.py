@@ -141,7 +141,16 @@ class _Moments:
         return hook
 
     def ranks(self) -> ModuleRanks:
-        """What was found."""
+        """What was found.
+
+        Raises:
+            FamilyError: If the module never ran.
+        """
+        if not all(self._tokens.values()):
+            raise FamilyError(
+                f"'{self.attention.path}' did not run on the text, so that --ranks cannot tell how "
+                "wide its heads are. Leave it out."
+            )
         output = read_output(self.attention)[0].double().cpu()
         written = torch.einsum("hod,hoe->hde", output, output)
         values, keys, queries = self._varying("v"), self._varying("k"), self._moment("q")

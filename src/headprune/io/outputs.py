@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -144,7 +144,7 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
     """Has a function claim its ``output`` while it runs, by its ``overwrite`` if it has that.
 
     Args:
-        *inputs: The parameters that name what it reads.
+        *inputs: The parameters that name what it reads; "a.b" is the attribute b of a.
         kind: What it writes, if that is a file; then it may be None, for none.
     """
 
@@ -157,7 +157,7 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
             bound.apply_defaults()
             given = bound.arguments
             output, overwrite = given["output"], given.get("overwrite", False)
-            places = [place_of(given[name]) for name in inputs]
+            places = [place_of(_reached(given, name)) for name in inputs]
             claim: AbstractContextManager[None] = nullcontext()
             if kind is None:
                 claim = claimed(output, overwrite, places)
@@ -169,6 +169,11 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
         return cast(F, claimer)
 
     return claiming
+
+
+def _reached(given: Mapping[str, Any], name: str) -> Any:
+    parameter, *attributes = name.split(".")
+    return reduce(lambda value, one: getattr(value, one, None), attributes, given[parameter])
 
 
 def place_of(value: Any) -> Input:

@@ -59,6 +59,7 @@ class Once(NamedTuple):
     decode: float
     peak_memory: int
     cache_bytes_per_token: float | None = None
+    device: str = "cpu"  # where engines stay
 
 
 def measure(
@@ -100,10 +101,10 @@ def measure(
             prompt_tokens=ids.shape[1],
             decoded_tokens=decoded,
             peak_memory_bytes=last[index].peak_memory,
-            device=_device(model),
+            device=last[index].device,
             kv_cache_bytes_per_token=last[index].cache_bytes_per_token,
         )
-        for index, model in enumerate(models)
+        for index in range(len(models))
     ]
 
 
@@ -147,12 +148,6 @@ def _prompt(
     return torch.randint(0, vocabulary, shape, generator=generator), decoded
 
 
-def _device(model: PreTrainedModel) -> str:
-    """Where a model is timed; an engine stays where it is."""
-    with alone_on_device(model):
-        return str(input_device(model))
-
-
 def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> Once:
     """Times a prompt and ``decoded`` greedy tokens after it; an engine that can does so itself."""
     own = getattr(model, "headprune_times", None)
@@ -160,7 +155,8 @@ def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> Once:
         return Once(*own(ids, decoded))
     with alone_on_device(model):
         device = input_device(model)
-        return Once(*_times(model, ids.to(device), decoded), _peak_memory(device))
+        times = _times(model, ids.to(device), decoded)
+        return Once(*times, _peak_memory(device), device=str(device))
 
 
 @torch.no_grad()

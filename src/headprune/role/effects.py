@@ -37,6 +37,7 @@ def effects(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     batches: Sequence[Batch],
+    means: Sequence[Tensor],
     config: RolesConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[tuple[int, int], HeadEffect]:
@@ -46,13 +47,14 @@ def effects(
         net: The model.
         attentions: The attention modules whose heads are taken out.
         batches: Sequences with what their loss is of.
+        means: Of ``head_means``.
         config: Level and resamples of the intervals.
         progress: Called with heads done and in all.
 
     Returns:
         By module and place of the head in it.
     """
-    task, means = task_of(net), head_means(net, attentions, batches)
+    task = task_of(net)
     heads = [(i, head) for i, a in enumerate(attentions) for head in range(a.query_heads)]
     layers = {net.get_submodule(layer_of(a.path)): None for a in attention_of(net)}
     rises: dict[tuple[int, int], list[Tensor]] = {key: [] for key in heads}
@@ -71,6 +73,7 @@ def effects(
     return {key: _effect(torch.cat(found), config) for key, found in rises.items()}
 
 
+@torch.no_grad()
 def head_means(
     net: PreTrainedModel, attentions: Sequence[Attention], batches: Sequence[Batch]
 ) -> list[Tensor]:

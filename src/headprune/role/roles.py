@@ -24,7 +24,7 @@ from headprune.role import ROLES, Role
 from headprune.role.against import changes
 from headprune.role.collection import watch
 from headprune.role.contribution import Contributions, with_contributions
-from headprune.role.effects import effects, with_effects
+from headprune.role.effects import effects, head_means, with_effects
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
 from headprune.role.parsed import baselines, parsed_input
@@ -43,7 +43,7 @@ from headprune.schemas.roles import (
 from headprune.schemas.runs import digest_of_data
 
 
-@claims_output("model", "data", "against")
+@claims_output("model", "data", "against", "config.trees")
 def roles(
     model: str,
     output: Path,
@@ -183,9 +183,11 @@ def roles_of(
     sets = {}
     if batches:
         watcher.stage("taking out every head")
-        modules = with_effects(modules, effects(net, attentions, batches, config, watcher.step))
+        means = head_means(net, attentions, batches)
+        of_heads = effects(net, attentions, batches, means, config, watcher.step)
+        modules = with_effects(modules, of_heads)
         watcher.stage("taking out the heads of every role")
-        sets = set_effects(net, attentions, modules, batches, config, watcher.step)
+        sets = set_effects(net, attentions, modules, batches, means, config, watcher.step)
     sequences = sum(len(batch["input_ids"]) for batch in text.batches)
     return RolesFound(modules, tokens, sequences, sets)
 

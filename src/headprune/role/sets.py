@@ -21,7 +21,7 @@ from headprune.evidence.losses import example_losses
 from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import Batch
 from headprune.model.loading import task_of
-from headprune.role.effects import head_means, recorded, replayed, rise, set_to
+from headprune.role.effects import recorded, replayed, rise, set_to
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.roles import ModuleRoles, SetEffect
 
@@ -37,6 +37,7 @@ def set_effects(
     attentions: Sequence[Attention],
     modules: Sequence[ModuleRoles],
     batches: Sequence[Batch],
+    means: Sequence[Tensor],
     config: RolesConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, SetEffect]:
@@ -47,13 +48,14 @@ def set_effects(
         attentions: The attention modules.
         modules: Their heads with their roles.
         batches: Sequences with what their loss is of.
+        means: Of ``head_means``.
         config: Level and resamples of the intervals.
         progress: Called with passes done and in all.
     """
     sets = _by_role(modules)
     drawn = {name: _drawn(attentions, heads, config.seed) for name, heads in sets.items()}
     all_of = [(name, heads) for name in sets for heads in (sets[name], *drawn[name])]
-    means, task = head_means(net, attentions, batches), task_of(net)
+    task = task_of(net)
     layers = {net.get_submodule(layer_of(a.path)): None for a in attention_of(net)}
     rises: list[list[Tensor]] = [[] for _ in all_of]
     for number, batch in enumerate(batches):
