@@ -55,6 +55,18 @@ def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> 
     assert Path(data.source).read_text().count("short text") == trained[2].size // 11
 
 
+def test_where_all_reach_far_samples_come_from_all_over_them(tmp_path: Path) -> None:
+    for name in ("first", "second", "third"):
+        lines = (f"{name} text, line {i:05d}\n" for i in range(20_000))
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    trained, _ = texts.read({f.stem: DataConfig(source=str(f)) for f in tmp_path.iterdir()})
+    few, many = (texts.mixed(trained, tokens) for tokens in (100, 4_000))
+    assert all(0 < part.size < 20_000 for part in few)
+    for part, whole in zip(many, trained, strict=True):
+        assert abs(part.size - 16 * 4_000 * texts.CHARACTERS // 3) < 20_000
+        assert whole.rows.index(part.rows[-1]) > 0.8 * len(whole.rows)
+
+
 def test_sentences_are_rows() -> None:
     text = texts.Text("t", ((("A first sentence of it. And a\nsecond one. No.",), None),), True)
     assert [row[0] for row, _ in text.sentences().rows] == ["A first sentence of it."]

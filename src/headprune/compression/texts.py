@@ -1,7 +1,8 @@
 """The text of a compression: apart by position into what is learnt from and what is judged on.
 
 Every text gives its last eighth to be judged on. The texts are mixed in equal parts, as far as
-each reaches.
+each reaches, and where all reach far, much more of them than is learnt from: samples are drawn from
+all over the mixture.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headprune.errors import DataError
 
 HELD_OUT = 8  # the last part of so many equal ones
 CHARACTERS = 6  # of a token, at most in the mean of a text: more text than needed does no harm
+_SPREAD = 16  # times as much text as is learnt from, at most
 _BLOCK = 8_192  # characters of a plain text that stay together
 _PIECES = 128  # of a file, of 256 KiB each: no more of it is read
 _MIXED = Path(__file__).parents[1] / "data" / "mixed"
@@ -94,12 +96,14 @@ def read(sources: Mapping[str, DataConfig]) -> tuple[tuple[Text, ...], tuple[Tex
 
 
 def mixed(texts: Sequence[Text], tokens: int) -> tuple[Text, ...]:
-    """Equal parts of texts, enough for so many tokens; what one lacks the others make up for."""
-    left, parts = tokens * CHARACTERS, dict[int, Text]()
+    """Equal parts of texts, to draw so many tokens from; what one lacks the others make up for."""
     by_size = sorted(range(len(texts)), key=lambda at: texts[at].size)
+    needed, equal = tokens * CHARACTERS, len(texts) * texts[by_size[0]].size
+    left, parts = max(needed, min(equal, _SPREAD * needed)), dict[int, Text]()
     for done, at in enumerate(by_size):
-        parts[at] = texts[at].spread(left // (len(texts) - done))
-        left = max(0, left - parts[at].size)
+        share = left // (len(texts) - done)
+        parts[at] = texts[at].spread(share)
+        left -= min(share, parts[at].size)
     return tuple(parts[at] for at in range(len(texts)))
 
 

@@ -48,7 +48,7 @@ def contenders(console: Console, choice: ModelChoice) -> None:
     copies = choice.original.copying_nll is not None
     columns = ["", choice.measure]
     columns += ["copying NLL"] * copies + ["parameters"]
-    columns += ["KV bytes"] * generates + ["heads", "KV heads"]
+    columns += ["KV bytes"] * generates + ["query/KV heads"]
     grid = narrow(table(*columns))
 
     def add(one: Contender, mark: str) -> None:
@@ -56,7 +56,7 @@ def contenders(console: Console, choice: ModelChoice) -> None:
         cells += ["-" if one.copying_nll is None else f"{one.copying_nll:.3f}"] * copies
         cells.append(f"{one.parameters:,}")
         cells += [f"{one.kv_cache_bytes_per_token:,}"] * generates
-        grid.add_row(*cells, f"{one.query_heads:,}", f"{one.kv_heads:,}")
+        grid.add_row(*cells, f"{one.query_heads:,}/{one.kv_heads:,}")
 
     add(choice.original, "  ")
     for one in choice.contenders:
