@@ -31,8 +31,9 @@ PLAN = f"""\
  4. check the compressed model against limits
  5. write one page on both: {RESULTS / "report.html"}
  6. export the compressed model to ONNX, and write a sentence with ONNX Runtime
-Both are learnt from speeches, code, documentation, a play and reference works; what they cost is
-measured on other speeches and on a novel, which neither has seen.
+The first learns from speeches, code, documentation, a play and reference works,
+the second from speeches; what they cost is measured on other speeches and on a
+novel, which neither has seen.
 """
 OTHERS = ("code", "documentation", "play", "reference")
 SHOWN = {

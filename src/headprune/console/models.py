@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 from headprune.console.ranks import ranks
 from headprune.console.tables import folded, module_table, narrow, table
 from headprune.evaluation.metrics import label, spec_of
+
+_WIDE = 110  # characters of a terminal with room for names of models side by side
 
 
 def inspection(console: Console, report: Inspection) -> None:
@@ -112,10 +116,17 @@ def _family_cells(rows: list[Capability]) -> tuple[list[tuple[str, ...]], list[s
 def evaluation(console: Console, report: Report) -> None:
     """Quality, size and speed, beside the base where there is one."""
     models = [report.model, *([report.against] if report.against else [])]
-    names = (f"{m.name} ({m.engine})" if m.engine else m.name for m in models)
-    grid = table("", *map(escape, names))
+    compared = {label(one.name): (one.change, one.bounds) for one in report.differences}
+    sure = {f"{one.interval.confidence:.0%} interval" for one in report.differences}
+    grid = table("", *map(escape, _headings(models)), *["change", *sure] * bool(compared))
+    for number, column in enumerate(grid.columns[1:], 1):
+        if number > len(models):
+            column.no_wrap = True
+        elif console.width < _WIDE:
+            grid.padding, column.max_width = (0, 1), 14
     for row in zip(*(_numbers(m) for m in models), strict=True):
-        grid.add_row(row[0][0], *(value for _, value in row))
+        name = row[0][0]
+        grid.add_row(escape(name), *(value for _, value in row), *compared.get(name, ()))
     console.print(grid)
     columns, rows = report.needle()
     beside = " (of the base in brackets)" if report.against is not None else ""
@@ -128,17 +139,20 @@ def evaluation(console: Console, report: Report) -> None:
     for m in report.model.metrics:
         if spec_of(m.name).of_two:
             console.print(f"{escape(label(m.name))} with the base: {m.value:.4f}")
-    for d in report.differences:
-        i = d.interval
-        console.print(
-            f"{escape(label(d.name))}, {d.kind}: [bold]{i.estimate:.4f}[/], "
-            f"{i.confidence:.0%} interval {i.low:.4f} to {i.high:.4f} (n = {i.n}, paired)"
-        )
+
+
+def _headings(models: Sequence[ModelReport]) -> list[str]:
+    """Names of models, without their folders where the names still differ."""
+    short = [Path(model.name).name for model in models]
+    if not all(short) or len({*short}) < len(short):
+        short = [model.name for model in models]
+    pairs = zip(short, models, strict=True)
+    return [f"{name} ({model.engine})" if model.engine else name for name, model in pairs]
 
 
 def _numbers(model: ModelReport) -> list[tuple[str, str]]:
     rows = [
-        (escape(label(m.name)), f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr else ""))
+        (label(m.name), f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr else ""))
         for m in model.metrics
         if not spec_of(m.name).of_two
     ]

@@ -164,12 +164,20 @@ class Difference(_ReportPart):
     interval: Interval
     higher_is_better: bool
 
+    @property
+    def change(self) -> str:
+        """``1.082 x``, or ``-0.175`` of a difference."""
+        value = self.interval.estimate
+        return f"{value:.3f} x" if self.kind == "ratio" else f"{value:+.3f}"
+
+    @property
+    def bounds(self) -> str:
+        """``1.071 to 1.093``."""
+        return f"{self.interval.low:.3f} to {self.interval.high:.3f}"
+
     def in_words(self) -> str:
         """``1.082 x (95 %: 1.071 to 1.093)``, or ``-0.175 (...)`` of a difference."""
-        i, sign = self.interval, "" if self.kind == "ratio" else "+"
-        times = " x" if self.kind == "ratio" else ""
-        ends = f"{i.low:{sign}.3f} to {i.high:{sign}.3f}"
-        return f"{i.estimate:{sign}.3f}{times} ({100 * i.confidence:g} %: {ends})"
+        return f"{self.change} ({100 * self.interval.confidence:g} %: {self.bounds})"
 
 
 class Report(Identified):
