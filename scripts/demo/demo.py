@@ -141,7 +141,7 @@ def main() -> None:
     learnt |= {name: SHIPPED / f"{name}.txt.gz" for name in OTHERS}
     texts = [word for name, file in learnt.items() for word in ("--data", f"{name}={file}")]
 
-    size = ["--calibration-tokens", 4096, "--held-out-tokens", 3072, "--seq-len", 256]
+    size = ["--calibration-tokens", 8192, "--held-out-tokens", 3072, "--seq-len", 256]
     headprune("compress", model, "--keep", 0.75, *texts, *size, "--output", small, "--overwrite")
     pruned = evaluate(small, "--against", model)
 
