@@ -64,7 +64,7 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 def opened(model: Path, plan: Callable[[PreTrainedModel], Plan], **how: Any) -> Any:
     """A model, the cuts of a plan, and the types that it is stored in."""
-    net, _ = load(model, how.pop("dtype", Dtype.AUTO))
+    net, _ = load(model, how.pop("dtype", Dtype.AUTO), **how)
     return net, resolve(plan(net), net, ragged=True), result_dtypes(net, model, Dtype.AUTO)
 
 
