@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from bench_scale import cut as stream
 from bench_speed import forward_flops, gate_steps
 from headprune import devices
-from headprune.config import ConvertConfig, HealConfig
+from headprune.config import ConvertConfig, HealConfig, ScoreConfig
 from headprune.data.samples import CalibrationSample
 from headprune.distillation.trainer import HealedModel, trainable
 from headprune.evidence.score import gather, scores_of
@@ -319,7 +319,8 @@ class Statistics:
         """Scores all units."""
         attentions = attention_of(self.net)
         unit = default_unit(attentions)
-        evidence = gather(self.net, attentions, unit, [criterion], self.sample)
+        config = ScoreConfig(criterion=criterion, unit=unit)
+        evidence = gather(self.net, attentions, config, self.sample)
         found = self.found.setdefault(criterion, [])
         found.append(scores_of(criterion, evidence, attentions, unit))
         if len(found) < 2:

@@ -30,6 +30,7 @@ from headprune import from_pretrained
 from headprune.config import ConvertConfig, DataConfig, Grouping, HealConfig, HealTrain
 from headprune.data.sequences import tokenized_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.declaration import Context
 from headprune.distillation.heal import heal
 from headprune.evaluation.quality import embeddings
 from headprune.exporting.convert_gqa import convert_gqa
@@ -168,7 +169,9 @@ def main(
         with tempfile.TemporaryDirectory() as folder:
             out, healed = Path(folder) / "out", Path(folder) / "healed"
             clock = Clock()
-            result = convert_gqa(model, out, config, calibrate=text, on_stage=clock.on_stage)
+            result = convert_gqa(
+                model, out, config, calibrate=text, context=Context(stage=clock.on_stage)
+            )
             row = {
                 "kv_heads": result.pruned.manifest.kv_heads[1],
                 "parameters": result.pruned.manifest.parameters[1],
@@ -183,7 +186,7 @@ def main(
                     steps=heal_steps, train=train, learning_rate=learning_rate, bf16=bf16
                 )
                 words = DataConfig(source=calibrate)
-                heal(out, model, words, healed, healing, on_step=say_step)
+                heal(out, model, words, healed, healing, context=Context(step=say_step))
                 found = measured.measure(from_pretrained(healed))
                 add({**row, "heal": heal_steps, **found})
     table = Table()
@@ -195,10 +198,10 @@ def main(
     console.print(table)
 
 
-def say_step(record: Any) -> None:
+def say_step(step: int, steps: int, numbers: str = "") -> None:
     """One line every twenty steps."""
-    if record.step % 20 == 0:
-        console.print(f"  step {record.step}/{record.steps} divergence {record.loss:.4f}")
+    if numbers and step % 20 == 0:
+        console.print(f"  step {step}/{steps} {numbers}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from headprune import from_pretrained
 from headprune.config import (
+    CalibrationConfig,
     DataConfig,
     Dtype,
     LayoutOption,
@@ -34,6 +35,7 @@ from headprune.config import (
 )
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import Examples, read_examples
+from headprune.declaration import Context
 from headprune.evaluation.last_words import last_word_columns, rows_of
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
@@ -41,6 +43,7 @@ from headprune.evaluation.samples import Samples
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.loading import load_tokenizer
+from headprune.planning.from_evidence import CutRequest
 from headprune.tensors.units import Unit
 
 console = Console()
@@ -130,13 +133,17 @@ def main(
                 gates = Path(folder) / "gates"
                 text = DataConfig(source=train_data)
                 start = time.monotonic()
-                run = train_gates(model, text, gates, config, on_step=say_step)
+                run = train_gates(model, text, gates, config, context=Context(step=say_step))
                 seconds = time.monotonic() - start
                 layout = LayoutOption.RAGGED if run.ragged else LayoutOption.PER_LAYER
                 for fitted in (None, text) if refit else (None,):
                     out = Path(folder) / f"out-{fitted is not None}"
                     result = prune(
-                        model, out, gates=gates, layout=layout, dtype=Dtype.FLOAT32, refit=fitted
+                        model,
+                        out,
+                        CutRequest(gates=gates, layout=layout),
+                        refit=fitted,
+                        calibration=CalibrationConfig(dtype=Dtype.FLOAT32),
                     )
                     measured = protocol.measure(from_pretrained(out))
                     rows.append(
@@ -163,13 +170,10 @@ def main(
     console.print(table)
 
 
-def say_step(record: Any) -> None:
+def say_step(step: int, steps: int, numbers: str = "") -> None:
     """One line every twenty steps."""
-    if record.step % 20 == 0:
-        console.print(
-            f"  step {record.step}/{record.steps} loss {record.loss:.3f} "
-            f"heads {record.expected_heads:.1f}"
-        )
+    if step % 20 == 0:
+        console.print(f"  step {step}/{steps} {numbers}")
 
 
 if __name__ == "__main__":

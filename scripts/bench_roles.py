@@ -25,7 +25,7 @@ from rich.console import Console
 
 from headprune.config import DataConfig, Dtype, RolesConfig
 from headprune.data.sources import read_examples
-from headprune.evidence.score import Watch
+from headprune.declaration import Context
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.forward import eager_attention, run_model
@@ -46,7 +46,7 @@ def peak() -> int:
 
 def plain(model: str, data: DataConfig, config: RolesConfig) -> tuple[float, int]:
     """Seconds of a plain pass in eager attention, and bytes of one layer's attention."""
-    net, _ = load(model, Dtype.AUTO, trust_remote_code=False, assume_supported=False)
+    net, _ = load(model, Dtype.AUTO)
     given, _ = text_input(net, load_tokenizer(model), data, config)
     heads = max(attention.query_heads for attention in attention_of(net))
     with torch.no_grad(), eager_attention(net):
@@ -73,7 +73,7 @@ def timed(
         stages.append((name, time.process_time()))
 
     with TemporaryDirectory() as folder:
-        record = roles(model, Path(folder) / "roles", data, config, watcher=Watch(stage=stage))
+        record = roles(model, Path(folder) / "roles", data, config, context=Context(stage=stage))
     stage("end")
     ends = [at for _, at in stages[1:]]
     spent = {name: end - at for (name, at), end in zip(stages, ends, strict=False)}

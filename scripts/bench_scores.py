@@ -16,7 +16,7 @@ import copy
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from bench_quality import Protocol
 from headprune import from_pretrained
-from headprune.config import CalibrationConfig, DataConfig
+from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
 from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sequences import tokenized_rows
@@ -191,7 +191,7 @@ def main(
     for seed in range(seeds):
         examples = calibration_of(net, model, data, tokens, seq_len, seed)
         wanted = {*names, *(r.criterion for r in RIVALS.values() if rivals)} - {"taylor"}
-        evidence = gather(net, attentions, Unit.HEAD, sorted(wanted), examples, seed)
+        evidence = gather(net, attentions, scoring(wanted, seed), examples)
         scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}
         for name in names:
             current, values, gone = copy.deepcopy(net), scores[name], torch.zeros(sum(heads)).bool()
@@ -203,10 +203,8 @@ def main(
                     found = gather(
                         current,
                         attention_of(current),
-                        Unit.HEAD,
-                        [name],
+                        scoring([name], seed),
                         examples,
-                        seed,
                         _gates(~gone, heads),
                     )
                     values = scores_of(name, found, attention_of(current), Unit.HEAD)
@@ -252,6 +250,11 @@ def main(
     _print(rows, base)
 
 
+def scoring(criteria: Iterable[str], seed: int) -> ScoreConfig:
+    """How all heads are scored."""
+    return ScoreConfig(criterion=sorted(criteria), unit=Unit.HEAD, seed=seed)
+
+
 def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return [part.float() for part in kept.split(list(heads))]
 
@@ -275,7 +278,7 @@ def _cost(net: PreTrainedModel, examples: CalibrationSample, repeats: int) -> No
 
     def scoring() -> None:
         needs = needs_of(["gradient", "fisher", "fluctuation", "wanda"])
-        collect(net, task_of(net), attentions, batches, needs)
+        collect(net, attentions, batches, needs)
 
     def refitting() -> None:
         gates = [torch.ones(a.query_heads) for a in attentions]

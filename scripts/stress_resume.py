@@ -37,7 +37,14 @@ import torch
 from tests import tiny
 from transformers.utils import logging
 
-from headprune.config import ConvertConfig, DataConfig, HealConfig, Train, TrainGatesConfig
+from headprune.config import (
+    ConvertConfig,
+    DataConfig,
+    HealConfig,
+    Resuming,
+    Train,
+    TrainGatesConfig,
+)
 from headprune.distillation.heal import heal
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.gates.train_gates import train_gates
@@ -89,9 +96,11 @@ def training(
     if command == "heal":
         healing = HealConfig(learning_rate=5e-3, **shared)
         places = home / "smaller", home / "model"
-        return lambda: heal(*places, data, home / output, healing, resume=resume)
+        return lambda: heal(*places, data, home / output, healing, Resuming(resume=resume))
     config = TrainGatesConfig(target_heads=0.5, train=Train.ATTENTION, weight_lr=1e-3, **shared)
-    return lambda: train_gates(home / "model", data, home / output, config, resume=resume)
+    return lambda: train_gates(
+        home / "model", data, home / output, config, rerun=Resuming(resume=resume)
+    )
 
 
 def started(work: Callable[[], object], processes: int) -> list[int]:

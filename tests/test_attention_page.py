@@ -22,6 +22,7 @@ from headprune.errors import FamilyError
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.head_names import layer_names
+from headprune.planning.from_evidence import CutRequest
 from headprune.reports.attention import AttentionPicture
 from headprune.role.sentence import MOST_TOKENS, read_sentence
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for a, kept in zip(attention_of(model), keep, strict=True)
     }
     plan = Plan(unit=Unit.HEAD, attentions=parts)
-    return prune(home / "original", home / "cut", plan=plan).output
+    return prune(home / "original", home / "cut", CutRequest(plan=plan)).output
 
 
 @pytest.fixture(scope="module")

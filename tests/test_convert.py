@@ -23,7 +23,9 @@ from headprune.config import (
     HealConfig,
     HealTrain,
     LayoutOption,
+    Resuming,
 )
+from headprune.declaration import Context
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
 from headprune.exporting.convert_gqa import Converted, convert_gqa
@@ -32,6 +34,7 @@ from headprune.family import FAMILIES
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.proof.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
@@ -302,7 +305,7 @@ def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> 
             size = a.query_heads // a.kv_heads
             kept = tuple(sorted(a.query_ids[: a.query_heads - max(size, 2)]))
             parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=kept)
-        prune(source, output, plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+        prune(source, output, CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts)))
 
     text = ConvertConfig(kv_heads=2, merge="mean")
     if first == "prune":
@@ -325,13 +328,13 @@ def test_a_plan_that_merges_is_refused_where_heads_are_cut(folder: Path) -> None
     file = folder / "out" / "plan.json"
     assert read_plan(file, {}).merge == "norm-mean"
     with pytest.raises(PlanError, match=r"merges KV heads \(by norm-mean\).*--kv-heads 2,2,2,2"):
-        prune(model, folder / "cut", plan=file)
+        prune(model, folder / "cut", CutRequest(plan=file))
     assert not (folder / "cut").exists()
     content = json.loads(file.read_text())
     for part in content["attentions"].values():
         del part["groups"]
     file.write_text(json.dumps({**content, "merge": None}))
-    assert prune(model, folder / "cut", plan=file).plan.merged == []
+    assert prune(model, folder / "cut", CutRequest(plan=file)).plan.merged == []
 
 
 AGAIN = tiny.present("llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox")
@@ -364,7 +367,7 @@ def test_cut_models_with_uneven_and_empty_layers_convert(
         groups = a.kv_heads - (a.kv_heads // 3) * (layer % 2)
         keep = tuple(range(groups * (a.query_heads // a.kv_heads))) if layer != 1 else ()
         parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep)
-    prune(model, folder / "cut", plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+    prune(model, folder / "cut", CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts)))
     text = DataConfig(source=str(folder / "text.txt"))
     config = ConvertConfig(kv_heads=1, merge=merge, seq_len=32, calibration_tokens=TEXT_TOKENS)
     convert_gqa(folder / "cut", folder / "out", config, text)
@@ -437,11 +440,10 @@ def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
 
 def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
     settings = {"steps": 12, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, **options}
-    others = {k: settings.pop(k) for k in ("resume", "on_step") if k in settings}
-    text = DataConfig(source=str(folder / "text.txt"))
-    return heal(
-        folder / "out", folder / "model", text, folder / output, HealConfig(**settings), **others
-    )
+    rerun = Resuming(resume=settings.pop("resume", False))
+    context = Context(**({"step": settings.pop("step")} if "step" in settings else {}))
+    text, places = DataConfig(source=str(folder / "text.txt")), (folder / "out", folder / "model")
+    return heal(*places, text, folder / output, HealConfig(**settings), rerun, context)
 
 
 @pytest.mark.parametrize(
@@ -455,9 +457,9 @@ def test_healing_computes_in_bfloat16_where_the_device_has_it(
     losses = []
     for has, wants in ((False, False), (hardware, asked)):
         monkeypatch.setattr(devices, "computes_bfloat16", lambda has=has: has)
-        steps: list[Any] = []
-        healing(folder, f"healed-{len(losses)}", steps=2, bf16=wants, on_step=steps.append)
-        losses.append([step.loss for step in steps])
+        healing(folder, f"healed-{len(losses)}", steps=2, bf16=wants)
+        history = (folder / f"healed-{len(losses)}" / "heal.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in history])
     assert (losses[0] != losses[1]) is rounded
 
 
@@ -465,7 +467,7 @@ def test_unequal_groups_are_healed(folder: Path) -> None:
     model = tiny.model("llama-gqa")
     tiny.save(model, folder / "model")
     plan = ragged_plan(model)
-    prune(folder / "model", folder / "out", plan=plan, layout=LayoutOption.RAGGED)
+    prune(folder / "model", folder / "out", CutRequest(plan=plan, layout=LayoutOption.RAGGED))
     healing(folder, steps=2)
     cut, healed = (
         {a.path: a.group_sizes for a in attention_of(headprune.from_pretrained(folder / name))}
@@ -513,7 +515,7 @@ def test_healing_keeps_the_dtype(folder: Path) -> None:
 def test_an_interrupted_healing_is_not_thrown_away(folder: Path) -> None:
     convert(folder, "llama-mha", 2, merge="mean")
     with pytest.raises(ZeroDivisionError):
-        healing(folder, on_step=lambda record: 1 / 0)
+        healing(folder, step=lambda *_: 1 / 0)
     with pytest.raises(CheckpointError, match="interrupted run"):
         healing(folder)
 
@@ -535,12 +537,12 @@ def test_a_killed_healing_resumes_to_the_same_result(folder: Path) -> None:
     class Killed(Exception):
         pass
 
-    def kill(record: Any) -> None:
-        if record.step == 8:
+    def kill(step: int, *_: object) -> None:
+        if step == 8:
             raise Killed
 
     with pytest.raises(Killed):
-        healing(folder, save_every=3, on_step=kill)
+        healing(folder, save_every=3, step=kill)
     assert not (folder / "healed").exists()
     with pytest.raises(CheckpointError, match="other settings"):
         healing(folder, save_every=3, seed=1, resume=True)

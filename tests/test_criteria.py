@@ -20,7 +20,9 @@ from headprune.config import (
     BudgetConfig,
     CalibrationConfig,
     DataConfig,
-    EvaluateConfig,
+    PlanConfig,
+    ScoreConfig,
+    SweepConfig,
     TrainGatesConfig,
 )
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
@@ -39,6 +41,7 @@ from headprune.model.heads import read_heads, read_output, write_heads, write_ou
 from headprune.model.loading import task_of
 from headprune.planning.allocation import BudgetLimit, allocate, kv_of_query
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan
@@ -71,7 +74,7 @@ def batches(model: PreTrainedModel, count: int = 8, size: int = 4, seed: int = 0
 def scored(model: PreTrainedModel, names: list[str], rows: list[Any]) -> dict[str, Tensor]:
     """Scores of single heads, in memory."""
     attentions = attention_of(model)
-    evidence = collect(model, task_of(model), attentions, rows, needs_of(names))
+    evidence = collect(model, attentions, rows, needs_of(names))
     return {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in names}
 
 
@@ -93,7 +96,12 @@ def test_useless_heads_come_last(case: str, tmp_path: Path, text: DataConfig) ->
         pairs = "\n".join(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))
         (tmp_path / "pairs.tsv").write_text(f"de\ten\n{pairs}\n")
         data = DataConfig(source=str(tmp_path / "pairs.tsv"), text_column="de,en")
-    found = score(tmp_path / "model", tmp_path / "s", SEE_ZEROS, data, SMALL, Unit.HEAD)
+    found = score(
+        tmp_path / "model",
+        tmp_path / "s",
+        SMALL.part(ScoreConfig, criterion=SEE_ZEROS, unit=Unit.HEAD),
+        data,
+    )
     for name, values in found.scores.items():
         parts = values.split(list(found.metadata.units))
         for module, part in zip(found.metadata.modules, parts, strict=True):
@@ -115,7 +123,12 @@ def test_of_a_duplicated_pair_one_may_go_and_not_both(text: DataConfig, tmp_path
             tensor[1] = tensor[4]
     write_heads(attention, heads)
     tiny.save(model, tmp_path / "model")
-    found = score(tmp_path / "model", tmp_path / "s", ["reconstruction"], text, SMALL, Unit.HEAD)
+    found = score(
+        tmp_path / "model",
+        tmp_path / "s",
+        SMALL.part(ScoreConfig, criterion=["reconstruction"], unit=Unit.HEAD),
+        text,
+    )
     first = found.scores["reconstruction"][: attention.query_heads]
     order = first.argsort().tolist()
     assert order[0] in (1, 4)
@@ -135,9 +148,8 @@ def test_scores_do_not_depend_on_the_batch_size(
         score(
             tmp_path / "model",
             tmp_path / f"s{size}",
-            names,
+            SMALL.model_copy(update={"batch_size": size}).part(ScoreConfig, criterion=names),
             text,
-            SMALL.model_copy(update={"batch_size": size}),
         )
         for size in (1, 5)
     )
@@ -146,9 +158,8 @@ def test_scores_do_not_depend_on_the_batch_size(
     other = score(
         tmp_path / "model",
         tmp_path / "s",
-        names,
+        SMALL.model_copy(update={"calibration_tokens": 128}).part(ScoreConfig, criterion=names),
         text,
-        SMALL.model_copy(update={"calibration_tokens": 128}),
     )
     assert not torch.allclose(other.scores["fisher"], one.scores["fisher"], rtol=1e-6)
 
@@ -171,8 +182,8 @@ def test_padding_counts_for_nothing(case: str) -> None:
 def test_scores_of_shards_add_up() -> None:
     model = tiny.model("gpt2", torch.float64)
     attentions, needs = attention_of(model), needs_of(["fisher", "wanda"])
-    whole = collect(model, "causal-lm", attentions, batches(model), needs)
-    parts = [collect(model, "causal-lm", attentions, [b], needs) for b in batches(model)]
+    whole = collect(model, attentions, batches(model), needs)
+    parts = [collect(model, attentions, [b], needs) for b in batches(model)]
     for position, evidence in enumerate(whole):
         shards = [part[position] for part in parts]
         assert shards[0].activations is not None and evidence.activations is not None
@@ -193,7 +204,7 @@ def test_scores_of_shards_add_up() -> None:
 def test_gradients_are_finite_differences(case: str) -> None:
     model = tiny.model(case, torch.float64)
     rows, attentions, task = batches(model, 3, 3), attention_of(model), task_of(model)
-    found = collect(model, task, attentions, rows, needs_of(["gradient"]))
+    found = collect(model, attentions, rows, needs_of(["gradient"]))
     step = 3e-3  # the norms of some models compute in float32, whose noise a smaller one shows
     for position, head in ((0, 0), (1, 2)):
         losses = []
@@ -260,10 +271,12 @@ def test_parameter_prices_are_what_a_cut_leaves(case: str, tmp_path: Path) -> No
 
 def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    score(folder, tmp_path / "s", ["fisher"], text, SMALL, Unit.HEAD)
+    score(
+        folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=["fisher"], unit=Unit.HEAD), text
+    )
 
     def made(**budget: Any) -> Plan:
-        return plan(folder, tmp_path / "s", BudgetConfig(**budget)).plan
+        return plan(folder, tmp_path / "s", PlanConfig(**budget)).plan
 
     model = tiny.model("llama-gqa")
     heads = sum(a.query_heads for a in attention_of(model))
@@ -296,10 +309,10 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
 
 def test_equal_shares_are_exact_or_refused(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    score(folder, tmp_path / "s", ["magnitude"])
+    score(folder, tmp_path / "s", ScoreConfig(criterion=["magnitude"]))
 
     def kept(**budget: Any) -> list[int]:
-        made = plan(folder, tmp_path / "s", BudgetConfig(per_layer=True, **budget)).plan
+        made = plan(folder, tmp_path / "s", PlanConfig(per_layer=True, **budget)).plan
         return [len(a.keep) for a in made.attentions.values()]
 
     assert sorted(kept(keep=10)) == [2, 2, 3, 3]
@@ -324,34 +337,43 @@ def test_one_large_score_does_not_blur_the_others(largest: float) -> None:
 
 def test_prune_by_scores_is_plan_and_prune(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    score(folder, tmp_path / "s", ["compensated"], text, SMALL)
-    made = plan(folder, tmp_path / "s", BudgetConfig(keep=0.6)).plan
-    done = prune(folder, tmp_path / "out", scores=tmp_path / "s", keep=0.6)
+    score(folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=["compensated"]), text)
+    made = plan(folder, tmp_path / "s", PlanConfig(keep=0.6)).plan
+    done = prune(folder, tmp_path / "out", CutRequest(scores=tmp_path / "s", keep=0.6))
     assert done.plan == made
 
 
 def test_rounds_score_the_model_that_is_left(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    score(folder, tmp_path / "s", ["reconstruction", "magnitude"], text, SMALL)
+    score(
+        folder,
+        tmp_path / "s",
+        SMALL.part(ScoreConfig, criterion=["reconstruction", "magnitude"]),
+        text,
+    )
     budget = BudgetConfig(keep=0.5)
     one, three = (
-        plan(folder, tmp_path / "s", budget, criterion="reconstruction", rounds=rounds).plan
+        plan(
+            folder,
+            tmp_path / "s",
+            budget.part(PlanConfig, criterion="reconstruction", rounds=rounds),
+        ).plan
         for rounds in (1, 3)
     )
     assert one.kept_heads == three.kept_heads == one.query_heads // 2
     assert one.attentions != three.attentions
-    score(folder, tmp_path / "m", ["magnitude"])
+    score(folder, tmp_path / "m", ScoreConfig(criterion=["magnitude"]))
     with pytest.raises(PlanError, match="does not look at the model again"):
-        plan(folder, tmp_path / "m", budget, rounds=2)
+        plan(folder, tmp_path / "m", budget.part(PlanConfig, rounds=2))
 
 
 def test_trained_gates_through_the_same_door(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     config = TrainGatesConfig(target_heads=0.5, steps=4, batch_size=2, seq_len=16)
     train_gates(folder, text, tmp_path / "gates", config)
-    score(folder, tmp_path / "s", ["gates"], gates=tmp_path / "gates")
-    by_scores = plan(folder, tmp_path / "s", BudgetConfig(keep=0.5)).plan
-    by_gates = prune(folder, tmp_path / "out", gates=tmp_path / "gates").plan
+    score(folder, tmp_path / "s", ScoreConfig(criterion=["gates"]), gates=tmp_path / "gates")
+    by_scores = plan(folder, tmp_path / "s", PlanConfig(keep=0.5)).plan
+    by_gates = prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "gates")).plan
     kept = [{n: a.keep for n, a in p.attentions.items()} for p in (by_scores, by_gates)]
     assert kept[0] == kept[1]
 
@@ -359,7 +381,7 @@ def test_trained_gates_through_the_same_door(tmp_path: Path, text: DataConfig) -
 def test_random_scores_follow_the_seed(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     found = [
-        score(folder, tmp_path / str(n), ["random"], config=CalibrationConfig(seed=seed))
+        score(folder, tmp_path / str(n), ScoreConfig(criterion=["random"], seed=seed))
         for n, seed in enumerate((0, 0, 1))
     ]
     assert torch.equal(found[0].scores["random"], found[1].scores["random"])
@@ -481,7 +503,7 @@ def test_the_commands(
 
 def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    score(folder, tmp_path / "s", ["fisher", "wanda"], text, SMALL)
+    score(folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=["fisher", "wanda"]), text)
     scores = tmp_path / "s"
 
     def refused(error: type[HeadpruneError], match: str, action: Any) -> None:
@@ -489,35 +511,57 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
             action()
 
     out = tmp_path / "out"
-    refused(PlanError, "Did you mean 'fisher'", lambda: score(folder, out, ["fischer"], text))
-    refused(DataError, "give --data", lambda: score(folder, out, ["fisher"]))
-    refused(PlanError, "go together", lambda: score(folder, out, ["gates"]))
-    refused(CheckpointError, "already exists", lambda: score(folder, scores, ["fisher"], text))
-    half = BudgetConfig(keep=0.5)
+    refused(
+        PlanError,
+        "Did you mean 'fisher'",
+        lambda: score(folder, out, ScoreConfig(criterion=["fischer"]), text),
+    )
+    refused(DataError, "give --data", lambda: score(folder, out, ScoreConfig(criterion=["fisher"])))
+    refused(PlanError, "go together", lambda: score(folder, out, ScoreConfig(criterion=["gates"])))
+    refused(
+        CheckpointError,
+        "already exists",
+        lambda: score(folder, scores, ScoreConfig(criterion=["fisher"]), text),
+    )
+    half = PlanConfig(keep=0.5)
     refused(PlanError, "say which one", lambda: plan(folder, scores, half))
     refused(
-        PlanError, "They hold fisher, wanda", lambda: plan(folder, scores, half, None, "random")
+        PlanError,
+        "They hold fisher, wanda",
+        lambda: plan(folder, scores, half.part(PlanConfig, criterion="random"), None),
     )
     floor = BudgetConfig(keep=3, min_per_layer=1)
     refused(
         PlanError,
         "3 query heads in all; 1 in each of 4",
-        lambda: plan(folder, scores, floor, None, "fisher"),
+        lambda: plan(folder, scores, floor.part(PlanConfig, criterion="fisher"), None),
     )
     other = tiny.save(tiny.model("gpt_neox"), tmp_path / "other")
-    refused(PlanError, "not of 'other'", lambda: plan(other, scores, half, None, "fisher"))
-    refused(PlanError, "--scores needs --keep", lambda: prune(folder, out, scores=scores))
+    refused(
+        PlanError,
+        "not of 'other'",
+        lambda: plan(other, scores, half.part(PlanConfig, criterion="fisher"), None),
+    )
+    refused(
+        PlanError, "--scores needs --keep", lambda: prune(folder, out, CutRequest(scores=scores))
+    )
     classifier = tiny.save(tiny.model("bert-classifier"), tmp_path / "classifier")
-    refused(DataError, "label", lambda: score(classifier, out, ["fisher"], text, SMALL))
+    refused(
+        DataError,
+        "label",
+        lambda: score(classifier, out, SMALL.part(ScoreConfig, criterion=["fisher"]), text),
+    )
     encoder = tiny.save(tiny.model("bert-base"), tmp_path / "encoder")
-    kv = BudgetConfig(max_kv_bytes=10)
-    score(encoder, tmp_path / "e", ["magnitude"])
+    kv = PlanConfig(max_kv_bytes=10)
+    score(encoder, tmp_path / "e", ScoreConfig(criterion=["magnitude"]))
     refused(PlanError, "generates nothing", lambda: plan(encoder, tmp_path / "e", kv))
     tensors = load_file(scores / "scores.safetensors")
     tensors["fisher"][3] = float("nan")
     save_file(tensors, scores / "scores.safetensors")
     damaged = "fisher score of unit 3"
-    refused(CheckpointError, damaged, lambda: prune(folder, out, scores=scores, keep=0.5))
+    refused(
+        CheckpointError, damaged, lambda: prune(folder, out, CutRequest(scores=scores, keep=0.5))
+    )
     tensors["fisher"] = tensors["wanda"][:5].clone()
     save_file(tensors, scores / "scores.safetensors")
     refused(CheckpointError, "5 scores for 24 units", lambda: plan(folder, scores, half))
@@ -539,7 +583,7 @@ def test_nan_is_named_with_its_layer(
     save_file(tensors, file, metadata={"format": "pt"})
     for criterion in ("wanda", "gradient"):
         with pytest.raises(DataError, match=r"in 'transformer\.h\.2\.attn' in batch 0"):
-            score(folder, tmp_path / "s", [criterion], text, SMALL)
+            score(folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=[criterion]), text)
     assert not (tmp_path / "s").exists()
 
 
@@ -551,10 +595,11 @@ def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataCon
     refusals = {"fisherr": "Did you mean 'fisher'", "gates": "no trained gates"}
     for criterion, match in refusals.items():
         with pytest.raises(PlanError, match=match):
-            sweep(folder, text, mine, [0.5], [criterion], overwrite=True)
+            sweep(folder, text, mine, SweepConfig(criterion=criterion), overwrite=True)
     for overwrite, match in ((False, "already exists"), (True, r"'precious\.txt' in")):
+        asked = SMALL.part(SweepConfig, criterion="fisher")
         with pytest.raises(CheckpointError, match=match):
-            sweep(folder, text, mine, [0.5], ["fisher"], config=SMALL, overwrite=overwrite)
+            sweep(folder, text, mine, asked, overwrite=overwrite)
     assert (mine / "precious.txt").read_text() == "1"
 
 
@@ -573,11 +618,8 @@ def test_a_sweep_measures_against_the_whole_model_where_nothing_else_tells(
 
     monkeypatch.setattr("headprune.evaluation.sweep.evaluate", watched)
     data = DataConfig(source=str(tmp_path / "text.jsonl"))
-    evaluation = EvaluateConfig(seq_len=16, speed=False)
-    done = sweep(
-        folder, data, tmp_path / "out", [0.5], ["magnitude"],
-        refit=False, config=SMALL, evaluation=evaluation,
-    )  # fmt: skip
+    config = SMALL.part(SweepConfig, keep=[0.5], criterion="magnitude", refit=False)
+    done = sweep(folder, data, tmp_path / "out", config)
     assert bases == ([folder, folder] if case == "bert-base" else [None, None])
     assert done.metric == ("similarity_correlation" if case == "bert-base" else "perplexity")
     assert done.base.query_heads == 2 * done.points[0].query_heads
@@ -586,10 +628,10 @@ def test_a_sweep_measures_against_the_whole_model_where_nothing_else_tells(
 def test_modules_that_run_twice_or_never(tmp_path: Path, text: DataConfig) -> None:
     albert = tiny.save(tiny.model("albert"), tmp_path / "albert")
     with pytest.raises(PlanError, match="Score it by fisher, gradient or wanda"):
-        score(albert, tmp_path / "a", ["compensated"], text, SMALL)
-    score(albert, tmp_path / "a", ["fisher", "wanda"], text, SMALL)
+        score(albert, tmp_path / "a", SMALL.part(ScoreConfig, criterion=["compensated"]), text)
+    score(albert, tmp_path / "a", SMALL.part(ScoreConfig, criterion=["fisher", "wanda"]), text)
     decoder = tiny.save(tiny.model("bart-causal"), tmp_path / "decoder")
-    found = score(decoder, tmp_path / "d", ["compensated"], text, SMALL)
+    found = score(decoder, tmp_path / "d", SMALL.part(ScoreConfig, criterion=["compensated"]), text)
     assert found.scores["compensated"].isfinite().all()
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headprune
-from headprune.config import CalibrationConfig
+from headprune.config import ScoreConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
 from headprune.exporting.preview import preview
@@ -24,6 +24,7 @@ from headprune.model.attention import attention_of, identity
 from headprune.model.loading import load_config, load_tokenizer
 from headprune.model.reading import damage_is
 from headprune.model.sizes import without_weights
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.runtime import modeling_headprune
 from headprune.schemas.gates import GatesMetadata, read_gates, write_gates
@@ -49,8 +50,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     plain = Plan(unit=Unit.KV_GROUP, attentions=parts)
     return {
         "model": folder,
-        "uneven": prune(folder, root / "uneven", plan=uneven_plan(model)).output,
-        "plain": prune(folder, root / "plain", plan=plain).output,
+        "uneven": prune(folder, root / "uneven", CutRequest(plan=uneven_plan(model))).output,
+        "plain": prune(folder, root / "plain", CutRequest(plan=plain)).output,
     }
 
 
@@ -184,7 +185,7 @@ def test_only_what_a_library_raises_is_taken_for_damage() -> None:
 def test_texts_that_are_too_short_for_a_proof(model: Path, tmp_path: Path) -> None:
     edit(model / "config.json", lambda config: config.update(max_position_embeddings=6))
     plan = uneven_plan(headprune.from_pretrained(model))
-    text = refusal(HeadpruneError, lambda: prune(model, tmp_path / "out", plan=plan))
+    text = refusal(HeadpruneError, lambda: prune(model, tmp_path / "out", CutRequest(plan=plan)))
     assert "end after 6 tokens (max_position_embeddings)" in text
 
 
@@ -286,7 +287,9 @@ def test_a_layout_that_the_model_has_no_place_for(path: str, message: str, uneve
 
 def test_ids_that_the_original_cannot_have_had(tmp_path: Path) -> None:
     net = tiny.model("olmo2")
-    out = prune(tiny.save(net, tmp_path / "model"), tmp_path / "out", plan=uneven_plan(net)).output
+    out = prune(
+        tiny.save(net, tmp_path / "model"), tmp_path / "out", CutRequest(plan=uneven_plan(net))
+    ).output
     (out / "headprune.json").unlink()
     path = attention_of(net)[0].path
 
@@ -496,18 +499,18 @@ def test_sound_gates_are_taken_old_ones_as_well(gates: Path, model: Path) -> Non
         without_geometry(metadata)
         del metadata["weights"]
 
-    cut = preview(model, gates=gates).plan
+    cut = preview(model, CutRequest(gates=gates)).plan
     assert (cut.kept_heads, cut.query_heads) == (16, 24)
     gates_json(drop_names)(gates)
     tensors_of("weights.safetensors", lambda t: t.pop("lm_head.weight"))(gates)
-    assert preview(model, gates=gates).plan == cut
+    assert preview(model, CutRequest(gates=gates)).plan == cut
 
 
 @pytest.mark.parametrize("case", GATES)
 def test_gates_that_do_not_fit(case: str, gates: Path, model: Path) -> None:
     damage, message = GATES[case]
     damage(gates)
-    assert message in refusal(HeadpruneError, lambda: preview(model, gates=gates))
+    assert message in refusal(HeadpruneError, lambda: preview(model, CutRequest(gates=gates)))
 
 
 def test_gates_are_read_where_there_is_no_model(gates: Path) -> None:
@@ -522,7 +525,7 @@ def test_gates_are_read_where_there_is_no_model(gates: Path) -> None:
 
 @pytest.fixture
 def scores(model: Path, tmp_path: Path) -> Path:
-    score(model, tmp_path / "scores", ["magnitude"], config=CalibrationConfig())
+    score(model, tmp_path / "scores", ScoreConfig(criterion=["magnitude"]))
     return tmp_path / "scores"
 
 
@@ -554,9 +557,11 @@ SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("case", SCORES)
 def test_scores_that_do_not_fit(case: str, scores: Path, model: Path) -> None:
     damage, message = SCORES[case]
-    preview(model, scores=scores, keep=0.5)  # it was fine before
+    preview(model, CutRequest(scores=scores, keep=0.5))  # it was fine before
     damage(scores)
-    assert message in refusal(HeadpruneError, lambda: preview(model, scores=scores, keep=0.5))
+    assert message in refusal(
+        HeadpruneError, lambda: preview(model, CutRequest(scores=scores, keep=0.5))
+    )
 
 
 def test_scores_are_read_where_there_is_no_model(scores: Path) -> None:

@@ -29,8 +29,9 @@ from headprune.config import (
 from headprune.data import sources
 from headprune.data.batches import batches
 from headprune.data.files import ANY_RATIO
-from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.sequences import tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
@@ -229,7 +230,7 @@ def test_targets_and_masks_beyond_the_vocabulary() -> None:
         translation_rows(pairs, of, 8, 11)
     of.add_special_tokens({"mask_token": "<later>"})
     with pytest.raises(DataError, match="the token '<later>' the id 65"):
-        packed_sequences(pairs, of, 2, vocabulary=tiny.VOCAB, also=[of.mask_token_id])
+        refuse_beyond([of.mask_token_id], of, tiny.VOCAB)
 
 
 def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:

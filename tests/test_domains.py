@@ -20,6 +20,7 @@ from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
 from headprune.exporting.card import quality_section
 from headprune.exporting.prune import prune
+from headprune.planning.from_evidence import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.recipe import options_of
@@ -234,7 +235,7 @@ def test_the_command_line_takes_several(
     code, _, err = run(capsys, "evaluate", llama_folder, *data, *settings, "--card")
     assert code == 2 and "headprune.json" in err  # it is no result
     cut = tmp_path / "cut"
-    prune(llama_folder, cut, plan=uneven_plan(headprune.from_pretrained(llama_folder)))
+    prune(llama_folder, cut, CutRequest(plan=uneven_plan(headprune.from_pretrained(llama_folder))))
     before = (cut / "README.md").read_text()
     code, _, err = run(capsys, "evaluate", cut, *data, *settings, "--card")
     after = (cut / "README.md").read_text()

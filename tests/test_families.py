@@ -31,6 +31,7 @@ from headprune.model.attention import (
     refuse_unknown_settings,
 )
 from headprune.model.loading import task_of
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import cut_heads, resolve
@@ -214,7 +215,7 @@ def test_gates_of_one_kind_of_attention_leave_the_others_whole(
     run = train_gates(source, data, tmp_path / "gates", config)
     kept = run.metadata.kept_heads
     assert kept == run.metadata.query_heads // 2
-    prune(source, tmp_path / "out", gates=tmp_path / "gates")
+    prune(source, tmp_path / "out", CutRequest(gates=tmp_path / "gates"))
     cut = headprune.from_pretrained(tmp_path / "out")
     left = {k: sum(a.query_heads for a in of_kinds(attention_of(cut), (k,))) for k in KINDS}
     whole = {a.kind: 0 for a in attention_of(cut)}
@@ -263,7 +264,7 @@ def test_training_on_text_is_refused_where_there_is_none(case: str, tmp_path: Pa
 def test_prune_works_on_models_without_text_and_with_three_kinds(case: str, tmp_path: Path) -> None:
     model = tiny.model(case)
     source = tiny.save(model, tmp_path / "model")
-    result = prune(source, tmp_path / "out", plan=uneven_plan(model, 0))
+    result = prune(source, tmp_path / "out", CutRequest(plan=uneven_plan(model, 0)))
     assert result.manifest.proof.gated_vs_reloaded < 2e-5
 
 

@@ -18,8 +18,11 @@ from headprune.config import (
     DataConfig,
     EvaluateConfig,
     HealConfig,
+    ScoreConfig,
+    SweepConfig,
     TrainGatesConfig,
 )
+from headprune.declaration import Context, MadeBy
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError
 from headprune.evaluation.evaluate import evaluate
@@ -30,13 +33,14 @@ from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.identity import id_of_model
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
 from headprune.reports.report import report
 from headprune.reports.view import ShownRun
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
-from headprune.schemas.records import Evidence, Healing, MadeBy, Merging, Pruning
+from headprune.schemas.records import Evidence, Healing, Merging, Pruning
 from headprune.schemas.scores import read_scores
 from tests import tiny
 
@@ -51,10 +55,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("made")
     tiny.save(tiny.model("llama-gqa"), home / "base")
     (home / "text.txt").write_text(tiny.text(1_000))
-    score(home / "base", home / "scores", ["magnitude"], config=SMALL)
+    score(home / "base", home / "scores", SMALL.part(ScoreConfig, criterion=["magnitude"]))
     for name, keep in (("half", 0.5), ("most", 0.75)):
         made_by = MadeBy(command="prune", options={"keep": keep})
-        prune(home / "base", home / name, scores=home / "scores", keep=keep, made_by=made_by)
+        prune(
+            home / "base",
+            home / name,
+            CutRequest(scores=home / "scores", keep=keep),
+            context=Context(made_by=made_by),
+        )
     return home
 
 
@@ -95,7 +104,9 @@ def test_an_id_is_of_content_and_not_of_place_or_time(home: Path, tmp_path: Path
     assert manifest.id == manifest.digest() == id_of_model(home / "half")
     assert json.loads((home / "half" / "headprune.json").read_text())["id"] == manifest.id
     assert manifest.id in (home / "half" / "README.md").read_text()
-    again = prune(home / "base", tmp_path / "another name", scores=home / "scores", keep=0.5)
+    again = prune(
+        home / "base", tmp_path / "another name", CutRequest(scores=home / "scores", keep=0.5)
+    )
     edit(again.output / "headprune.json", lambda m: m.update(created="2001-01-01T00:00:00+00:00"))
     shutil.move(again.output, tmp_path / "moved")
     assert read_manifest(tmp_path / "moved").id == manifest.id
@@ -115,7 +126,9 @@ def test_a_byte_of_the_weights_makes_another_model(home: Path, tmp_path: Path) -
         before["half"] == read_manifest(home / "half").id
     )  # which does not speak of these weights
     assert not verify(home / "half").passed
-    other = prune(home / "base", tmp_path / "half", scores=home / "scores", keep=0.5).manifest
+    other = prune(
+        home / "base", tmp_path / "half", CutRequest(scores=home / "scores", keep=0.5)
+    ).manifest
     assert (before["base"], id_of_model(home / "base")) == (
         read_manifest(home / "half").parent,
         other.parent,
@@ -176,8 +189,10 @@ def test_ids_of_scores(home: Path, tmp_path: Path) -> None:
 
 def test_another_option_of_the_evidence_makes_another_result(home: Path, tmp_path: Path) -> None:
     other = SMALL.model_copy(update={"seed": 1})  # which no magnitude depends on
-    score(home / "base", tmp_path / "scores", ["magnitude"], config=other)
-    result = prune(home / "base", tmp_path / "half", scores=tmp_path / "scores", keep=0.5).manifest
+    score(home / "base", tmp_path / "scores", other.part(ScoreConfig, criterion=["magnitude"]))
+    result = prune(
+        home / "base", tmp_path / "half", CutRequest(scores=tmp_path / "scores", keep=0.5)
+    ).manifest
     first = read_manifest(home / "half")
     assert result.files["model.safetensors"] == first.files["model.safetensors"]
     assert (evidence_of(result).seed, evidence_of(first).seed) == (1, 0)
@@ -188,7 +203,7 @@ def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
     config = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16, seed=3)
     train_gates(home / "base", text_of(home), tmp_path / "gates", config)
     trained = read_gates(tmp_path / "gates", read_metadata(tmp_path / "gates").model)
-    done = prune(home / "base", tmp_path / "out", gates=tmp_path / "gates").manifest
+    done = prune(home / "base", tmp_path / "out", CutRequest(gates=tmp_path / "gates")).manifest
     assert evidence_of(done) == Evidence(kind="gates", id=trained.id, seed=3)
     assert trained.metadata.id == trained.id
 
@@ -212,7 +227,9 @@ def test_a_cut_by_a_plan_knows_the_plan(home: Path, tmp_path: Path) -> None:
     for name, removed in (("a", [0, 1]), ("b", [0, 1]), ("c", [2, 3])):
         plan = tmp_path / f"{name}.json"
         plan.write_text(json.dumps({"model.layers.0.self_attn": removed}))
-        evidence = evidence_of(prune(home / "base", tmp_path / name, plan=plan).manifest)
+        evidence = evidence_of(
+            prune(home / "base", tmp_path / name, CutRequest(plan=plan)).manifest
+        )
         assert evidence.kind == "plan"
         ids.append(evidence.id)
     assert ids[0] == ids[1] != ids[2]
@@ -221,11 +238,13 @@ def test_a_cut_by_a_plan_knows_the_plan(home: Path, tmp_path: Path) -> None:
 def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
     by = [MadeBy(command=name, options={}) for name in ("convert-gqa", "heal")]
     config = ConvertConfig(kv_heads=1)
-    merged = convert_gqa(home / "half", tmp_path / "merged", config, made_by=by[0]).pruned
+    merged = convert_gqa(
+        home / "half", tmp_path / "merged", config, context=Context(made_by=by[0])
+    ).pruned
     training = HealConfig(steps=1, batch_size=2, seq_len=16, seed=5)
     healed = heal(
         *(merged.output, home / "base", text_of(home), tmp_path / "healed", training),
-        made_by=by[1],
+        context=Context(made_by=by[1]),
     ).pruned
     base, half = id_of_model(home / "base"), id_of_model(home / "half")
     steps = healed.manifest.steps
@@ -289,11 +308,7 @@ def test_a_sweep_knows_what_it_measured(home: Path, tmp_path: Path) -> None:
         home / "base",
         text_of(home),
         tmp_path / "sweep",
-        [0.5],
-        ["magnitude"],
-        refit=False,
-        config=SMALL,
-        evaluation=EVALUATE,
+        SMALL.part(SweepConfig, keep=[0.5], criterion="magnitude", refit=False, max_windows=8),
     )
     assert found.scores == read_scores(tmp_path / "sweep" / "scores").id
     assert found.base.measured == id_of_model(home / "base")
@@ -396,8 +411,7 @@ def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
     score(
         home / "base",
         tmp_path / "other",
-        ["magnitude"],
-        config=SMALL.model_copy(update={"seed": 1}),
+        SMALL.model_copy(update={"seed": 1}).part(ScoreConfig, criterion=["magnitude"]),
     )
     (run, alone) = report([home / "half", tmp_path / "other"], tmp_path / "a.md").runs
     assert run.head_map is not None and run.head_map.evidence is None
@@ -480,14 +494,14 @@ def test_verify_tells_a_refit_from_trained_weights(home: Path, tmp_path: Path) -
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"model.layers.0.self_attn": [0, 1]}))
     options: dict[str, Any] = {"refit": text_of(home), "calibration": SMALL}
-    prune(home / "base", tmp_path / "refitted", plan=plan, **options)
+    prune(home / "base", tmp_path / "refitted", CutRequest(plan=plan), **options)
     told = str(verify(tmp_path / "refitted", against=home / "base").not_run)
     assert "its output projections were refitted on" in told and "trained" not in told
     config = TrainGatesConfig(
         target_heads=0.5, steps=2, batch_size=2, seq_len=16, train="attention"
     )
     train_gates(home / "base", text_of(home), tmp_path / "gates", config)
-    prune(home / "base", tmp_path / "trained", gates=tmp_path / "gates")
+    prune(home / "base", tmp_path / "trained", CutRequest(gates=tmp_path / "gates"))
     told = str(verify(tmp_path / "trained", against=home / "base").not_run)
     assert "its weights were trained" in told and "refitted" not in told
     assert verify(home / "half", against=home / "base").not_run is None

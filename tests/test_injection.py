@@ -17,7 +17,7 @@ import yaml
 from rich.markup import escape
 
 from headprune.cli import terminal
-from headprune.config import CheckConfig, DataConfig, EvaluateConfig, TrainGatesConfig
+from headprune.config import CheckConfig, DataConfig, EvaluateConfig, ScoreConfig, TrainGatesConfig
 from headprune.declaration import COMMANDS
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import evaluate
@@ -25,6 +25,7 @@ from headprune.evidence.score import score
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
+from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.reports.report import report
 from tests import forked, tiny
@@ -65,10 +66,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = home / "run"
     gates = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16)
     train_gates(base, data, run / "gates", gates)
-    prune(base, run / "small", gates=run / "gates")
+    prune(base, run / "small", CutRequest(gates=run / "gates"))
     measure = EvaluateConfig(seq_len=16, max_windows=8, speed=False)
     evaluate(str(run / "small"), data, measure, against=base).write(run / "report.json")
-    score(base, home / "scores", ["random"], None)
+    score(base, home / "scores", ScoreConfig(criterion=["random"]), None)
     settings = CheckConfig(
         model=base,
         data=str(text),

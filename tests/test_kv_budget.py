@@ -20,6 +20,7 @@ from headprune.exporting.convert_gqa import Converted, KvPreview
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.kv_heads import Way, choose
 from headprune.proof.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -149,10 +150,10 @@ def test_a_plan_that_only_removes_is_one_that_prune_takes(folder: Path) -> None:
     model = planted(folder)
     shown = convert(model, kv_budget=9 / 12, dry_run=True)
     assert shown.plan.merged == []
-    assert prune(model, folder / "cut", plan=shown.plan).plan == shown.plan
+    assert prune(model, folder / "cut", CutRequest(plan=shown.plan)).plan == shown.plan
     merging = convert(model, kv_budget=7 / 12, dry_run=True)
     with pytest.raises(PlanError, match="merges KV heads"):
-        prune(model, folder / "no", plan=merging.plan)
+        prune(model, folder / "no", CutRequest(plan=merging.plan))
 
 
 def test_cut_models_meet_a_budget_too(folder: Path) -> None:
@@ -161,7 +162,11 @@ def test_cut_models_meet_a_budget_too(folder: Path) -> None:
     for layer, a in enumerate(attention_of(headprune.from_pretrained(folder / "model"))):
         keep = tuple(range([6, 0, 4, 2][layer]))
         parts[a.path] = AttentionPlan(query_heads=6, kv_heads=3, keep=keep)
-    prune(folder / "model", folder / "cut", plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+    prune(
+        folder / "model",
+        folder / "cut",
+        CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts)),
+    )
     convert(folder / "cut", kv_budget=0.5, output=str(folder / "out"))
     assert sum(a.kv_heads for a in attention_of(headprune.from_pretrained(folder / "out"))) == 3
     assert verify(folder / "out").passed

@@ -16,6 +16,7 @@ from headprune.config import (
     EvaluateConfig,
     HealConfig,
     Objective,
+    SweepConfig,
     TrainGatesConfig,
 )
 from headprune.data.batches import batches
@@ -127,7 +128,7 @@ def test_a_report_names_the_length_that_was_used(
 def test_a_sweep_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     data = DataConfig(source=str(text_file))
-    small = CalibrationConfig(tokens=256, seq_len=16)
+    small = SweepConfig(tokens=1024, keep=[0.5], criterion="magnitude")
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        found = sweep(folder, data, tmp_path / "sweep", [0.5], ["magnitude"], config=small)
+        found = sweep(folder, data, tmp_path / "sweep", small)
     assert [point.keep for point in found.points] == [0.5]

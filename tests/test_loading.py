@@ -19,6 +19,7 @@ from headprune.errors import CheckpointError
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
+from headprune.planning.from_evidence import CutRequest
 from headprune.surgery.cut import resolve
 from tests import load_routes, tiny
 from tests.cutting import uneven_plan
@@ -76,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             if case != "bert-mlm":
                 tokens = model.generate(ids[:1], max_new_tokens=12, do_sample=False)
                 expected["tokens"] = tokens
-        made[case] = prune(source, root / "out", plan=plan).output
+        made[case] = prune(source, root / "out", CutRequest(plan=plan)).output
         save_file(expected, root / "expected.safetensors")
     return made
 
@@ -177,7 +178,11 @@ def test_the_load_matrix_of_the_docs_is_current(
 @pytest.mark.parametrize("auto", ["AutoModelForSequenceClassification", "AutoModel"])
 def test_another_head_on_a_cut_encoder(auto: str, tmp_path: Path) -> None:
     model = tiny.model("bert-mlm")
-    prune(tiny.save(model, tmp_path / "model"), tmp_path / "out", plan=uneven_plan(model, 0))
+    prune(
+        tiny.save(model, tmp_path / "model"),
+        tmp_path / "out",
+        CutRequest(plan=uneven_plan(model, 0)),
+    )
     other = headprune.from_pretrained(tmp_path / "out", auto_class=auto)
     counts = [a.query_heads for a in attention_of(other)]
     assert counts == [0, 4, 3, 2]

@@ -15,7 +15,7 @@ from xml.etree import ElementTree as Xml
 import pytest
 import yaml
 
-from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig
+from headprune.config import DataConfig, SweepConfig
 from headprune.errors import CheckpointError
 from headprune.evaluation import sweep as sweeping
 from headprune.evaluation.sweep import sweep
@@ -28,8 +28,7 @@ from tests import tiny
 from tests.dying import FILES, state, write
 from tests.test_cli import run
 
-SMALL = CalibrationConfig(tokens=128, seq_len=16)
-BRIEF = EvaluateConfig(seq_len=16, max_windows=2, speed=False)
+BRIEF = SweepConfig(tokens=128, seq_len=16, criterion="magnitude", refit=False, max_windows=2)
 DEAD = 2**22 + 1  # more than Linux ever gives to a process
 
 
@@ -550,10 +549,8 @@ def swept(tmp_path: Path) -> tuple[Callable[..., object], Path]:
     text, out = DataConfig(source=str(tmp_path / "text.txt")), tmp_path / "swept"
 
     def again(*keep: float, **options: object) -> object:
-        return sweep(
-            folder, text, out, keep, ["magnitude"], refit=False, config=SMALL, evaluation=BRIEF,
-            **options,
-        )  # fmt: skip
+        config = BRIEF.model_copy(update={"keep": keep})
+        return sweep(folder, text, out, config, **options)
 
     again(0.5)
     return again, out

@@ -22,8 +22,11 @@ from headprune.config import (
     EvaluateConfig,
     HealConfig,
     LayoutOption,
+    ScoreConfig,
     TrainGatesConfig,
+    Writing,
 )
+from headprune.declaration import Allowed, Context
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError, ProofError
 from headprune.evaluation.evaluate import evaluate
@@ -37,6 +40,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.precision import refuse_missing_dtype, widened
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.proof.verify import verify
 from headprune.regression.check import check
@@ -103,7 +107,7 @@ def sound(result: Pruned, dtype: torch.dtype, base: Path | None = None) -> None:
 def test_a_plan_with_gate_values(case: str, half: torch.dtype, tmp_path: Path) -> None:
     base = saved(case, half, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
-    result = prune(base, tmp_path / "out", plan=plan)
+    result = prune(base, tmp_path / "out", CutRequest(plan=plan))
     sound(result, half, base)
     assert 1e-6 < result.manifest.proof.cast < 0.1  # the gate values that W_O took up
     bare = plan.model_copy(
@@ -113,7 +117,7 @@ def test_a_plan_with_gate_values(case: str, half: torch.dtype, tmp_path: Path) -
             }
         }
     )
-    assert prune(base, tmp_path / "bare", plan=bare).manifest.proof.cast == 0.0
+    assert prune(base, tmp_path / "bare", CutRequest(plan=bare)).manifest.proof.cast == 0.0
 
 
 def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
@@ -121,7 +125,11 @@ def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> N
     settings = TrainGatesConfig(target_heads=0.5, unit=Unit.HEAD, steps=4, batch_size=2, seq_len=16)
     train_gates(base, data, tmp_path / "gates", settings)
     out = tmp_path / "out"
-    sound(prune(base, out, gates=tmp_path / "gates", layout=LayoutOption.RAGGED), half, base)
+    sound(
+        prune(base, out, CutRequest(gates=tmp_path / "gates", layout=LayoutOption.RAGGED)),
+        half,
+        base,
+    )
 
 
 def test_trained_weights_are_kept_in_float32_until_they_are_written(
@@ -132,23 +140,30 @@ def test_trained_weights_are_kept_in_float32_until_they_are_written(
     train_gates(base, data, tmp_path / "gates", TrainGatesConfig(**settings))
     weights = load_file(tmp_path / "gates" / "weights.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    result = prune(base, tmp_path / "out", gates=tmp_path / "gates")
+    result = prune(base, tmp_path / "out", CutRequest(gates=tmp_path / "gates"))
     sound(result, half)
     assert result.manifest.proof.cast > 1e-6
 
 
 def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
     base = saved("llama-gqa", half, tmp_path / "model")
-    score(base, tmp_path / "scores", ["compensated", "fisher"], data, SMALL, Unit.HEAD)
+    score(
+        base,
+        tmp_path / "scores",
+        SMALL.part(ScoreConfig, criterion=["compensated", "fisher"], unit=Unit.HEAD),
+        data,
+    )
     result = prune(
         base,
         tmp_path / "out",
-        scores=tmp_path / "scores",
-        criterion="compensated",
-        keep=0.5,
+        CutRequest(
+            scores=tmp_path / "scores",
+            criterion="compensated",
+            keep=0.5,
+            layout=LayoutOption.RAGGED,
+        ),
         refit=data,
         calibration=SMALL,
-        layout=LayoutOption.RAGGED,
     )
     sound(result, half)
     assert result.manifest.proof.cast > 1e-6
@@ -160,13 +175,13 @@ def test_a_refit_is_that_of_the_float32_copy(
     base = saved("llama-gqa", half, tmp_path / "half")
     model = headprune.from_pretrained(base, dtype=torch.float32)
     wide, plan = tiny.save(model, tmp_path / "wide"), uneven_plan(model)
-    options: dict[str, Any] = {"plan": plan, "refit": data, "calibration": SMALL}
-    prune(base, tmp_path / "a", **options)
-    prune(wide, tmp_path / "b", **options)
+    prune(base, tmp_path / "a", CutRequest(plan=plan), data, SMALL)
+    prune(wide, tmp_path / "b", CutRequest(plan=plan), data, SMALL)
     ours = load_file(tmp_path / "a" / "model.safetensors")
     theirs = load_file(tmp_path / "b" / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name].to(half)) for name in theirs)
-    prune(base, tmp_path / "c", **options, dtype=Dtype(str(half)[6:]))  # computed in half
+    computing = SMALL.model_copy(update={"dtype": Dtype(str(half)[6:])})
+    prune(base, tmp_path / "c", CutRequest(plan=plan), data, computing)
     others = load_file(tmp_path / "c" / "model.safetensors")
     assert any(not torch.equal(others[name], ours[name]) for name in ours)
 
@@ -203,7 +218,9 @@ def test_evaluation_is_in_what_the_checkpoint_holds(
     half: torch.dtype, data: DataConfig, tmp_path: Path
 ) -> None:
     base = saved("llama-gqa", half, tmp_path / "model")
-    out = prune(base, tmp_path / "out", plan=uneven_plan(headprune.from_pretrained(base))).output
+    out = prune(
+        base, tmp_path / "out", CutRequest(plan=uneven_plan(headprune.from_pretrained(base)))
+    ).output
     report = evaluate(out, data, EvaluateConfig(seq_len=16, speed=False), against=base)
     assert report.model.dtype == str(half)[6:]
     limits = ("perplexity <= 1000", "query_heads <= 100 %")
@@ -211,7 +228,9 @@ def test_evaluation_is_in_what_the_checkpoint_holds(
     checked = check(CheckConfig(**settings, seq_len=16))
     assert checked.passed
     assert checked.metrics[0].value == report.model.metrics[0].value
-    again = prune(out, tmp_path / "again", plan=uneven_plan(headprune.from_pretrained(out)))
+    again = prune(
+        out, tmp_path / "again", CutRequest(plan=uneven_plan(headprune.from_pretrained(out)))
+    )
     sound(again, half, out)
 
 
@@ -254,14 +273,16 @@ def test_computing_in_half_precision_is_proven_in_float32(
 ) -> None:
     base = saved("llama-gqa", half, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
-    options: dict[str, Any] = {"refit": data, "calibration": SMALL, "dtype": Dtype(computed)}
-    sound(prune(base, tmp_path / "out", plan=plan, **options), half)
+    computing = SMALL.model_copy(update={"dtype": Dtype(computed)})
+    sound(prune(base, tmp_path / "out", CutRequest(plan=plan), data, computing), half)
 
 
 def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
-    result = prune(base, tmp_path / "wide", plan=plan, out_dtype=Dtype.FLOAT32)
+    result = prune(
+        base, tmp_path / "wide", CutRequest(plan=plan), writing=Writing(out_dtype=Dtype.FLOAT32)
+    )
     assert dtypes_on_disk(result.output) == {torch.float32}
     assert result.manifest.proof.cast == 0.0
     assert result.manifest.weight_bytes is not None
@@ -269,7 +290,12 @@ def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
     assert after > before
     assert any("written in float32" in warning for warning in result.warnings)
     # what is computed in is not what is written
-    same = prune(base, tmp_path / "same", plan=plan, dtype=Dtype.FLOAT64)
+    same = prune(
+        base,
+        tmp_path / "same",
+        CutRequest(plan=plan),
+        calibration=CalibrationConfig(dtype=Dtype.FLOAT64),
+    )
     assert dtypes_on_disk(same.output) == {torch.bfloat16}
     assert same.manifest.proof.dtype == "float64"
 
@@ -282,7 +308,7 @@ def test_a_mixed_checkpoint_is_kept_tensor_by_tensor(data: DataConfig, tmp_path:
     save_file(mixed, base / "model.safetensors", metadata={"format": "pt"})
     net = headprune.from_pretrained(base, dtype=torch.float32)
     plan = uneven_plan(net)
-    out = prune(base, tmp_path / "out", plan=plan, refit=data, calibration=SMALL)
+    out = prune(base, tmp_path / "out", CutRequest(plan=plan), refit=data, calibration=SMALL)
     written = load_file(out.output / "model.safetensors")
     assert {n for n, t in written.items() if t.dtype is torch.float32} == wide
     assert out.manifest.dtype == "bfloat16, float32"
@@ -301,7 +327,7 @@ def test_a_tied_embedding_of_another_type_is_kept(tmp_path: Path) -> None:
     weights[name] = weights[name].float() + 1e-5
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     plan = uneven_plan(headprune.from_pretrained(base))
-    result = prune(base, tmp_path / "out", plan=plan)
+    result = prune(base, tmp_path / "out", CutRequest(plan=plan))
     written = load_file(result.output / "model.safetensors")
     assert torch.equal(written[name], weights[name])
     assert {t.dtype for n, t in written.items() if n != name} == {torch.bfloat16}
@@ -381,7 +407,9 @@ def overflowing(tmp_path: Path, weight: float) -> Path:
 
 
 COMMANDS: dict[str, Callable[[Path, DataConfig, Path, Dtype], Any]] = {
-    "score": lambda m, d, o, t: score(m, o, ["fisher"], d, SMALL.model_copy(update={"dtype": t})),
+    "score": lambda m, d, o, t: score(
+        m, o, SMALL.model_copy(update={"dtype": t}).part(ScoreConfig, criterion=["fisher"]), d
+    ),
     "train-gates": lambda m, d, o, t: train_gates(
         m, d, o, TrainGatesConfig(target_heads=0.5, steps=2, seq_len=16, dtype=t)
     ),
@@ -406,10 +434,14 @@ def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path: Path)
     base = overflowing(tmp_path, 300.0)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(CheckpointError, match="down_proj.*--out-dtype bfloat16"):
-        prune(base, tmp_path / "out", plan=plan, out_dtype=Dtype.FLOAT16)
+        prune(
+            base, tmp_path / "out", CutRequest(plan=plan), writing=Writing(out_dtype=Dtype.FLOAT16)
+        )
     base = overflowing(tmp_path, 70_000.0)
     with pytest.raises(CheckpointError, match=r"holds 7.01e\+04, and float16 ends at 65,504"):
-        prune(base, tmp_path / "out", plan=plan, out_dtype=Dtype.FLOAT16)
+        prune(
+            base, tmp_path / "out", CutRequest(plan=plan), writing=Writing(out_dtype=Dtype.FLOAT16)
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -419,7 +451,7 @@ def test_damaged_weights_are_named(data: DataConfig, tmp_path: Path) -> None:
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     base = tiny.save(model, tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight'.*holds NaN"):
-        score(base, tmp_path / "scores", ["fisher"], data, SMALL)
+        score(base, tmp_path / "scores", SMALL.part(ScoreConfig, criterion=["fisher"]), data)
 
 
 def test_a_type_that_the_device_lacks_is_refused() -> None:
@@ -434,14 +466,14 @@ def test_quantised_checkpoints_are_refused_by_name(data: DataConfig, tmp_path: P
     packed = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (base / "config.json").write_text(json.dumps(packed))
     with pytest.raises(CheckpointError, match=r"quantised \(gptq\).*Give the unquantised model"):
-        score(base, tmp_path / "scores", ["fisher"], data, SMALL)
+        score(base, tmp_path / "scores", SMALL.part(ScoreConfig, criterion=["fisher"]), data)
     (base / "config.json").write_text(json.dumps(config))
     weights = load_file(base / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     weights[name] = weights[name].to(torch.float8_e4m3fn)
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=f"'{name}' is stored in F8_E4M3"):
-        score(base, tmp_path / "scores", ["fisher"], data, SMALL)
+        score(base, tmp_path / "scores", SMALL.part(ScoreConfig, criterion=["fisher"]), data)
 
 
 def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
@@ -457,7 +489,7 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
     monkeypatch.setattr("headprune.exporting.convert_gqa.convert_in_sequence", worked)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(ProofError, match="would show nothing"):
-        prune(base, tmp_path / "out", plan=plan, refit=data, calibration=SMALL)
+        prune(base, tmp_path / "out", CutRequest(plan=plan), refit=data, calibration=SMALL)
     with pytest.raises(ProofError, match="would show nothing"):
         convert_gqa(base, tmp_path / "out", CONVERT, data)
     mqa = saved("llama-mqa", torch.bfloat16, tmp_path / "mqa")
@@ -482,7 +514,7 @@ def test_tensors_without_a_place_are_refused(case: str, named: str | None, tmp_p
     headprune.from_pretrained(base, drop_unexpected=True)
     (base / "config.json").write_text(json.dumps({**config, "architectures": [cls]}))
     plan = uneven_plan(headprune.from_pretrained(base))
-    out = prune(base, tmp_path / "out", plan=plan).output
+    out = prune(base, tmp_path / "out", CutRequest(plan=plan)).output
     assert set(stored_tensors(out)) == set(stored_tensors(base))
 
 
@@ -493,8 +525,9 @@ def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     plan = uneven_plan(headprune.from_pretrained(base, drop_unexpected=True))
     with pytest.raises(CheckpointError, match=r"'adapter.up.weight'.*No class.*--drop-unexpected"):
-        prune(base, tmp_path / "out", plan=plan)
-    result = prune(base, tmp_path / "out", plan=plan, drop_unexpected=True)
+        prune(base, tmp_path / "out", CutRequest(plan=plan))
+    dropping = Context(allowed=Allowed(drop_unexpected=True))
+    result = prune(base, tmp_path / "out", CutRequest(plan=plan), context=dropping)
     assert set(stored_tensors(base)) - set(stored_tensors(result.output)) == {"adapter.up.weight"}
     assert verify(result.output, against=base).passed
 
@@ -525,7 +558,7 @@ def test_a_checkpoint_of_the_hub_that_is_not_found_again_keeps_its_type(
     monkeypatch.setattr("headprune.exporting.publish.stored_tensors", lambda *_: {})
     monkeypatch.setattr("headprune.model.opening.stored_tensors", lambda *_: {})
     monkeypatch.setattr("headprune.model.stored.stored_tensors", lambda *_: {})
-    result = prune(base, tmp_path / "out", plan=plan)
+    result = prune(base, tmp_path / "out", CutRequest(plan=plan))
     assert dtypes_on_disk(result.output) == {torch.bfloat16}
     assert not result.warnings
 
@@ -536,7 +569,9 @@ def test_what_a_class_passes_over_is_said(tmp_path: Path) -> None:
     more = {"model.layers.61.embed_tokens.weight": torch.ones(2, 2)}  # of the real one's last layer
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
     save_file({**weights, **more}, base / "model.safetensors", metadata={"format": "pt"})
-    result = prune(base, tmp_path / "out", plan=uneven_plan(headprune.from_pretrained(base)))
+    result = prune(
+        base, tmp_path / "out", CutRequest(plan=uneven_plan(headprune.from_pretrained(base)))
+    )
     assert len(result.warnings) == 1
     assert "1 of the checkpoint's tensors" in result.warnings[0]
     assert "'model.layers.61.embed_tokens.weight'" in result.warnings[0]

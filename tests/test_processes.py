@@ -17,12 +17,21 @@ from safetensors.torch import load_file
 
 from headprune import processes
 from headprune.cli import app as cli
-from headprune.config import ConvertConfig, DataConfig, HealConfig, Method, Train, TrainGatesConfig
+from headprune.config import (
+    ConvertConfig,
+    DataConfig,
+    HealConfig,
+    Method,
+    Train,
+    TrainGatesConfig,
+    Writing,
+)
 from headprune.distillation.heal import heal
 from headprune.errors import HeadpruneError
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
 from tests import forked, tiny
@@ -107,7 +116,12 @@ def test_two_processes_train_gates(start: Start, folder: Path) -> None:
     assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4, 5, 6]
     assert read_metadata(folder / "gates").kept_heads == 12
     assert not list(folder.glob("gates-*"))
-    pruned = prune(folder / "model", folder / "pruned", gates=folder / "gates", overwrite=True)
+    pruned = prune(
+        folder / "model",
+        folder / "pruned",
+        CutRequest(gates=folder / "gates"),
+        writing=Writing(overwrite=True),
+    )
     assert pruned.plan.kept_heads == 12
 
 

@@ -20,6 +20,7 @@ from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.heads import read_heads
+from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.ranks import SHARES
 from tests import cutting, tiny
@@ -139,7 +140,7 @@ def test_a_narrow_head_is_found() -> None:
 def test_a_ragged_cut_keeps_the_numbers_of_the_original(tmp_path: Path) -> None:
     model = tiny.model("llama-gqa")
     whole, plan = tiny.save(model, tmp_path / "whole"), cutting.ragged_plan(model)
-    prune(whole, tmp_path / "cut", plan=plan, layout=LayoutOption.RAGGED)
+    prune(whole, tmp_path / "cut", CutRequest(plan=plan, layout=LayoutOption.RAGGED))
     cut = headprune.from_pretrained(tmp_path / "cut")
     first = module_ranks(cut, attention_of(cut), _batches(cut))[0]
     before = module_ranks(model, attention_of(model), _batches(model))[0]

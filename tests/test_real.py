@@ -18,6 +18,7 @@ from headprune.config import (
     EvaluateConfig,
     HealConfig,
     LayoutOption,
+    ScoreConfig,
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
@@ -29,6 +30,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.loading import from_pretrained, load_tokenizer
 from headprune.model.units import default_unit, head_budget, unit_sizes
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.from_scores import even_units, plan_from_scores
 from headprune.proof.verify import verify
 from headprune.schemas.manifest import read_manifest
@@ -73,7 +75,7 @@ def test_a_quarter_of_the_heads_unevenly_by_each_route(
     plan = quarter_plan(from_pretrained(folder))
     counts = {len(part.keep) for part in plan.attentions.values()}
     assert len(counts) > 1 or len(plan.attentions) == 1  # ALBERT has one module for all layers
-    out = prune(folder, tmp_path / "out", plan=plan)
+    out = prune(folder, tmp_path / "out", CutRequest(plan=plan))
     proof = out.manifest.proof
     assert proof.gated_vs_reloaded <= proof.tolerance
     assert proof.control > 1e3 * proof.tolerance
@@ -100,7 +102,7 @@ def test_the_best_even_cut_by_its_route(name: str, dtype: str, tmp_path: Path) -
     chosen = [float(position in kept) for position in range(len(sizes))]
     budget = sum(sizes[position] for position in kept)
     plan = plan_from_scores(attentions, unit, chosen, budget)
-    prune(folder, tmp_path / "out", plan=plan)
+    prune(folder, tmp_path / "out", CutRequest(plan=plan))
     assert verify(tmp_path / "out", against=folder).passed
     native = not list((tmp_path / "out").glob("*.py"))
     assert native is (name == "smollm2")
@@ -123,26 +125,27 @@ def first_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> None:
     text = DataConfig(source=str(TEXT))
     short = CalibrationConfig(tokens=2048, seq_len=128)
-    score(first_layers, tmp_path / "scores", ["compensated"], text, short, Unit.HEAD)
+    score(
+        first_layers,
+        tmp_path / "scores",
+        short.part(ScoreConfig, criterion=["compensated"], unit=Unit.HEAD),
+        text,
+    )
     settings = TrainGatesConfig(target_heads=0.75, steps=4, seq_len=64)
     train_gates(first_layers, text, tmp_path / "gates", settings)
     cuts = {
-        "scores": {"scores": tmp_path / "scores", "keep": 0.75, "layout": LayoutOption.RAGGED},
-        "gates": {"gates": tmp_path / "gates"},
-        "plan": {"plan": quarter_plan(from_pretrained(first_layers))},
+        "scores": CutRequest(scores=tmp_path / "scores", keep=0.75, layout=LayoutOption.RAGGED),
+        "gates": CutRequest(gates=tmp_path / "gates"),
+        "plan": CutRequest(plan=quarter_plan(from_pretrained(first_layers))),
     }
-    for name, how in cuts.items():
-        refit = {"refit": text, "calibration": short} if name != "gates" else {}
-        prune(first_layers, tmp_path / f"by-{name}", **how, **refit)
+    for name, asked in cuts.items():
+        refit = text if name != "gates" else None
+        prune(first_layers, tmp_path / f"by-{name}", asked, refit, short)
     for merge in ("mean", "procrustes", "lowrank"):
         config = ConvertConfig(kv_heads=1, merge=merge, calibration_tokens=2048, seq_len=128)
         convert_gqa(first_layers, tmp_path / merge, config, text if merge == "lowrank" else None)
     healed = heal(
-        tmp_path / "mean",
-        first_layers,
-        text,
-        tmp_path / "healed",
-        HealConfig(steps=4, seq_len=64),
+        tmp_path / "mean", first_layers, text, tmp_path / "healed", HealConfig(steps=4, seq_len=64)
     )
     results = [*(f"by-{name}" for name in cuts), "mean", "procrustes", "lowrank", "healed"]
     for name in results:

@@ -21,6 +21,7 @@ from headprune.exporting.refitting import judged_refit
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.heads import read_heads, read_output, write_heads
+from headprune.planning.from_evidence import CutRequest
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
@@ -169,7 +170,7 @@ def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
         data = DataConfig(source=str(tmp_path / "pairs.tsv"), text_column="a,b")
     small = CalibrationConfig(tokens=600, seq_len=16)
     plan = plan.model_copy(update={"model": None})
-    done = prune(folder, tmp_path / "out", plan=plan, refit=data, calibration=small)
+    done = prune(folder, tmp_path / "out", CutRequest(plan=plan), refit=data, calibration=small)
     record = done.manifest.refit
     assert record is not None
     assert record.error_after < record.error_before

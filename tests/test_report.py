@@ -28,6 +28,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
+from headprune.planning.from_evidence import CutRequest
 from headprune.reports.report import report
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.schemas.plan import ModelIdentity
@@ -51,7 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = str(tiny.save(tiny.model("llama-gqa"), home / "base"))
     config = TrainGatesConfig(target_heads=0.5, steps=8, batch_size=2, seq_len=16)
     train_gates(base, data, home / "cut" / "gates", config)
-    prune(base, home / "cut" / "small", gates=home / "cut" / "gates")
+    prune(base, home / "cut" / "small", CutRequest(gates=home / "cut" / "gates"))
     evaluate(str(home / "cut" / "small"), data, EVALUATE, against=base).write(
         home / "cut" / "report.json"
     )
@@ -269,7 +270,7 @@ def test_heads_that_went_before_stay_known(place: Path, tmp_path: Path) -> None:
     left = first[path]["query_heads"]
     group = left[:2]
     (tmp_path / "plan.json").write_text(json.dumps({path: group}))
-    prune(str(place / "cut" / "small"), tmp_path / "again", plan=tmp_path / "plan.json")
+    prune(str(place / "cut" / "small"), tmp_path / "again", CutRequest(plan=tmp_path / "plan.json"))
     (run,) = report([tmp_path / "again"], tmp_path / "again.html").runs
     assert run.head_map is not None
     layer = next(layer for layer in run.head_map.layers if layer.path == path)
@@ -497,7 +498,7 @@ def test_a_check_is_shown_with_what_it_is_about(tmp_path: Path) -> None:
     plan = uneven_plan(model).model_copy(update={"model": None})
     folder = tiny.save(model, tmp_path / "model")
     run = tmp_path / "run"
-    prune(folder, run / "cut", plan=plan)
+    prune(folder, run / "cut", CutRequest(plan=plan))
     (tmp_path / "text.txt").write_text(tiny.text(400))
     config = CheckConfig(
         model=str(run / "cut"),

@@ -169,7 +169,7 @@ def test_rounds_and_what_follows(sharded: Path, tmp_path: Path) -> None:
 
 def test_what_is_written_stays_and_what_was_there_comes_back(sharded: Path) -> None:
     with placing(Placement.LAYERS):
-        net, _ = load(sharded, Dtype.AUTO, False, False)
+        net, _ = load(sharded, Dtype.AUTO)
     residency = residency_of(net)
     assert residency is not None
     attention = attention_of(net)[1]
@@ -191,7 +191,7 @@ def test_what_is_written_stays_and_what_was_there_comes_back(sharded: Path) -> N
 
 def test_a_forward_that_was_there_is_put_back(sharded: Path) -> None:
     with placing(Placement.LAYERS):
-        net, _ = load(sharded, Dtype.AUTO, False, False)
+        net, _ = load(sharded, Dtype.AUTO)
     residency = residency_of(net)
     assert residency is not None
     residency.detach()
@@ -208,7 +208,7 @@ def test_a_forward_that_was_there_is_put_back(sharded: Path) -> None:
 def test_a_shard_that_vanishes(sharded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(sharded, tmp_path / "model")
     with placing(Placement.LAYERS):
-        net, _ = load(folder, Dtype.AUTO, False, False)
+        net, _ = load(folder, Dtype.AUTO)
     for file in folder.glob("*.safetensors"):
         file.unlink()
     ids = torch.ones(1, 4, dtype=torch.long)
@@ -218,7 +218,7 @@ def test_a_shard_that_vanishes(sharded: Path, tmp_path: Path) -> None:
 
 def test_no_room_for_weights_that_change(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with placing(Placement.LAYERS):
-        net, _ = load(sharded, Dtype.AUTO, False, False)
+        net, _ = load(sharded, Dtype.AUTO)
     attention = attention_of(net)[0]
     heads, _ = read_output(attention)
 
@@ -233,9 +233,9 @@ def test_no_room_for_weights_that_change(sharded: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("case", ["gpt2", "t5", "bert-mlm", "opt", "phi3", "bart", "bloom"])
 def test_families(case: str, tmp_path: Path) -> None:
     folder = tiny.save(tiny.model(case), tmp_path / "model")
-    whole, _ = load(folder, Dtype.AUTO, False, False)
+    whole, _ = load(folder, Dtype.AUTO)
     with placing(Placement.LAYERS):
-        net, _ = load(folder, Dtype.AUTO, False, False)
+        net, _ = load(folder, Dtype.AUTO)
     inputs = probe_inputs(whole)
     wanted = probe(whole, inputs)
     assert difference(wanted, probe(net, inputs)) < 1e-6  # single tokens: by their alignment
@@ -255,7 +255,7 @@ def test_a_model_whose_layers_are_not_known_is_refused(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("deberta-v2"), tmp_path / "model")
     wanted = "--placement layers: .* does not say which of its modules are layers. Use --placement"
     with placing(Placement.LAYERS), pytest.raises(CheckpointError, match=wanted):
-        load(folder, Dtype.AUTO, False, False)
+        load(folder, Dtype.AUTO)
 
 
 def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatc
     for free in (10_000, 10**12):
         monkeypatch.setattr(placements, "available", lambda free=free: free)
         with placing(Placement.AUTO, said.append):
-            net, _ = load(sharded, Dtype.AUTO, False, False)
+            net, _ = load(sharded, Dtype.AUTO)
         assert (residency_of(net) is not None) == (free == 10_000)
     assert said == ["placement: layers (0.0 GB of weights, and 0.0 GB are free on cpu)"]
 
@@ -271,7 +271,7 @@ def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_block_that_changes_while_others_run(sharded: Path) -> None:
     """What was read ahead of the change is not what it is filled with."""
     with placing(Placement.LAYERS):
-        net, _ = load(sharded, Dtype.AUTO, False, False)
+        net, _ = load(sharded, Dtype.AUTO)
     residency, attention = residency_of(net), attention_of(net)[3]
     assert residency is not None
     with residency.holding(3):

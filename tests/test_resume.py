@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from headprune import config as cfg
-from headprune.config import DataConfig, HealConfig, Train, TrainGatesConfig
-from headprune.declaration import build
+from headprune.config import DataConfig, HealConfig, Resuming, Train, TrainGatesConfig
+from headprune.declaration import Context, build
 from headprune.distillation import heal as healing
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
@@ -36,7 +36,6 @@ from headprune.training.work import GatesSettings, Work, settings_now
 from tests import tiny
 from tests.test_cli import run
 
-RUNNING = ("on_step", "on_stage", "resume", "overwrite")
 SIZES: dict[str, Any] = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
 
 
@@ -44,9 +43,9 @@ class Killed(Exception):
     pass
 
 
-def kill_at(step: int) -> Callable[[Any], None]:
-    def kill(record: Any) -> None:
-        if record.step == step:
+def kill_at(last: int) -> Callable[..., None]:
+    def kill(step: int, *_: object) -> None:
+        if step == last:
             raise Killed
 
     return kill
@@ -60,23 +59,28 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+def running(settings: dict[str, Any]) -> tuple[Resuming, Context]:
+    """What is taken out of settings that are not those of the training."""
+    rerun, told = (
+        {name: settings.pop(name) for name in names if name in settings}
+        for names in (("resume", "overwrite"), ("step", "stage"))
+    )
+    return Resuming(**rerun), Context(**told)
+
+
 def gates(home: Path, output: Path, **settings: Any) -> Any:
-    others = {
-        k: settings.pop(k) for k in ("on_step", "on_stage", "resume", "overwrite") if k in settings
-    }
+    rerun, context = running(settings)
     config = TrainGatesConfig(**{"target_heads": 0.5, **SIZES, **settings})
     return train_gates(
-        home / "model", DataConfig(source=str(home / "text.txt")), output, config, **others
+        home / "model", DataConfig(source=str(home / "text.txt")), output, config, rerun, context
     )
 
 
 def healed(home: Path, output: Path, **settings: Any) -> Any:
-    others = {
-        k: settings.pop(k) for k in ("on_step", "on_stage", "resume", "overwrite") if k in settings
-    }
+    rerun, context = running(settings)
     config = HealConfig(**{"learning_rate": 5e-3, **SIZES, **settings})
     model, data = home / "model", DataConfig(source=str(home / "text.txt"))
-    return heal(model, model, data, output, config, **others)
+    return heal(model, model, data, output, config, rerun, context)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -93,7 +97,7 @@ def whole(home: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def _stopped(home: Path) -> Path:
     with pytest.raises(Killed):
-        gates(home, home / "stopped", train=Train.ATTENTION, on_step=kill_at(8))
+        gates(home, home / "stopped", train=Train.ATTENTION, step=kill_at(8))
     return Work.beside(home / "stopped").folder
 
 
@@ -126,7 +130,7 @@ def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
         with pytest.raises(Killed):
             gates(home, tmp_path / "broken", **settings)
     steps: list[Any] = []
-    gates(home, tmp_path / "broken", resume=True, on_step=steps.append, **settings)
+    gates(home, tmp_path / "broken", resume=True, step=lambda *at: steps.append(at), **settings)
     assert not steps
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "whole"]
@@ -151,7 +155,11 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
             healed(home, tmp_path / "broken" / "h", train=train)
     steps: list[Any] = []
     resumed = healed(
-        home, tmp_path / "broken" / "h", train=train, resume=True, on_step=steps.append
+        home,
+        tmp_path / "broken" / "h",
+        train=train,
+        resume=True,
+        step=lambda *at: steps.append(at),
     )
     assert not steps
     assert (resumed.before, resumed.after, resumed.steps) == (whole.before, whole.after, 9)
@@ -257,7 +265,7 @@ def test_the_checkpoint_before_leads_to_the_same_end(
     cut_short(stopped.checkpoints / "checkpoint-6")
     (stopped.checkpoints / ".partial").mkdir()  # of a kill while it was written
     steps: list[int] = []
-    assert go_on(home, tmp_path, on_step=lambda record: steps.append(record.step)) == whole
+    assert go_on(home, tmp_path, step=lambda step, *_: steps.append(step)) == whole
     assert steps == [4, 5, 6, 7, 8, 9]
 
 
@@ -345,7 +353,7 @@ def test_a_training_goes_on_with_what_it_began_with(
     now = stopped._begun()
     assert now is not None
     with pytest.raises(CheckpointError, match="processes: 1 then, 4 now"):
-        stopped.check(now.model_copy(update={"processes": 4}), resume=True, overwrite=False)
+        stopped.check(now.model_copy(update={"processes": 4}), Resuming(resume=True))
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert (
         settings_now(GatesSettings, "m", data=now.data, train_gates=now.train_gates).processes == 4
@@ -361,7 +369,7 @@ def test_the_old_output_stays_until_the_new_one_is_complete(
     with pytest.raises(CheckpointError, match="already exists"):
         train(home, tmp_path / "o")
     with pytest.raises(Killed):
-        train(home, tmp_path / "o", overwrite=True, on_step=kill_at(5))
+        train(home, tmp_path / "o", overwrite=True, step=kill_at(5))
     assert files(tmp_path / "o") == old
     train(home, tmp_path / "o", overwrite=True, resume=True)
     new = files(tmp_path / "o")
@@ -404,7 +412,7 @@ def test_a_report_names_what_goes_on(
     train: Callable[..., Any], command: str, home: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(Killed):
-        train(home, tmp_path / "o", on_step=kill_at(1))
+        train(home, tmp_path / "o", step=kill_at(1))
     with pytest.raises(CheckpointError, match=f"is not finished; go on with {command} --resume"):
         discover(tmp_path)
 
@@ -553,12 +561,12 @@ def test_a_full_disk_is_said_and_the_training_goes_on(
 ) -> None:
     with ExitStack() as full:
 
-        def on_stage(stage: str) -> None:  # tokens and settings are written by then
+        def begin(stage: str) -> None:  # tokens and settings are written by then
             if stage == "training":
                 full.enter_context(no_file_larger_than(size))
 
         with pytest.raises(CheckpointError, match="Could not write .*[Ff]ree some space") as told:
-            gates(home, tmp_path / "g", on_stage=on_stage, train=Train.ATTENTION)
+            gates(home, tmp_path / "g", stage=begin, train=Train.ATTENTION)
     assert told.value.exit_code == 2
     assert not (tmp_path / "g").exists()
     work = Work.beside(tmp_path / "g")

@@ -18,6 +18,7 @@ from headprune.errors import CheckpointError
 from headprune.exporting.prune import prune
 from headprune.io.figures import MUTED, SERIES, save
 from headprune.model.attention import attention_of, identity
+from headprune.planning.from_evidence import CutRequest
 from headprune.reports.report import report
 from headprune.role import ROLES
 from headprune.role.pictures import roles_figure, roles_table, scores_figure
@@ -226,7 +227,7 @@ def test_roles_belong_to_the_result_with_these_heads(llama_folder: Path, tmp_pat
         for a in attention_of(model)
     }
     plan = Plan(unit=Unit.KV_GROUP, attentions=parts)
-    result = prune(llama_folder, tmp_path / "run" / "small", plan=plan).output
+    result = prune(llama_folder, tmp_path / "run" / "small", CutRequest(plan=plan)).output
     whole = record(model=identity(model, llama_folder))
     own = cut(whole, (0, 1, 2, 3)).model_copy(update={"model": MODEL})
     roles = write(own, tmp_path / "run" / "roles")

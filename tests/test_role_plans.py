@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headprune.config import BudgetConfig, DataConfig
+from headprune.config import DataConfig, PlanConfig, ScoreConfig
 from headprune.evidence.score import score
 from headprune.exporting.card import rewrite_card, roles_section
 from headprune.exporting.prune import prune
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import Planned, plan
 from headprune.reports.report import report
 from headprune.role.roles import roles
@@ -30,12 +31,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A planted model, its roles, and scores by which 0.0, the only head that writes, stays."""
     root = tmp_path_factory.mktemp("planned")
     measured(whole(), root)
-    score(root / "model", root / "scores", ["magnitude"])
+    score(root / "model", root / "scores", ScoreConfig(criterion=["magnitude"]))
     return root
 
 
 def planned(place: Path, *held: str, **budget: object) -> Planned:
-    config = BudgetConfig(roles=str(place / "roles"), keep_roles=held, **budget)
+    config = PlanConfig(roles=str(place / "roles"), keep_roles=held, **budget)
     return plan(place / "model", place / "scores", config)
 
 
@@ -52,7 +53,7 @@ def test_heads_of_a_role_stay_whatever_their_scores(place: Path) -> None:
     assert set(held.roles_lost or ()) == {"previous-token", "positional"}
     assert planned(place, "induction", keep=2).roles_lost == LOST[:2]
     assert planned(place, keep=8).roles_lost == ()
-    assert plan(place / "model", place / "scores", BudgetConfig(keep=2)).roles_lost is None
+    assert plan(place / "model", place / "scores", PlanConfig(keep=2)).roles_lost is None
 
 
 def test_they_stay_under_every_budget(place: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_recipe_holds_roles_that_a_step_before_found(
 
 def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> None:
     runs = [tmp_path, place / "roles"]
-    prune(place / "model", tmp_path / "small", plan=planned(place, keep=2).plan)
+    prune(place / "model", tmp_path / "small", CutRequest(plan=planned(place, keep=2).plan))
     page = report(runs, tmp_path / "page.html").output.read_text()
     row = '<tr><th scope="row">{}</th><td>{}</td><td>{}</td><td>{}</td><td>-</td><td>{}</td></tr>'
     assert row.format("induction", 1, 0, "-", "lost") in page

@@ -24,7 +24,7 @@ from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import token_mask
 from headprune.model.forward import run_model
 from headprune.model.heads import read_output, write_output
-from headprune.model.loading import task_of
+from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
 from headprune.regression.roles import LostRoles
 from headprune.role import ROLES, sets
@@ -240,7 +240,7 @@ def test_the_loss_without_a_head_is_that_of_the_whole_model_run_again(
     means = head_means(model, attentions, batches)
     found = effects(model, attentions, batches, means, SMALL)
     units = [[(head,) for head in range(a.query_heads)] for a in attentions]
-    zeroed = losses_without(model, task_of(model), attentions, units, batches)
+    zeroed = losses_without(model, attentions, units, batches)
     expected = torch.cat(zeroed).tolist()
     assert [e.zero.nats for e in found.values()] == pytest.approx(expected, abs=1e-5)
     assert [e.zero.nats for e in found.values()] != pytest.approx(expected[::-1], abs=1e-5)
@@ -322,7 +322,9 @@ def test_what_a_cut_loses_is_said_in_the_numbers_of_the_original(
         a.path: AttentionPlan(query_heads=4, kv_heads=4, keep=keep)
         for a, keep in zip(attention_of(whole()), ((2, 3), (0, 1, 2)), strict=True)
     }
-    cut = prune(original, tmp_path / "cut", plan=Plan(unit=Unit.HEAD, attentions=parts)).output
+    cut = prune(
+        original, tmp_path / "cut", CutRequest(plan=Plan(unit=Unit.HEAD, attentions=parts))
+    ).output
     arguments = ["--data", text, "--against", original, *SMALLER, "--output"]
     code, out, _ = run(capsys, "roles", cut, *arguments, tmp_path / "roles")
     record = RolesRecord.model_validate_json(out)

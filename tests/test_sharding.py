@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from headprune import devices, processes
+from headprune import devices, placements, processes
 from headprune.config import (
     ConvertConfig,
     DataConfig,
@@ -37,6 +37,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.model import sharding
 from headprune.model.opening import load
 from headprune.model.sharding import refuse_to_shard
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import read_manifest
@@ -70,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.save(even(seed), folder / name)
     short = {"model.layers.0.self_attn": [1, 4], "model.layers.1.self_attn": [0]}
     (folder / "plan.json").write_text(json.dumps(short))
-    prune(folder / "model", folder / "uneven", plan=folder / "plan.json")
+    prune(folder / "model", folder / "uneven", CutRequest(plan=folder / "plan.json"))
     return folder
 
 
@@ -153,7 +154,8 @@ def healed(folder: Path, student: str, output: str, shard: bool = False, seed: i
     config = HealConfig(**settings, **HEALED[student], seed=seed)
     text = DataConfig(source=str(folder / "text.txt"))
     teacher = folder / ("untied" if student == "tied" else "model")
-    return heal(folder / student, teacher, text, folder / output, config, shard=shard)
+    with placements.sharding(shard):
+        return heal(folder / student, teacher, text, folder / output, config)
 
 
 def heal_in_shards(folder: str, student: str, rank: int, port: int) -> None:
@@ -275,7 +277,7 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
 
 def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -> None:
     tiny.save(tiny.model("qwen3_moe"), tmp_path)
-    net, _ = load(tmp_path, Dtype.AUTO, False, False, weights=False)
+    net, _ = load(tmp_path, Dtype.AUTO, weights=False)
     with pytest.raises(HeadpruneError, match="is made of several tensors .* Leave out --shard"):
         refuse_unmapped(net, tmp_path)
 
@@ -283,13 +285,13 @@ def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -
 def test_a_tied_weight_that_cannot_be_halved_is_refused(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    net, _ = load(folder / "tied", Dtype.AUTO, False, False, weights=False)
+    net, _ = load(folder / "tied", Dtype.AUTO, weights=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     refuse_uneven_ties(net, folder / "tied")
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(HeadpruneError, match="66 rows cannot be split evenly over 5 processes"):
         refuse_uneven_ties(net, folder / "tied")
-    untied, _ = load(folder / "untied", Dtype.AUTO, False, False, weights=False)
+    untied, _ = load(folder / "untied", Dtype.AUTO, weights=False)
     refuse_uneven_ties(untied, folder / "untied")
 
 
@@ -297,15 +299,15 @@ def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder
     with pytest.raises(HeadpruneError, match="one was started. Use 'torchrun"):
         refuse_to_shard()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with devices.running_on("cpu"):
+    with devices.running_on("cpu"), placements.sharding(True):
         refuse_to_shard()
         moved = TrainGatesConfig(**SETTINGS, train=Train.ATTENTION)
         text = DataConfig(source=str(folder / "text.txt"))
         with pytest.raises(HeadpruneError, match="--train attention changes them"):
-            train_gates(folder / "model", text, folder / "moved", moved, shard=True)
+            train_gates(folder / "model", text, folder / "moved", moved)
         adapted = HealConfig(steps=6, train=HealTrain.LORA)
         with pytest.raises(HeadpruneError, match="--train lora adds others. Use --train attention"):
-            heal(folder / "gqa", folder / "model", text, folder / "moved", adapted, shard=True)
+            heal(folder / "gqa", folder / "model", text, folder / "moved", adapted)
         with monkeypatch.context() as patch:
             patch.setattr(sharding.transformers, "__version__", "5.18.1")
             with pytest.raises(HeadpruneError, match=r"needs transformers 5.19, and 5.18.1 is"):

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune import memory
-from headprune.config import Dtype, LayoutOption, ProofOption
+from headprune.config import Dtype, LayoutOption, ProofOption, Writing
+from headprune.declaration import Context
 from headprune.errors import CheckpointError, PlanError, ProofError
 from headprune.exporting import prune as export
 from headprune.exporting import streamed
@@ -33,6 +34,7 @@ from headprune.model.loading import uneven_heads_are_known
 from headprune.model.opening import load, result_dtypes
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -62,7 +64,7 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 def opened(model: Path, plan: Callable[[PreTrainedModel], Plan], **how: Any) -> Any:
     """A model, the cuts of a plan, and the types that it is stored in."""
-    net, _ = load(model, how.pop("dtype", Dtype.AUTO), False, False, **how)
+    net, _ = load(model, how.pop("dtype", Dtype.AUTO), **how)
     return net, resolve(plan(net), net, ragged=True), result_dtypes(net, model, Dtype.AUTO)
 
 
@@ -185,11 +187,18 @@ def test_what_is_fused_on_disk_is_cut_in_memory(case: str, tmp_path: Path) -> No
     with pytest.raises(Unmapped, match="is made of several tensors of the checkpoint"):
         on_disk(model, first_gone, tmp_path / "streamed")
     plan = first_gone(headprune.from_pretrained(model))
-    manifest = prune(model, tmp_path / "out", plan=plan, max_shard_size=SHARD).manifest
+    manifest = prune(
+        model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(max_shard_size=SHARD)
+    ).manifest
     assert manifest.proof is not None and manifest.proof.gated_vs_cut is not None
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     with pytest.raises(CheckpointError, match="--proof tensors: 'roberta|gte|nomic.*leave out"):
-        prune(model, tmp_path / "other", plan=plan, proof=ProofOption.TENSORS)
+        prune(
+            model,
+            tmp_path / "other",
+            CutRequest(plan=plan),
+            writing=Writing(proof=ProofOption.TENSORS),
+        )
     assert not (tmp_path / "other").exists()
 
 
@@ -281,8 +290,8 @@ def test_inspect_and_dry_runs_need_no_weights(
 ) -> None:
     model = saved("llama-gqa", tmp_path / "model")
     plan = first_gone(headprune.from_pretrained(model))
-    wanted = inspect(model), preview(model, plan=plan)
-    pruned = prune(model, tmp_path / "out", plan=plan).manifest
+    wanted = inspect(model), preview(model, CutRequest(plan=plan))
+    pruned = prune(model, tmp_path / "out", CutRequest(plan=plan)).manifest
     # a file as long as the header says, and nothing in it
     for file in model.glob("*.safetensors"):
         content, size = file.read_bytes(), file.stat().st_size
@@ -290,7 +299,7 @@ def test_inspect_and_dry_runs_need_no_weights(
         file.write_bytes(content[:header])
         os.truncate(file, size)
     bare = plan.model_copy(update={"model": None})
-    found = preview(model, plan=bare)
+    found = preview(model, CutRequest(plan=bare))
     assert inspect(model) == wanted[0]
     assert found.parameters == wanted[1].parameters == pruned.parameters
     assert isinstance(found, Preview) and found.kv_heads == pruned.kv_heads
@@ -330,9 +339,9 @@ def test_prune_streams_and_proves_outputs(
     result = prune(
         model,
         tmp_path / "out",
-        plan=plan,
-        max_shard_size=SHARD,
-        on_module=lambda *s: steps.append(s),
+        CutRequest(plan=plan),
+        writing=Writing(max_shard_size=SHARD),
+        context=Context(step=lambda *s: steps.append(s)),
     )
     assert alive
     proof = result.manifest.proof
@@ -347,7 +356,9 @@ def test_prune_streams_and_proves_outputs(
 
 
 def test_prune_proves_tensors(model: Path, plan: Plan, tmp_path: Path) -> None:
-    result = prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+    result = prune(
+        model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
+    )
     made = read_manifest(tmp_path / "out")
     assert made == result.manifest and made.proof is made.probe is None
     assert made.tensor_proof is not None
@@ -358,15 +369,17 @@ def test_prune_proves_tensors(model: Path, plan: Plan, tmp_path: Path) -> None:
     assert found.passed and [check.name for check in found.checks][:2] == ["hashes", "headers"]
     assert found.checks[2].found == f"{made.tensor_proof.tensors} tensors equal to its slices"
     # the same files as with the other proof
-    prune(model, tmp_path / "other", plan=plan)
+    prune(model, tmp_path / "other", CutRequest(plan=plan))
     assert made.files == read_manifest(tmp_path / "other").files
     # and a result of it is pruned like any other
     again = even_plan(headprune.from_pretrained(tmp_path / "out"))
-    assert prune(tmp_path / "out", tmp_path / "again", plan=again).manifest.lineage
+    assert prune(tmp_path / "out", tmp_path / "again", CutRequest(plan=again)).manifest.lineage
 
 
 def test_a_tensor_that_changed_fails_verify(model: Path, plan: Plan, tmp_path: Path) -> None:
-    prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+    prune(
+        model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
+    )
     flip(tmp_path / "out")
     found = verify(tmp_path / "out", model)
     assert [check.passed for check in found.checks] == [False, True, False]
@@ -397,7 +410,7 @@ def test_what_is_written_wrongly_is_not_kept(
 
     monkeypatch.setattr(streamed, "take_over", corrupting)
     with pytest.raises(ProofError, match="The proof failed"):
-        prune(model, tmp_path / "out", plan=plan, proof=proof)
+        prune(model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=proof))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
@@ -405,13 +418,15 @@ def test_too_little_memory_leads_to_tensors(
     model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1_000_000)
-    result = prune(model, tmp_path / "out", plan=plan)
+    result = prune(model, tmp_path / "out", CutRequest(plan=plan))
     assert result.manifest.tensor_proof is None  # it has 0.2 million parameters
     monkeypatch.setattr(memory, "available", lambda: 100_000)
-    result = prune(model, tmp_path / "small", plan=plan)
+    result = prune(model, tmp_path / "small", CutRequest(plan=plan))
     assert result.manifest.proof is None and result.manifest.tensor_proof is not None
     assert any("No outputs were compared: that takes" in said for said in result.warnings)
-    asked = prune(model, tmp_path / "asked", plan=plan, proof=ProofOption.OUTPUTS)
+    asked = prune(
+        model, tmp_path / "asked", CutRequest(plan=plan), writing=Writing(proof=ProofOption.OUTPUTS)
+    )
     assert asked.manifest.proof is not None and asked.warnings == ()
 
 
@@ -442,9 +457,9 @@ def test_proof_of_tensors_is_refused_where_weights_change(
         prune(
             model,
             tmp_path / "out",
-            plan=plan,
+            CutRequest(plan=plan),
             refit=DataConfig(source=str(text)),
-            proof=ProofOption.TENSORS,
+            writing=Writing(proof=ProofOption.TENSORS),
         )
 
 
@@ -460,9 +475,8 @@ def test_a_weight_that_overflows_is_refused(model: Path, plan: Plan, tmp_path: P
         prune(
             model,
             tmp_path / "out",
-            plan=plan,
-            out_dtype=Dtype.FLOAT16,
-            proof=ProofOption.TENSORS,
+            CutRequest(plan=plan),
+            writing=Writing(out_dtype=Dtype.FLOAT16, proof=ProofOption.TENSORS),
         )
     assert not (tmp_path / "out").exists()
 
@@ -474,7 +488,12 @@ def test_a_weight_that_is_nan_is_refused(model: Path, plan: Plan, tmp_path: Path
 
     renamed(model, damaged)
     with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight' holds NaN"):
-        prune(model, tmp_path / "out", plan=plan, proof=ProofOption.TENSORS)
+        prune(
+            model,
+            tmp_path / "out",
+            CutRequest(plan=plan),
+            writing=Writing(proof=ProofOption.TENSORS),
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -486,7 +505,7 @@ def test_migrate_streams(tmp_path: Path) -> None:
         for path, part in plan.attentions.items()
     }
     plan = plan.model_copy(update={"attentions": parts})
-    done = prune(bert, tmp_path / "cut", plan=plan)
+    done = prune(bert, tmp_path / "cut", CutRequest(plan=plan))
     config = json.loads((tmp_path / "cut" / "config.json").read_text())
     layout = config.pop("headprune")["layout"]
     gone = {
@@ -500,15 +519,16 @@ def test_migrate_streams(tmp_path: Path) -> None:
     (old / "config.json").write_text(json.dumps({**config, "pruned_heads": gone}))
     save_file(weights(tmp_path / "cut"), old / "model.safetensors", metadata={"format": "pt"})
     for proof in (ProofOption.OUTPUTS, ProofOption.TENSORS):
-        result = migrate(old, tmp_path / proof.value, proof=proof, max_shard_size=SHARD)
+        result = migrate(
+            old, tmp_path / proof.value, writing=Writing(proof=proof, max_shard_size=SHARD)
+        )
         assert result.manifest.layout == done.manifest.layout
         assert differing(tmp_path / proof.value, tmp_path / "cut")[-1:] != ["config.json"]
 
 
 def test_ragged_results_are_streamed(model: Path, tmp_path: Path) -> None:
     plan = ragged_plan(headprune.from_pretrained(model))
-    ragged = {"plan": plan, "layout": LayoutOption.RAGGED}
-    proven = prune(model, tmp_path / "out", **ragged)
+    proven = prune(model, tmp_path / "out", CutRequest(plan=plan, layout=LayoutOption.RAGGED))
     assert proven.manifest.proof is not None and proven.manifest.proof.gated_vs_cut is None
     whole = in_memory(model, ragged_plan, tmp_path / "whole")
     assert weights(whole).keys() == weights(tmp_path / "out").keys()

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig, Method, Objective, Train, TrainGatesConfig
+from headprune.config import DataConfig, Method, Objective, Resuming, Train, TrainGatesConfig
+from headprune.declaration import Context
 from headprune.errors import HeadpruneError
 from headprune.exporting.preview import preview
 from headprune.exporting.prune import prune
@@ -26,6 +27,7 @@ from headprune.gates.train_gates import GatesRun, train_gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import gated
 from headprune.model.heads import read_output
+from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
 from headprune.training.divergence import kl_divergence, relative_error
@@ -35,10 +37,11 @@ from tests.marks import slow_unless
 
 
 def run(folder: Path, text: Path, output: Path, **settings: Any) -> GatesRun:
-    pipeline = {k: settings.pop(k) for k in ("on_step", "resume", "overwrite") if k in settings}
+    rerun = Resuming(**{k: settings.pop(k) for k in ("resume", "overwrite") if k in settings})
+    context = Context(**({"step": settings.pop("step")} if "step" in settings else {}))
     defaults = {"target_heads": 0.5, "steps": 10, "batch_size": 4, "seq_len": 16}
     config = TrainGatesConfig(**defaults | settings)
-    return train_gates(folder, DataConfig(source=str(text)), output, config, **pipeline)
+    return train_gates(folder, DataConfig(source=str(text)), output, config, rerun, context)
 
 
 TARGETS = [
@@ -76,7 +79,7 @@ def test_the_target_is_hit_exactly(
     result = run(folder, text_file, tmp_path / "gates", **settings)
     assert result.metadata.kept_heads == kept
     if unit is not Unit.HEAD:  # single heads of a grouped model leave ragged groups
-        pruned = prune(folder, tmp_path / "out", gates=tmp_path / "gates")
+        pruned = prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "gates"))
         assert sum(len(a.keep) for a in pruned.plan.attentions.values()) == kept
         assert pruned.manifest.proof.gated_vs_reloaded < 2e-5
 
@@ -112,7 +115,7 @@ def test_planted_useless_heads_are_the_ones_removed(
     objective = Objective.DISTILL if method is Method.L0 else Objective.AUTO
     settings = {"target_heads": 19, "steps": 60, "objective": objective, "method": method}
     run(folder, text_file, tmp_path / "gates", **settings)
-    plan = prune(folder, tmp_path / "out", gates=tmp_path / "gates").plan
+    plan = prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "gates")).plan
     removed = {
         layer: sorted(set(range(6)) - set(part.keep))
         for layer, part in enumerate(plan.attentions.values())
@@ -138,12 +141,12 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
     class Killed(Exception):
         pass
 
-    def kill(record: Any) -> None:
-        if record.step == 8:  # two steps after the last checkpoint
+    def kill(step: int, *_: object) -> None:
+        if step == 8:  # two steps after the last checkpoint
             raise Killed
 
     with pytest.raises(Killed):
-        run(llama_folder, text_file, tmp_path / "broken", on_step=kill, **settings)
+        run(llama_folder, text_file, tmp_path / "broken", step=kill, **settings)
     assert not (tmp_path / "broken" / "gates.json").exists()
     resumed = run(llama_folder, text_file, tmp_path / "broken", resume=True, **settings)
 
@@ -167,7 +170,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
 
 def test_resume_refuses_other_settings(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        run(llama_folder, text_file, tmp_path / "g", on_step=lambda r: 1 / 0)
+        run(llama_folder, text_file, tmp_path / "g", step=lambda *_: 1 / 0)
     with pytest.raises(HeadpruneError, match=r"train_gates.gate_lr: .* then, 0.2 now"):
         run(llama_folder, text_file, tmp_path / "g", resume=True, gate_lr=0.2)
 
@@ -178,16 +181,20 @@ def test_a_stopped_run_leaves_a_checkpoint(
     import os
     import signal
 
-    def stop(record: Any) -> None:
-        if record.step == 4:
+    def stop(step: int, *_: object) -> None:
+        if step == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted, match="Stopped after step 4 of 10.*--resume") as caught:
-        run(llama_folder, text_file, tmp_path / "g", on_step=stop)
+        run(llama_folder, text_file, tmp_path / "g", step=stop)
     assert caught.value.exit_code == 130
     steps: list[int] = []
     run(
-        llama_folder, text_file, tmp_path / "g", resume=True, on_step=lambda r: steps.append(r.step)
+        llama_folder,
+        text_file,
+        tmp_path / "g",
+        resume=True,
+        step=lambda step, *_: steps.append(step),
     )
     assert steps == [5, 6, 7, 8, 9, 10]
 
@@ -208,7 +215,7 @@ def test_trained_weights_reach_the_pruned_model(
     llama_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
     run(llama_folder, text_file, tmp_path / "g", train=Train.ALL, weight_lr=1e-2, target_heads=1.0)
-    prune(llama_folder, tmp_path / "out", gates=tmp_path / "g")
+    prune(llama_folder, tmp_path / "out", CutRequest(gates=tmp_path / "g"))
     trained = load_file(tmp_path / "g" / "weights.safetensors")["model.norm.weight"]
     assert torch.equal(
         load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], trained
@@ -374,7 +381,7 @@ def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
 def test_channel_factors_end_up_in_w_o(case: str, text_file: Path, tmp_path: Path) -> None:
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     run(folder, text_file, tmp_path / "g", train=Train.CHANNELS)
-    prune(folder, tmp_path / "out", gates=tmp_path / "g")
+    prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "g"))
     original, trained = tiny.model(case), tiny.model(case)
     weights = load_file(tmp_path / "g" / "weights.safetensors")
     trained.load_state_dict(weights, strict=False)
@@ -423,8 +430,8 @@ def test_what_does_not_go_with_cheapest_is_said(text_file: Path, tmp_path: Path)
 
 def test_cheapest_says_what_is_open(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
     run(llama_folder, text_file, tmp_path / "g", method=Method.GRADUAL, steps=30)
-    shown = preview(llama_folder, gates=tmp_path / "g")
+    shown = preview(llama_folder, CutRequest(gates=tmp_path / "g"))
     assert shown.shapes[0].evidence == 1.0
-    fewer = preview(llama_folder, gates=tmp_path / "g", keep=4).plan
+    fewer = preview(llama_folder, CutRequest(gates=tmp_path / "g", keep=4)).plan
     for path, part in fewer.attentions.items():
         assert set(part.keep) <= set(shown.plan.attentions[path].keep)

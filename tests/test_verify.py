@@ -16,15 +16,17 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ConvertConfig
+from headprune.declaration import Context, MadeBy
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import migrate, prune
 from headprune.model import probes
 from headprune.model.attention import attention_of
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.proof.verify import Verification, verify
 from headprune.schemas.plan import AttentionPlan, Plan
-from headprune.schemas.records import MadeBy, Migration
+from headprune.schemas.records import Migration
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -35,7 +37,7 @@ from tests.cutting import uneven_plan
 def result(llama_folder: Path, tmp_path: Path) -> Path:
     """A tiny Llama, cut unevenly."""
     plan = uneven_plan(headprune.from_pretrained(llama_folder))
-    return prune(llama_folder, tmp_path / "result", plan=plan).output
+    return prune(llama_folder, tmp_path / "result", CutRequest(plan=plan)).output
 
 
 def failed(verification: Verification) -> list[str]:
@@ -79,7 +81,7 @@ def test_a_native_result_needs_no_code_to_be_verified(llama_folder: Path, tmp_pa
     keep = {a.path: (0, 1, 4, 5) for a in attention_of(model)}
     parts = {p: AttentionPlan(query_heads=6, kv_heads=3, keep=k) for p, k in keep.items()}
     plan = Plan(unit=Unit.KV_GROUP, attentions=parts)
-    out = prune(llama_folder, tmp_path / "out", plan=plan).output
+    out = prune(llama_folder, tmp_path / "out", CutRequest(plan=plan)).output
     verification = verify(out)
     assert verification.passed
     assert verification.checks[-1].name == "AutoModelForCausalLM.from_pretrained"
@@ -125,7 +127,7 @@ def test_a_folder_of_transformers_4_loads_and_migrates(case: str, tmp_path: Path
     loaded = headprune.from_pretrained(folder)
     assert equivalence.difference(wanted, probes.probe(loaded, inputs)) == 0
     made_by = MadeBy(command="migrate", options={})
-    migrated = migrate(folder, tmp_path / "new", made_by=made_by)
+    migrated = migrate(folder, tmp_path / "new", context=Context(made_by=made_by))
     assert (migrated.manifest.done, migrated.manifest.made_by) == (Migration(), made_by)
     out = migrated.output
     assert "rewritten for transformers 5" in (out / "README.md").read_text()
@@ -415,7 +417,9 @@ def test_ids_stay_those_of_the_original_after_a_plain_cut(
             a.path: AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=heads)
             for a in attention_of(headprune.from_pretrained(folder))
         }
-        return prune(folder, output, plan=Plan(unit=Unit.KV_GROUP, attentions=parts)).output
+        return prune(
+            folder, output, CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+        ).output
 
     once = keep(llama_folder, (2, 3, 4, 5), tmp_path / "once")
     assert "headprune" not in json.loads((once / "config.json").read_text())
@@ -438,7 +442,10 @@ def test_only_what_belongs_to_a_tokenizer_goes_with_a_result(
     (llama_folder / "checkpoint-5").mkdir()
     (llama_folder / "checkpoint-5" / "config.json").write_text("{}")
     plan = uneven_plan(headprune.from_pretrained(llama_folder))
-    names = {f.name for f in prune(llama_folder, tmp_path / "out", plan=plan).output.rglob("*")}
+    names = {
+        f.name
+        for f in prune(llama_folder, tmp_path / "out", CutRequest(plan=plan)).output.rglob("*")
+    }
     assert {"tokenizer.json", "tokenizer_config.json"} <= names
     assert not {"secrets.json", "checkpoint-5"} & names
 
@@ -465,4 +472,4 @@ def test_the_folder_one_is_in_cannot_be_the_output(
     monkeypatch.chdir(tmp_path / "here")
     plan = uneven_plan(headprune.from_pretrained(llama_folder))
     with pytest.raises(CheckpointError, match="the folder you are in"):
-        prune(llama_folder, Path(), plan=plan)
+        prune(llama_folder, Path(), CutRequest(plan=plan))

@@ -19,11 +19,13 @@ from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.console import tables
 from headprune.data.sources import read_examples
+from headprune.declaration import Context
 from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.io import hub
 from headprune.model.attention import attention_of
 from headprune.model.loading import load_config
+from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
@@ -104,15 +106,17 @@ def test_a_path_that_is_not_there(
 def test_the_auto_class_is_the_one_of_the_task(case: str, auto: str, tmp_path: Path) -> None:
     model = tiny.save(tiny.model(case), tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(model))
-    pruned = prune(model, tmp_path / "out", plan=plan)
+    pruned = prune(model, tmp_path / "out", CutRequest(plan=plan))
     assert pruned.manifest.auto_class == f"AutoModelFor{auto}"
     route = f"AutoModelFor{auto}.from_pretrained, trust_remote_code=True"
     assert verify(pruned.output).checks[-1].name == route
 
 
 def test_a_model_of_two_steps_is_compared_with_the_last(llama_folder: Path, tmp_path: Path) -> None:
-    first = prune(llama_folder, tmp_path / "first", plan=even_plan(llama_folder, (0, 1))).output
-    second = prune(first, tmp_path / "second", plan=even_plan(first, (2, 3))).output
+    first = prune(
+        llama_folder, tmp_path / "first", CutRequest(plan=even_plan(llama_folder, (0, 1)))
+    ).output
+    second = prune(first, tmp_path / "second", CutRequest(plan=even_plan(first, (2, 3)))).output
     assert verify(second, against=first).passed
     message = r"goes back to this model by several .'llama' -> 'first' -> 'second'.*against 'first'"
     with pytest.raises(PlanError, match=message.replace("several ", "several steps ")):
@@ -171,7 +175,7 @@ def test_uneven_heads_load_without_a_warning_of_transformers(
     transformers_logging.warning_once.cache_clear()
     logger.addHandler(handler)
     try:
-        out = prune(llama_folder, tmp_path / "out", plan=plan).output
+        out = prune(llama_folder, tmp_path / "out", CutRequest(plan=plan)).output
         config = headprune.from_pretrained(out).config
         assert not told
         transformers_logging.warning_once.cache_clear()
@@ -235,10 +239,10 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
     prune(
         llama_folder,
         tmp_path / "out",
-        plan=uneven_plan(headprune.from_pretrained(llama_folder)),
+        CutRequest(plan=uneven_plan(headprune.from_pretrained(llama_folder))),
         refit=DataConfig(source=str(text_file)),
         calibration=CalibrationConfig(seq_len=16, tokens=512),
-        on_module=lambda done, total: told.append((done, total)),
+        context=Context(step=lambda done, total: told.append((done, total))),
     )
     tensors = len(load_file(tmp_path / "out" / "model.safetensors"))
     counted = [(done, total) for total in (tiny.LAYERS, tensors) for done in range(1, total + 1)]

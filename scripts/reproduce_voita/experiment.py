@@ -51,13 +51,22 @@ from ssru import ssru_decoders
 
 from fetch_demo_model import FetchError, Source, check_hash, download, extract
 from headprune import from_pretrained
-from headprune.config import CalibrationConfig, DataConfig, RolesConfig, Train, TrainGatesConfig
+from headprune.config import (
+    CalibrationConfig,
+    DataConfig,
+    Resuming,
+    RolesConfig,
+    ScoreConfig,
+    Train,
+    TrainGatesConfig,
+)
 from headprune.errors import HeadpruneError
 from headprune.evidence.score import score
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of, of_kinds
 from headprune.model.loading import load_tokenizer
+from headprune.planning.from_evidence import CutRequest
 from headprune.role.roles import roles
 
 WHEEL = Source(
@@ -194,12 +203,18 @@ class Experiment:
                 folder = original
             elif method in GATES:
                 gates = self._gates(method, seed, heads)
-                prune(original, folder, gates=gates)
+                prune(original, folder, CutRequest(gates=gates))
             else:
                 data = self._data(seed) if method == REFITTED else None
                 scores = self._scores(method, seed)
                 config = self._calibration(seed)
-                prune(original, folder, scores=scores, keep=heads, refit=data, calibration=config)
+                prune(
+                    original,
+                    folder,
+                    CutRequest(scores=scores, keep=heads),
+                    refit=data,
+                    calibration=config,
+                )
             found = self._measured(folder, Path(temporary), method, seed)
         _write(file, asdict(found))
         self.say(f"  BLEU {found.against_original:.2f}, round trip {found.round_trip:.2f}")
@@ -231,7 +246,9 @@ class Experiment:
                 seed=seed,
             )
             begun = folder.with_name(f"{folder.name}-checkpoints").is_dir()
-            train_gates(self.work / FORTH, self._data(seed), folder, config, resume=begun)
+            train_gates(
+                self.work / FORTH, self._data(seed), folder, config, rerun=Resuming(resume=begun)
+            )
         return folder
 
     def _scores(self, criterion: str, seed: int) -> Path:
@@ -239,7 +256,12 @@ class Experiment:
         if not folder.exists():
             folder.parent.mkdir(exist_ok=True)
             data, config = self._data(seed), self._calibration(seed)
-            score(self.work / FORTH, folder, [criterion], data, config, attention=KIND)
+            score(
+                self.work / FORTH,
+                folder,
+                config.part(ScoreConfig, criterion=[criterion], attention=KIND),
+                data,
+            )
         return folder
 
     def _measured(self, folder: Path, temporary: Path, method: str, seed: int) -> Point:
@@ -254,8 +276,9 @@ class Experiment:
             str(folder),
             temporary / "roles",
             self._data(0),  # the same sentences for all
-            RolesConfig(sequences=self.protocol.watched, seq_len=128, batch_size=32),
-            attention=KIND,
+            RolesConfig(
+                sequences=self.protocol.watched, attention=KIND, seq_len=128, batch_size=32
+            ),
         )
         held = {
             f"{layer}.{head.head}": {

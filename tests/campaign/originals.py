@@ -18,6 +18,7 @@ import yaml
 from filelock import FileLock
 from transformers import PreTrainedModel
 
+from headprune.declaration import Context
 from tests import tiny
 from tests.campaign.watched import command, watched
 
@@ -160,8 +161,8 @@ def _interrupted(place: Path, name: str, originals: Path) -> None:
     for source in ("llama", "mha", "gqa", "text.txt"):
         (place / source).symlink_to(originals / source)
 
-    def killed(record: object) -> None:
-        if getattr(record, "step", 0) == 5:
+    def killed(step: int, *_: object) -> None:
+        if step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train() -> None:
@@ -173,9 +174,11 @@ def _interrupted(place: Path, name: str, originals: Path) -> None:
         shared: dict[str, Any] = {"steps": 6, "batch_size": 2, "save_every": 2, "seq_len": 16}
         if name == "gates":
             gated = TrainGatesConfig(target_heads=0.5, **shared)
-            train_gates("llama", data, Path("out"), gated, on_step=killed)
+            train_gates("llama", data, Path("out"), gated, context=Context(step=killed))
         else:
-            heal("gqa", "mha", data, Path("out"), HealConfig(**shared), on_step=killed)
+            heal(
+                "gqa", "mha", data, Path("out"), HealConfig(**shared), context=Context(step=killed)
+            )
 
     done = watched(train, place, limit_s=120)
     if done.code != -signal.SIGKILL:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Placed, Replacing, output
-from headprune.config import Names
+from headprune.commands.shared import Cutting, OneModel, Placed, output
+from headprune.config import Names, Replacing
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def run(options: AttentionOptions, context: Context) -> AttentionPicture:
             options.text,
             options.target,
             options.attention,
-            context.stage,
-            **options.loading(),
+            context,
         )
         picture = AttentionPicture.of(sentence, options.head, options.layer)
         context.stage("drawing")

@@ -12,11 +12,9 @@ from headprune.commands.shared import (
     Cutting,
     OnDevice,
     OneModel,
-    Replacing,
-    made_by,
     output,
 )
-from headprune.config import AnyDomains, CompressConfig
+from headprune.config import AnyDomains, CompressConfig, Replacing
 from headprune.declaration import (
     Chapter,
     Command,
@@ -64,10 +62,8 @@ def run(options: CompressOptions, context: Context) -> Compressed | Outline:
         None if options.dry_run else options.output,
         options.part(CompressConfig),
         options.domains(options.data),
-        overwrite=options.overwrite,
-        loading=options.loading(),
-        context=context,
-        made_by=made_by("compress", options),
+        options.overwrite,
+        context,
     )
 
 

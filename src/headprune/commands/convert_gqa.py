@@ -12,8 +12,6 @@ from headprune.commands.shared import (
     Cutting,
     OneModel,
     Placed,
-    Replacing,
-    made_by,
     output,
 )
 from headprune.config import (
@@ -24,6 +22,8 @@ from headprune.config import (
     Length,
     Place,
     Positive,
+    Replacing,
+    Resuming,
     Steps,
 )
 from headprune.declaration import (
@@ -142,18 +142,14 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPre
             options.examples(options.calibrate),
             options.output,
             healing,
-            overwrite=options.overwrite,
-            **options.loading(),
-            on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
-            on_stage=context.stage,
-            made_by=made_by("convert-gqa", options),
+            Resuming(overwrite=options.overwrite),
+            context,
         )
         shutil.rmtree(unhealed, ignore_errors=True)
         return healed
 
 
 def _preview(options: ConvertOptions, context: Context) -> KvPreview:
-    from headprune.evidence.score import Watch
     from headprune.exporting.convert_gqa import preview
 
     return preview(
@@ -161,8 +157,7 @@ def _preview(options: ConvertOptions, context: Context) -> KvPreview:
         options.part(ConvertConfig),
         options.source(options.calibrate),
         options.layout,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
+        context,
     )
 
 
@@ -173,13 +168,10 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
         options.model,
         output,
         options.part(ConvertConfig),
-        calibrate=options.source(options.calibrate),
-        layout=options.layout,
-        overwrite=options.overwrite,
-        **options.loading(),
-        on_stage=context.stage,
-        made_by=made_by("convert-gqa", options),
-        on_module=context.step,
+        options.source(options.calibrate),
+        options.layout,
+        options.overwrite,
+        context,
     )
 
 

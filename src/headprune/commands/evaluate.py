@@ -80,8 +80,7 @@ def run(options: EvaluateOptions, context: Context) -> Report:
             options.domains(options.data),
             options.part(EvaluateConfig),
             against=options.against,
-            **options.loading(),
-            progress=context.step,
+            context=context,
         )
         if options.output is not None:
             report.write(options.output)

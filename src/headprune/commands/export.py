@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Replacing, Trust, made_by, model, output
-from headprune.config import ExportConfig, Place
+from headprune.commands.shared import Trust, model, output
+from headprune.config import ExportConfig, Place, Replacing
 from headprune.declaration import Chapter, Command, Context, InRecipe, Made, declare
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ def run(options: ExportOptions, context: Context) -> Exported:
         options.model,
         options.output,
         options.part(ExportConfig),
-        overwrite=options.overwrite,
-        trust_remote_code=options.trust_remote_code,
-        made_by=made_by("export", options),
-        context=context,
+        options.overwrite,
+        context,
     )
 
 

@@ -12,11 +12,9 @@ from headprune.commands.shared import (
     Cutting,
     OnDevice,
     OneModel,
-    Resuming,
-    made_by,
     output,
 )
-from headprune.config import HealConfig, HealTrain, Place
+from headprune.config import HealConfig, HealTrain, Place, Resuming
 from headprune.declaration import (
     Chapter,
     Command,
@@ -63,13 +61,8 @@ def run(options: HealOptions, context: Context) -> Healed:
         options.examples(options.data),
         options.output,
         options.part(HealConfig),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        shard=options.shard,
-        **options.loading(),
-        on_step=lambda r: context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
-        on_stage=context.stage,
-        made_by=made_by("heal", options),
+        options.part(Resuming),
+        context,
     )
 
 

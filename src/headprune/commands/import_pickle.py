@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Replacing
-from headprune.config import Place
+from headprune.config import Place, Replacing
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
 if TYPE_CHECKING:

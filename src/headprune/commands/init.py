@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headprune.commands.shared import Replacing
-from headprune.config import Place
+from headprune.config import Place, Replacing
 from headprune.declaration import Chapter, Command, Context, Panel, build, declare, option
 from headprune.io.shell import command
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed, Replacing
-from headprune.config import Place, RanksConfig
+from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed
+from headprune.config import Place, RanksConfig, Replacing
 from headprune.declaration import Chapter, Command, Context, Panel, Slot, declare, option
 from headprune.errors import HeadpruneError
 
@@ -40,22 +40,20 @@ def run(options: InspectOptions, context: Context) -> Inspection:
 
     if options.ranks != (options.data is not None) or (options.figure and not options.ranks):
         raise HeadpruneError("--ranks and --data TEXT go together, and --figure goes with them.")
-    found = inspect(options.model, **options.loading())
+    found = inspect(options.model, context.allowed)
     if options.data is None:
         return found
     from headprune.console.figures import claimed_figures
     from headprune.console.ranks import MEASURES, figures
     from headprune.evidence.ranks import ranks
-    from headprune.evidence.score import Watch
 
-    watch = Watch(stage=context.stage, step=context.step)
     data, config = options.examples(options.data), options.part(RanksConfig)
     with ExitStack() as stack:
         files = {}
         if options.figure is not None:
             claim = claimed_figures(options.figure, MEASURES, options.overwrite)
             files = stack.enter_context(claim)
-        measured = ranks(options.model, data, config, watch, **options.loading())
+        measured = ranks(options.model, data, config, context)
         figures(measured, files)
     for path in files.values():
         context.line(f"Drawn to {path}.", True)

@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import (
-    Cutting,
-    OnDevice,
-    OneModel,
-    Replacing,
-    Streamed,
-    made_by,
-)
-from headprune.config import COMPUTED, WRITTEN, Dtype
+from headprune.commands.shared import Cutting, OnDevice, OneModel
+from headprune.config import COMPUTED, Dtype, Writing
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
 if TYPE_CHECKING:
@@ -22,14 +15,13 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class MigrateOptions(OneModel, Streamed, Replacing, Cutting, OnDevice):
+class MigrateOptions(OneModel, Writing, Cutting, OnDevice):
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
 
     output: Path = option(
         "Folder for the result.", panel=Panel.OUTPUT, positional=True, metavar="OUT"
     )
     dtype: Dtype = option(COMPUTED, Dtype.AUTO)
-    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
 
 
 def run(options: MigrateOptions, context: Context) -> Pruned:
@@ -39,15 +31,9 @@ def run(options: MigrateOptions, context: Context) -> Pruned:
     return migrate(
         options.model,
         options.output,
-        overwrite=options.overwrite,
-        dtype=options.dtype,
-        out_dtype=options.out_dtype,
-        **options.loading(),
-        on_stage=context.stage,
-        on_tensor=context.step,
-        proof=options.proof,
-        max_shard_size=options.max_shard_size,
-        made_by=made_by("migrate", options),
+        options.dtype,
+        options.part(Writing),
+        context,
     )
 
 

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Placed, Replacing, output
-from headprune.config import BudgetConfig, Count
+from headprune.commands.shared import Cutting, OneModel, Placed, output
+from headprune.config import PlanConfig, Replacing
 from headprune.declaration import (
+    Allowed,
     Chapter,
     Command,
     Context,
@@ -27,36 +28,24 @@ if TYPE_CHECKING:
     from headprune.planning.plan import Planned
 
 
-class PlanOptions(OneModel, BudgetConfig, Replacing, Cutting, Placed):
+class PlanOptions(OneModel, PlanConfig, Replacing, Cutting, Placed):
     """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
 
     scores: Path = option("Folder from score.", panel=Panel.MAIN, slot=Slot.SCORES)
     output: Path | None = output("The plan file to write.", None)
-    criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
-    rounds: Count = option(
-        "How often to score: again after each part of the heads has gone.", 1, Panel.CUT
-    )
-    refit: bool = option(
-        "Between rounds, refit W_O as prune --refit will do at the end.", False, Panel.CUT
-    )
 
 
 def run(options: PlanOptions, context: Context) -> Planned:
     """Chooses, and writes the plan if that was asked for."""
-    from headprune.evidence.score import Watch
     from headprune.planning.plan import plan
 
     return plan(
         options.model,
         options.scores,
-        options.part(BudgetConfig),
+        options.part(PlanConfig),
         options.output,
-        options.criterion,
-        options.rounds,
-        options.refit,
-        overwrite=options.overwrite,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
+        options.overwrite,
+        context,
     )
 
 
@@ -66,9 +55,8 @@ def show(result: Planned, options: PlanOptions, console: Console) -> None:
 
     following = ""
     if options.output is not None:
-        following = next_commands.after_plan(
-            result, options.output, options.model, **options.loading()
-        )
+        allowed = Allowed.by(options)
+        following = next_commands.after_plan(result, options.output, options.model, allowed)
     scores.planned(console, result, options.output, following)
 
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import model_validator
 
-from headprune.commands.shared import (
-    Columns,
-    Cutting,
-    OneModel,
-    Placed,
-    Replacing,
-    Streamed,
-    made_by,
-    output,
-)
+from headprune.commands.shared import Columns, Cutting, OneModel, Placed, output
 from headprune.config import (
-    WRITTEN,
     CalibrationConfig,
-    Dtype,
     Kept,
     LayoutOption,
     Place,
     Targeted,
+    Writing,
     one_or_all,
 )
 from headprune.declaration import (
@@ -33,6 +24,7 @@ from headprune.declaration import (
     Context,
     InRecipe,
     Made,
+    MadeBy,
     Panel,
     Slot,
     declare,
@@ -49,9 +41,7 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class PruneOptions(
-    OneModel, CalibrationConfig, Targeted, Columns, Streamed, Replacing, Cutting, Placed
-):
+class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutting, Placed):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}
@@ -101,7 +91,6 @@ class PruneOptions(
         LayoutOption.PER_LAYER,
         Panel.CUT,
     )
-    out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
 
     @model_validator(mode="after")
     def _one_refit(self) -> PruneOptions:
@@ -121,25 +110,20 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
         )
     from headprune.exporting.preview import preview
     from headprune.exporting.prune import prune
+    from headprune.planning.from_evidence import CutRequest
 
-    evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "targets", "dtype")
-    what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
+    asked = CutRequest(**{each.name: getattr(options, each.name) for each in fields(CutRequest)})
     if options.output is None or options.dry_run:
-        return preview(options.model, roles=options.roles, **what)
+        return preview(options.model, asked, options.dtype, options.roles, context.allowed)
     output, options = options.output, _as_scored(options, context)
     return prune(
         options.model,
         output,
-        refit=options.source(options.refit),
-        calibration=options.part(CalibrationConfig),
-        overwrite=options.overwrite,
-        out_dtype=options.out_dtype,
-        on_stage=context.stage,
-        made_by=made_by("prune", options),
-        on_module=context.step,
-        proof=options.proof,
-        max_shard_size=options.max_shard_size,
-        **what,
+        asked,
+        options.source(options.refit),
+        options.part(CalibrationConfig),
+        options.part(Writing),
+        replace(context, made_by=MadeBy.of("prune", options)),
     )
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator
 
-from headprune.commands.shared import Replacing, output
+from headprune.commands.shared import output
+from headprune.config import Replacing
 from headprune.declaration import Chapter, Command, Context, InRecipe, Made, Panel, declare, option
 
 if TYPE_CHECKING:

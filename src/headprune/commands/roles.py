@@ -11,10 +11,9 @@ from headprune.commands.shared import (
     Cutting,
     OneModel,
     Placed,
-    Replacing,
     output,
 )
-from headprune.config import Names, Place, RolesConfig
+from headprune.config import Place, Replacing, RolesConfig
 from headprune.declaration import (
     Chapter,
     Command,
@@ -45,12 +44,6 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
         Panel.MAIN,
         slot=Slot.MODEL,
     )
-    attention: Names = option(
-        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable).",
-        (),
-        Panel.MAIN,
-    )
     card: bool = option(
         "Also write the roles on the model card of MODEL, a result of headprune.",
         False,
@@ -61,7 +54,6 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
 
 def run(options: RolesOptions, context: Context) -> RolesRecord:
     """Measures them."""
-    from headprune.evidence.score import Watch
     from headprune.exporting.card import rewrite_card
     from headprune.role.roles import roles
     from headprune.schemas.manifest import read_manifest
@@ -74,10 +66,8 @@ def run(options: RolesOptions, context: Context) -> RolesRecord:
         options.examples(options.data),
         options.part(RolesConfig),
         against=options.against,
-        attention=options.attention,
         overwrite=options.overwrite,
-        watcher=Watch(stage=context.stage, step=context.step),
-        **options.loading(),
+        context=context,
     )
     if options.card:
         rewrite_card(Path(options.model), record=record)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, Placed, Replacing, Units, model, output
-from headprune.config import CalibrationConfig, Names, Place
+from headprune.commands.shared import Columns, Cutting, Placed, model, output
+from headprune.config import Place, Replacing, ScoreConfig
 from headprune.declaration import (
+    Allowed,
     Chapter,
     Command,
     Context,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from headprune.schemas.scores import Scores
 
 
-class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting, Placed):
+class ScoreOptions(ScoreConfig, Columns, Replacing, Cutting, Placed):
     """Score every head by one or more criteria, without training."""
 
     model: Place | None = model(None, "[MODEL]")
@@ -36,12 +37,6 @@ class ScoreOptions(Units, CalibrationConfig, Columns, Replacing, Cutting, Placed
         None,
         Panel.MAIN,
         slot=Slot.DATA,
-    )
-    criterion: Names = option(
-        "compensated, gradient, fisher, fluctuation, wanda, reconstruction, leave-one-out, "
-        "confidence, magnitude, random or gates (repeatable: what needs the same pass shares it).",
-        ("compensated",),
-        Panel.MAIN,
     )
     gates: Path | None = option(
         "With --criterion gates: folder from train-gates.", None, Panel.INPUT, slot=Slot.GATES
@@ -66,20 +61,16 @@ def run(options: ScoreOptions, context: Context) -> Scores:
         raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
     if options.figure is not None:
         raise HeadpruneError("--figure goes with --show DIR, which draws scores.")
-    from headprune.evidence.score import Watch, score
+    from headprune.evidence.score import score
 
     return score(
         options.model,
         options.output,
-        options.criterion,
+        options.part(ScoreConfig),
         options.source(options.data),
-        options.part(CalibrationConfig),
-        unit=options.unit,
-        attention=options.attention,
-        gates=options.gates,
-        overwrite=options.overwrite,
-        **options.loading(),
-        watch=Watch(stage=context.stage, step=context.step),
+        options.gates,
+        options.overwrite,
+        context,
     )
 
 
@@ -103,9 +94,8 @@ def show(result: Scores, options: ScoreOptions, console: Console) -> None:
     if options.model is None or options.output is None:
         scores.heat_maps(console, result)
         return
-    following = next_commands.after_scores(
-        result, options.output, options.model, **options.loading()
-    )
+    allowed = Allowed.by(options)
+    following = next_commands.after_scores(result, options.output, options.model, allowed)
     scores.scores(console, result, options.output, following)
 
 

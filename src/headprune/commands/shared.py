@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headprune.config import (
     DataConfig,
     Domain,
-    Names,
     Place,
-    ProofOption,
-    ShardSize,
     data_configs,
 )
 from headprune.declaration import Options, Panel, Slot, option
 from headprune.devices import AUTO
 from headprune.placements import Placement
-from headprune.tensors.units import Unit
-
-if TYPE_CHECKING:
-    from headprune.schemas.records import MadeBy
 
 DATA = (
     "A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id such as "
@@ -53,17 +46,6 @@ def split(default: str) -> Any:
 def output(description: str, default: Any = ...) -> Any:
     """The option of what is written."""
     return option(description, default, Panel.MAIN, in_recipes=False)
-
-
-def made_by(command: str, options: Options) -> MadeBy:
-    """The record of a command in what it wrote: all that has a part in the result."""
-    from headprune.schemas.records import MadeBy  # with torch
-
-    # where it lies, and how it came to be there
-    apart = {"output", "overwrite", "resume", "device", "placement"}
-    return MadeBy(
-        command=command, options=options.model_dump(mode="json", exclude=apart, exclude_none=True)
-    )
 
 
 class OneModel(Options):
@@ -111,10 +93,6 @@ class Loading(Trust):
         in_recipes=False,
     )
 
-    def loading(self) -> dict[str, Any]:
-        """Arguments of every function that loads a model."""
-        return {name: getattr(self, name) for name in Loading.model_fields}
-
 
 class Cutting(Loading):
     """What a model may bring to be looked into."""
@@ -125,38 +103,6 @@ class Cutting(Loading):
         False,
         in_recipes=False,
     )
-
-    def loading(self) -> dict[str, Any]:
-        """Arguments of every function that loads a model to look at its heads."""
-        return {name: getattr(self, name) for name in Cutting.model_fields}
-
-
-class Replacing(Options):
-    """Whether an output may take the place of another."""
-
-    overwrite: bool = option("Replace an existing output.", False, Panel.OUTPUT, in_recipes=False)
-
-
-class Streamed(Options):
-    """How weights that need not be in memory are written and proven."""
-
-    proof: ProofOption = option(
-        "outputs: the result, read back, computes what the gated original computes. tensors: every "
-        "tensor, read back, holds the slices of the original; in any memory, and nothing is run. "
-        "auto: outputs where the model fits into memory.",
-        ProofOption.AUTO,
-        Panel.OUTPUT,
-        in_recipes=False,
-    )
-    max_shard_size: ShardSize = option(
-        "Largest size of a file of weights.", "50GB", Panel.OUTPUT, in_recipes=False
-    )
-
-
-class Resuming(Replacing):
-    """Whether a training goes on."""
-
-    resume: bool = option("Go on from the last checkpoint.", False, Panel.OUTPUT, in_recipes=False)
 
 
 class Columns(Options):
@@ -184,19 +130,3 @@ class Columns(Options):
     def domains(self, data: Sequence[Domain]) -> dict[str, DataConfig]:
         """Where the examples of domains come from."""
         return data_configs(data, self.examples(""))
-
-
-class Units(Options):
-    """What one decision is about."""
-
-    attention: Names = option(
-        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable). The others stay as they are.",
-        (),
-        Panel.CUT,
-    )
-    unit: Unit | None = option(
-        "What is removed, and scored, as one piece. Default: head for MHA, kv-group for GQA.",
-        None,
-        Panel.CUT,
-    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, Resuming, output
-from headprune.config import Place, Train, TrainGatesConfig
+from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, output
+from headprune.config import Place, Resuming, Train, TrainGatesConfig
 from headprune.declaration import (
+    Allowed,
     Chapter,
     Command,
     Context,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from headprune.estimates import Estimate, Sizes
     from headprune.gates.train_gates import GatesRun
-    from headprune.gates.trainer import GateStep
 
 
 class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting, OnDevice):
@@ -43,23 +43,15 @@ class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting, 
 
 def run(options: TrainGatesOptions, context: Context) -> GatesRun:
     """Trains them."""
-    from headprune.console.results import step_numbers
     from headprune.gates.train_gates import train_gates
-
-    def on_step(record: GateStep) -> None:
-        context.step(record.step, record.steps, step_numbers(record))
 
     return train_gates(
         options.model,
         options.examples(options.data),
         options.output,
         options.part(TrainGatesConfig),
-        resume=options.resume,
-        overwrite=options.overwrite,
-        shard=options.shard,
-        **options.loading(),
-        on_step=on_step,
-        on_stage=context.stage,
+        options.part(Resuming),
+        context,
     )
 
 
@@ -67,7 +59,8 @@ def show(result: GatesRun, options: TrainGatesOptions, console: Console) -> None
     """Prints what stays, and the command that cuts the rest."""
     from headprune.console import next_commands, results
 
-    following = next_commands.after_gates(result, options.model, options.dtype, **options.loading())
+    allowed = Allowed.by(options)
+    following = next_commands.after_gates(result, options.model, options.dtype, allowed)
     results.gates_run(console, result, following)
 
 

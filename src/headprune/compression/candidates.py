@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from headprune.compression.goals import SizeGoal
 from headprune.config import (
@@ -13,15 +12,17 @@ from headprune.config import (
     CompressConfig,
     ConvertConfig,
     DataConfig,
-    LayoutOption,
+    PlanConfig,
+    ScoreConfig,
+    Writing,
 )
 from headprune.declaration import Context
-from headprune.evidence.score import Watch, score
+from headprune.evidence.score import score
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.exporting.publish import Pruned
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
-from headprune.schemas.records import MadeBy
 from headprune.tensors.units import Unit
 
 
@@ -35,9 +36,7 @@ class Job:
         text: The text that heads are scored, refitted and merged on.
         config: How.
         work: Where scores and candidates are made.
-        loading: What the model may bring.
-        context: Who is told how it goes on.
-        made_by: The command, for the record, if it was one.
+        context: What it runs in.
     """
 
     model: str
@@ -45,24 +44,15 @@ class Job:
     text: DataConfig
     config: CompressConfig
     work: Path
-    loading: Mapping[str, Any]
     context: Context
-    made_by: MadeBy | None = None
 
     def scores(self, unit: Unit) -> Path:
         """The scores of a kind of units by all criteria that candidates ask for, made once."""
         folder = self.work / f"scores-{unit.value}"
         if not folder.is_dir():
-            score(
-                self.model,
-                folder,
-                criteria_of(self.goal, unit),
-                self.text,
-                self.config.part(CalibrationConfig),
-                unit,
-                watch=Watch(stage=self.context.stage, step=self.context.step),
-                **self.loading,
-            )
+            criteria = criteria_of(self.goal, unit)
+            config = self.config.part(ScoreConfig, criterion=criteria, unit=unit)
+            score(self.model, folder, config, self.text, context=self.context)
         return folder
 
 
@@ -72,7 +62,7 @@ class Maker(Protocol):
     def applies(self, goal: SizeGoal) -> bool:
         """Whether it can meet a goal."""
 
-    def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
+    def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Makes it: a folder, verified."""
 
 
@@ -96,33 +86,25 @@ class RemoveHeads:
         """Where it removes what the goal counts."""
         return self.unit in goal.units
 
-    def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
+    def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Plans and cuts."""
         scores = job.scores(self.unit)
-        stage("planning")
-        made = plan(
-            job.model,
-            scores,
-            job.goal.budget,
+        context.stage("planning")
+        config = job.goal.budget.part(
+            PlanConfig,
             criterion=self.criterion,
             rounds=self.rounds,
             refit=self.refit and self.rounds > 1,
-            watch=Watch(stage, job.context.step),
-            **job.loading,
         )
+        made = plan(job.model, scores, config, context=context)
         return prune(
             job.model,
             folder,
-            plan=made.plan,
-            refit=job.text if self.refit else None,
-            calibration=job.config.part(CalibrationConfig),
-            layout=LayoutOption.PER_LAYER,
-            dtype=job.config.dtype,
-            out_dtype=job.config.out_dtype,
-            on_stage=stage,
-            on_module=job.context.step,
-            made_by=job.made_by,
-            **job.loading,
+            CutRequest(plan=made.plan),
+            job.text if self.refit else None,
+            job.config.part(CalibrationConfig),
+            Writing(out_dtype=job.config.out_dtype),
+            context,
         )
 
 
@@ -134,19 +116,10 @@ class ShareKvHeads:
         """Where fewer KV heads meet the goal."""
         return goal.kv_share is not None
 
-    def make(self, job: Job, folder: Path, stage: Callable[[str], None]) -> Pruned:
+    def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Converts."""
         config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share)
-        return convert_gqa(
-            job.model,
-            folder,
-            config,
-            calibrate=job.text,
-            on_stage=stage,
-            on_module=job.context.step,
-            made_by=job.made_by,
-            **job.loading,
-        ).pruned
+        return convert_gqa(job.model, folder, config, job.text, context=context).pruned
 
 
 @dataclass(frozen=True)

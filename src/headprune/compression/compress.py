@@ -31,11 +31,10 @@ from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.planning.constraints import constraints_of
 from headprune.schemas.manifest import amend_manifest
-from headprune.schemas.records import MadeBy, ModelChoice, Pruning
+from headprune.schemas.records import ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
 
 _OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
-_STRICT = {"trust_remote_code": False, "assume_supported": False}
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,7 @@ def compress(
     config: CompressConfig,
     data: Mapping[str, DataConfig] | None = None,
     overwrite: bool = False,
-    loading: Mapping[str, Any] | None = None,
-    context: Context | None = None,
-    made_by: MadeBy | None = None,
+    context: Context = Context(),
 ) -> Compressed | Outline:
     """Makes a model smaller in the way that costs the held-out text least.
 
@@ -100,9 +97,7 @@ def compress(
         config: What may stay, and how it is chosen.
         data: Texts by name, mixed in equal parts; none for those that ship with headprune.
         overwrite: Replace an existing output.
-        loading: What the model may bring: arguments of every function that loads one.
-        context: Told how it goes on.
-        made_by: The command, for the record, if it was one.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model, goal and text do not fit together.
@@ -114,7 +109,7 @@ def compress(
     if output is not None:
         claim = claimed(output, overwrite, inputs)
     with claim:
-        work = _Compression(model, config, data, loading or {}, context or Context(), made_by)
+        work = _Compression(model, config, data, context)
         return work.outline() if output is None else work.into(output)
 
 
@@ -126,23 +121,20 @@ class _Compression:
         model: str,
         config: CompressConfig,
         data: Mapping[str, DataConfig],
-        loading: Mapping[str, Any],
         context: Context,
-        made_by: MadeBy | None,
     ) -> None:
-        self.model, self.loading, self.context = model, loading, context
-        self.made_by = made_by
+        self.model, self.context = model, context
         self.named = (
             ", ".join(one.source for one in data.values()) or "the text that ships with headprune"
         )
         context.stage("loading the model")
-        self.net, _ = load(model, config.dtype, **{**_STRICT, **loading})
+        self.net, _ = load(model, config.dtype, context.allowed)
         refuse_without_text(self.net, "compress")
         constraints_of(self.net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
         task = task_of(self.net)
         _refuse_unfit(task, list(data.values()))
-        trust = loading.get("trust_remote_code", False)
-        self.tokenizer = load_tokenizer(model, trust_remote_code=trust)
+        remote = context.allowed.trust_remote_code
+        self.tokenizer = load_tokenizer(model, trust_remote_code=remote)
         most = most_tokens(self.net.config, self.tokenizer) or config.seq_len
         self.config = config.model_copy(update={"seq_len": min(config.seq_len, most)})
         self.trained, self.held = texts.read(data or texts.shipped())
@@ -200,9 +192,7 @@ class _Compression:
         if healing is not None:  # a pass over twice as much text as is needed once does no harm
             tokens = max(tokens, 2 * healing.steps * healing.batch_size * healing.seq_len)
         text = texts.write(texts.mixed(self.trained, tokens), work / "text")
-        return Job(
-            self.model, self.goal, text, config, work, self.loading, self.context, self.made_by
-        )
+        return Job(self.model, self.goal, text, config, work, self.context)
 
     def _best(self, job: Job, selection: Selection) -> Pruned:
         """Makes all candidates and measures them; only the best so far stays on disk."""
@@ -216,10 +206,12 @@ class _Compression:
 
             began, folder = time.monotonic(), job.work / str(number)
             try:
-                made = candidate.way.make(job, folder, stage)
+                made = candidate.way.make(job, folder, replace(self.context, stage=stage))
                 seconds = time.monotonic() - began
                 stage("measuring")
-                better = selection.add(_name(candidate, made), folder, seconds, self.loading)
+                better = selection.add(
+                    _name(candidate, made), folder, seconds, self.context.allowed
+                )
             except (PlanError, DataError, ProofError) as error:  # also where outputs are not finite
                 errors.append(error)
                 selection.failed[candidate.name] = str(error)
@@ -263,10 +255,7 @@ class _Compression:
                 job.text,
                 job.work / "healed",
                 healing,
-                on_step=lambda r: self.context.step(r.step, r.steps, f"divergence {r.loss:.4f}"),
-                on_stage=self.context.stage,
-                made_by=self.made_by,
-                **self.loading,
+                context=self.context,
             )
         except Interrupted:
             raise Interrupted(
@@ -280,7 +269,7 @@ class _Compression:
             return best
         self.context.stage("measuring the healed model")
         seconds, output = time.monotonic() - began, healed.pruned.output
-        return healed.pruned if selection.add(name, output, seconds, self.loading) else best
+        return healed.pruned if selection.add(name, output, seconds, self.context.allowed) else best
 
 
 def _name(candidate: Candidate, made: Pruned) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from headprune.compression.heldout import HeldOut, Measure
 from headprune.config import Dtype
+from headprune.declaration import Allowed
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.metrics import Floats
 from headprune.model.attention import attention_of
@@ -49,21 +50,16 @@ class Selection:
         self._outputs = self.held_out.outputs(net, self._progress)
         self.original = self._measured(ORIGINAL, net, place, 0.0)
 
-    def add(self, name: str, folder: Path, seconds: float, loading: Mapping[str, Any]) -> bool:
+    def add(self, name: str, folder: Path, seconds: float, allowed: Allowed) -> bool:
         """Measures a model, and says whether it is better than all before.
 
         Args:
             name: What it is.
             folder: Where it lies.
             seconds: How long it took to make.
-            loading: What it may bring.
+            allowed: What it may bring.
         """
-        net, _ = load(
-            folder,
-            self._dtype,
-            loading.get("trust_remote_code", False),
-            loading.get("assume_supported", False),
-        )
+        net, _ = load(folder, self._dtype, allowed)
         found = self._measured(name, net, folder, seconds)
         self.contenders.append(found)
         self.contenders.sort(key=self._cost)  # of equals, the first stays before the others

@@ -6,6 +6,7 @@ from headprune.config.cutting import (
     ConvertConfig,
     Grouping,
     LayoutOption,
+    PlanConfig,
     ProofOption,
     Target,
     Targeted,
@@ -30,6 +31,8 @@ from headprune.config.measuring import (
     RecallConfig,
     RolesConfig,
 )
+from headprune.config.scoring import ScoreConfig
+from headprune.config.sweeping import SweepConfig
 from headprune.config.training import (
     HealConfig,
     HealTrain,
@@ -67,6 +70,7 @@ from headprune.config.values import (
     possible_place,
     share_or_count,
 )
+from headprune.config.writing import Replacing, Resuming, Writing
 
 __all__ = [
     "COMPUTED",
@@ -109,18 +113,24 @@ __all__ = [
     "NeedleConfig",
     "Objective",
     "Place",
+    "PlanConfig",
     "Positive",
     "ProofOption",
     "RanksConfig",
     "RecallConfig",
+    "Replacing",
+    "Resuming",
     "RolesConfig",
+    "ScoreConfig",
     "Seed",
     "ShardSize",
     "Steps",
+    "SweepConfig",
     "Target",
     "Targeted",
     "Train",
     "TrainGatesConfig",
+    "Writing",
     "data_configs",
     "domain_name",
     "kv_head_counts",

@@ -172,3 +172,15 @@ class BudgetConfig(Targeted):
         if self.keep_roles and self.roles is None:
             raise ValueError("--keep-roles needs --roles, the folder from headprune roles")
         return self
+
+
+class PlanConfig(BudgetConfig):
+    """What a plan may keep, and how that is chosen."""
+
+    criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
+    rounds: Count = option(
+        "How often to score: again after each part of the heads has gone.", 1, Panel.CUT
+    )
+    refit: bool = option(
+        "Between rounds, refit W_O as prune --refit will do at the end.", False, Panel.CUT
+    )

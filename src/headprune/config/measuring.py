@@ -124,6 +124,12 @@ class RolesConfig(Options):
         Panel.MAIN,
         slot=Slot.DATA,
     )
+    attention: Names = option(
+        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
+        "(repeatable).",
+        (),
+        Panel.MAIN,
+    )
     seq_len: Length = option("Tokens per sequence of the text.", 512)
     batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headprune.config import CalibrationConfig, DataConfig, Dtype
+from headprune.declaration import Allowed
 from headprune.io.shell import command
 from headprune.io.writing import beside
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 KEEP = 0.75  # share of heads that an example of a cut keeps
 
 
-def after_gates(run: GatesRun, model: str, dtype: Dtype, **loading: bool) -> str:
+def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:
     """Cuts what gates were trained for."""
     return command(
         "prune",
@@ -26,11 +27,11 @@ def after_gates(run: GatesRun, model: str, dtype: Dtype, **loading: bool) -> str
         output=_free(run.output),
         layout="ragged" if run.ragged else None,
         dtype=_chosen(dtype),
-        **loading,
+        **vars(allowed),
     )
 
 
-def after_scores(scores: Scores, output: Path, model: str, **loading: bool) -> str:
+def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> str:
     """Cuts by scores."""
     names = list(scores.scores)
     return command(
@@ -41,11 +42,11 @@ def after_scores(scores: Scores, output: Path, model: str, **loading: bool) -> s
         keep=KEEP,
         output=_free(output),
         **_as_scored(scores.metadata),
-        **loading,
+        **vars(allowed),
     )
 
 
-def after_plan(planned: Planned, output: Path, model: str, **loading: bool) -> str:
+def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
     """Cuts by a plan that was made from scores."""
     made = planned.scores
     return command(
@@ -54,7 +55,7 @@ def after_plan(planned: Planned, output: Path, model: str, **loading: bool) -> s
         plan=output,
         output=_free(output.with_suffix("")),
         **_as_scored(made),
-        **loading,
+        **vars(allowed),
     )
 
 

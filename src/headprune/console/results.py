@@ -19,20 +19,12 @@ if TYPE_CHECKING:
     from headprune.exporting.preview import Preview, ShapeCost
     from headprune.exporting.publish import Pruned
     from headprune.gates.train_gates import GatesRun
-    from headprune.gates.trainer import GateStep
     from headprune.pickles.import_pickle import Imported
     from headprune.planning.kv_heads import KvPlan
     from headprune.proof.verify import Verification
     from headprune.schemas.manifest import Manifest
 from headprune.console.scores import roles_lost
 from headprune.console.tables import before_after, module_table, next_line, plan_picture, table
-
-
-def step_numbers(record: GateStep) -> str:
-    """The moving numbers beside the progress bar."""
-    target = "" if record.target_heads is None else f"/{record.target_heads:.0f}"
-    phase = " settled" if record.settled else ""
-    return f"loss {record.loss:.3f} heads {record.expected_heads:.1f}{target}{phase}"
 
 
 def gates_run(console: Console, run: GatesRun, next_command: str) -> None:

@@ -18,6 +18,7 @@ from headprune.config import (
 from headprune.data.samples import Collate
 from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import read_examples
+from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import usable_length
@@ -51,8 +52,9 @@ def batches(
             need=need,
             specials=task_of(net) != "causal-lm",
             vocabulary=vocabulary,
-            also=[tokenizer.mask_token_id] if objective is Objective.MLM else [],
         )
+        if objective is Objective.MLM:
+            refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
 
         def collate(features: list[dict[str, Any]]) -> Batch:
             columns = {k: torch.tensor([f[k] for f in features]) for k in features[0]}

@@ -29,7 +29,6 @@ def packed_sequences(
     specials: bool = False,
     vocabulary: int | None = None,
     most: int | None = None,
-    also: Iterable[int | None] = (),
 ) -> Dataset:
     """Packs all documents into sequences of exactly ``seq_len`` tokens; the rest is dropped.
 
@@ -45,7 +44,6 @@ def packed_sequences(
             as encoders expect; language models that continue a text get it bare.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
         most: How many sequences, the first ones, are wanted; None for all.
-        also: Tokens that the model will be given besides, such as that which hides others.
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``.
@@ -72,7 +70,7 @@ def packed_sequences(
             yield np.array(end, dtype=np.int32)
 
     rows = stored(packer.sequences(stream(), most))
-    seen.refuse(examples.strings(), also={*end, *around, *also})
+    seen.refuse(examples.strings(), also={*end, *around})
     if len(rows) < need:
         raise DataError(
             f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "

@@ -36,7 +36,7 @@ class Seen:
         self._lengths.update(map(len, rows))
         self.add([token for row in rows for token in row])
 
-    def refuse(self, texts: Iterable[str], also: Iterable[int | None] = ()) -> None:
+    def refuse(self, texts: Iterable[str], also: Iterable[int] = ()) -> None:
         """Refuses text of which nothing reaches the model.
 
         Args:
@@ -68,19 +68,24 @@ class Seen:
                 "model would read none of it. Give other text, or the tokenizer that it was "
                 "trained with."
             )
-        self._refuse_beyond(also)
+        padded = [tokenizer.pad_token_id] if len(self._lengths) > 1 else []
+        refuse_beyond((*found, *also, *padded), tokenizer, self.vocabulary)
 
-    def _refuse_beyond(self, also: Iterable[int | None]) -> None:
-        padded = [self.tokenizer.pad_token_id] if len(self._lengths) > 1 else []
-        given = (token for token in (*self.found, *also, *padded) if token is not None)
-        beyond = max(given, default=0)
-        if self.vocabulary is not None and beyond >= self.vocabulary:
-            raise DataError(
-                f"The tokenizer gives the token {self.tokenizer.convert_ids_to_tokens(beyond)!r} "
-                f"the id {beyond}, and the model has embeddings for {self.vocabulary} tokens, 0 to "
-                f"{self.vocabulary - 1}. Give it the tokenizer that it was trained with, without "
-                "tokens that were added later."
-            )
+
+def refuse_beyond(ids: Iterable[int | None], tokenizer: Any, vocabulary: int | None) -> None:
+    """Refuses ids of tokens that the model has no embedding for; arguments as for ``Seen``.
+
+    Raises:
+        DataError: Naming the last of them.
+    """
+    beyond = max((token for token in ids if token is not None), default=0)
+    if vocabulary is not None and beyond >= vocabulary:
+        raise DataError(
+            f"The tokenizer gives the token {tokenizer.convert_ids_to_tokens(beyond)!r} the id "
+            f"{beyond}, and the model has embeddings for {vocabulary} tokens, 0 to "
+            f"{vocabulary - 1}. Give it the tokenizer that it was trained with, without tokens "
+            "that were added later."
+        )
 
 
 def _unknown_words(texts: Iterable[str], tokenizer: Any, most: int = 3) -> list[str]:

@@ -6,11 +6,13 @@ function in ``headprune`` and the page of the reference.
 
 from headprune.declaration.command import (
     COMMANDS,
+    Allowed,
     Chapter,
     Command,
     Context,
     InRecipe,
     Made,
+    MadeBy,
     declare,
     retold,
 )
@@ -32,6 +34,7 @@ from headprune.declaration.options import (
 
 __all__ = [
     "COMMANDS",
+    "Allowed",
     "Appearance",
     "Chapter",
     "Choice",
@@ -40,6 +43,7 @@ __all__ = [
     "Door",
     "InRecipe",
     "Made",
+    "MadeBy",
     "Options",
     "Panel",
     "Slot",

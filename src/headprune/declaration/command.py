@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, JsonValue
 from pydantic.fields import FieldInfo
 
 from headprune import devices, placements
@@ -56,6 +56,7 @@ class Made(str, Enum):
 
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 Say = Callable[[str], None]
@@ -65,9 +66,51 @@ def _no_step(done: int, total: int, numbers: str = "") -> None:
     pass
 
 
+class MadeBy(BaseModel):
+    """The command that wrote a result.
+
+    Attributes:
+        command: Its name.
+        options: Its resolved options.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: str
+    options: dict[str, JsonValue]
+
+    @classmethod
+    def of(cls, command: str, options: BaseModel) -> MadeBy:
+        """The record of a command in what it writes: all that has a part in the result."""
+        # where it lies, and how it came to be there
+        apart = {"output", "overwrite", "resume", "device", "placement"}
+        resolved = options.model_dump(mode="json", exclude=apart, exclude_none=True)
+        return cls(command=command, options=resolved)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a model may bring.
+
+    Attributes:
+        trust_remote_code: Code that comes with it.
+        assume_supported: Settings in its config that the family's row does not know.
+        drop_unexpected: Tensors of the checkpoint that its class does not take; they are left out.
+    """
+
+    trust_remote_code: bool = False
+    assume_supported: bool = False
+    drop_unexpected: bool = False
+
+    @classmethod
+    def by(cls, options: BaseModel) -> Allowed:
+        """What options allow; a command that lacks one of them does not."""
+        return cls(**{each.name: getattr(options, each.name, False) for each in fields(cls)})
+
+
 @dataclass(frozen=True)
 class Context:
-    """What a command runs in: who is told how it goes on, and who answers.
+    """What a command runs in: who is told how it goes on, who answers, and what models may bring.
 
     Attributes:
         stage: Called with a few words before every stage.
@@ -75,6 +118,8 @@ class Context:
         line: Called with a line that stays, and whether it tells of success or failure.
         ask: Asks a question, with a default answer if there is one; None where nobody answers.
         confirm: Shows lines and asks whether to go on; None where nobody answers.
+        allowed: What a model may bring.
+        made_by: The command, for the record in what it writes; None where no command runs.
     """
 
     stage: Callable[[str], None] = lambda stage: None
@@ -82,6 +127,18 @@ class Context:
     line: Callable[..., None] = lambda line, good=None: None
     ask: Callable[[str, str | None], str] | None = None
     confirm: Callable[[Iterable[str], str], bool] | None = None
+    allowed: Allowed = Allowed()
+    made_by: MadeBy | None = None
+
+    def each(self, items: Sequence[Item]) -> Iterator[Item]:
+        """Items one after the other, each a step of the stage."""
+        for number, item in enumerate(items, start=1):
+            yield item
+            self.step(number, len(items))
+
+    def unheard(self) -> Context:
+        """The same without anyone who is told or answers."""
+        return Context(allowed=self.allowed, made_by=self.made_by)
 
 
 @dataclass(frozen=True)
@@ -194,6 +251,8 @@ class Command(Generic[Asked, Result]):
         Raises:
             HeadpruneError: If there is no such device, or it has too little memory.
         """
+        made_by, allowed = MadeBy.of(self.name, options), Allowed.by(options)
+        context = replace(context, made_by=made_by, allowed=allowed)
         asked, stages = getattr(options, "device", None), ["running"]
         if asked is None:
             return self.run(options, context)
@@ -203,7 +262,11 @@ class Command(Generic[Asked, Result]):
             context.stage(what)
 
         placement = getattr(options, "placement", placements.Placement.WHOLE)
-        with devices.running_on(asked, context.line), placements.placing(placement, context.line):
+        with (
+            devices.running_on(asked, context.line),
+            placements.placing(placement, context.line),
+            placements.sharding(getattr(options, "shard", False)),
+        ):
             try:
                 return self.run(options, replace(context, stage=stage))
             except Exception as error:  # a full device is told by several kinds; others go on

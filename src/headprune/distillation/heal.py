@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from headprune import devices, processes
-from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.config import DataConfig, Dtype, HealConfig, Objective, Resuming
 from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context
 from headprune.distillation.shards import (
     ShardedResult,
     refuse_sharded,
@@ -33,7 +33,6 @@ from headprune.errors import DataError, HeadpruneError
 from headprune.exporting.publish import (
     Changes,
     Pruned,
-    Stage,
     WriteOrder,
     refuse_unprovable,
     write_proven,
@@ -47,16 +46,15 @@ from headprune.model.opening import load, result_dtypes
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
 from headprune.model.sharding import load_sharded
-from headprune.placements import sharding
+from headprune.placements import in_shards
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.records import Healing, MadeBy
+from headprune.schemas.records import Healing
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit
 from headprune.training.resumable import (
     HistoryCallback,
     Remedies,
-    TrainingStep,
     stop_on_interrupt,
     train,
 )
@@ -105,15 +103,8 @@ def heal(
     data: DataConfig,
     output: Path,
     config: HealConfig,
-    resume: bool = False,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    shard: bool = False,
-    on_step: Callable[[TrainingStep], None] = lambda record: None,
-    on_stage: Stage = lambda stage: None,
-    made_by: MadeBy | None = None,
+    rerun: Resuming = Resuming(),
+    context: Context = Context(),
 ) -> Healed:
     """Trains a cut or converted model to match its teacher, and writes it, proven.
 
@@ -130,16 +121,8 @@ def heal(
         data: Plain text; labels are not used.
         output: Folder to write; it appears whole or not at all.
         config: How to train.
-        resume: Go on from the last checkpoint of an interrupted run with the same settings.
-        overwrite: Replace an existing output.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        shard: Split both models over the processes.
-        on_step: Called after every optimiser step.
-        on_stage: Called with a few words before every stage.
-        made_by: The command, for the record, if it was one.
+        rerun: What becomes of what an earlier run left.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If models and data do not fit together, or the output cannot be written.
@@ -148,10 +131,11 @@ def heal(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
+    shard, allowed = in_shards(), context.allowed
     if shard:
         refuse_sharded(config)
     if not processes.is_main():
-        on_stage = on_step = _say_nothing
+        context = context.unheard()
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
     again = command(
         "heal",
@@ -161,24 +145,21 @@ def heal(
         output=output,
         **_changed(data, DataConfig(source=data.source)),
         **{"steps": config.steps, **_changed(config, HealConfig(steps=config.steps))},
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
-        assume_supported=assume_supported,
-        drop_unexpected=drop_unexpected,
+        **vars(allowed),
         shard=shard,
+        overwrite=rerun.overwrite,
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]
 
     def unhealed(weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
-        allowed = (trust_remote_code, assume_supported, drop_unexpected)
-        return load(model, Dtype.FLOAT32, *allowed, weights=weights)
+        return load(model, Dtype.FLOAT32, allowed, weights=weights)
 
-    with at_work(output, settings, inputs, resume, overwrite) as work, sharding(shard):
+    with at_work(output, settings, inputs, rerun) as work:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
-        load_config(teacher, trust_remote_code=trust_remote_code)
-        on_stage("loading both models")
+        load_config(teacher, trust_remote_code=allowed.trust_remote_code)
+        context.stage("loading both models")
         if shard:
             skeleton = unhealed(weights=False)[0]
             refuse_unmapped(skeleton, model)
@@ -191,19 +172,19 @@ def heal(
         original = (load_sharded if shard else from_pretrained)(
             teacher,
             dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            drop_unexpected=drop_unexpected,
+            trust_remote_code=allowed.trust_remote_code,
+            drop_unexpected=allowed.drop_unexpected,
         )
         original = placed(original)
         _check_pair(net, original)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)
         reshard(net)
-        on_stage("reading the data")
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        context.stage("reading the data")
+        tokenizer = load_tokenizer(model, trust_remote_code=allowed.trust_remote_code)
         rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
         rows, held_out = _split(rows, config.batch_size)
-        if not resume:
+        if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
         if config.gradient_checkpointing:
             enable = getattr(
@@ -220,12 +201,12 @@ def heal(
             train_dataset=rows,
             data_collator=collate,
         )
-        on_stage("measuring before")
+        context.stage("measuring before")
         before = trainer.held_out()
-        on_stage("healing")
+        context.stage("healing")
         with stop_on_interrupt() as stopped:
-            callback = HistoryCallback(trainer, work, on_step, stopped.is_set)
-            train(trainer, work, callback, resume, f"Go on with: {again}", on_stage)
+            callback = HistoryCallback(trainer, work, context.step, stopped.is_set)
+            train(trainer, work, callback, rerun.resume, f"Go on with: {again}", context.stage)
 
         def best() -> tuple[int, float]:
             return trainer.take_best(before) or (0, before)
@@ -235,11 +216,11 @@ def heal(
         def result() -> PreTrainedModel:
             return (merged(student, config) if taken_after else unhealed()[0]).eval()
 
-        in_shards: ShardedResult | None = None
+        sharded: ShardedResult | None = None
         if shard:
-            on_stage("probing the healed model")
+            context.stage("probing the healed model")
             checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
-            in_shards = ShardedResult.of(result(), skeleton, checkpoint, stored)
+            sharded = ShardedResult.of(result(), skeleton, checkpoint, stored)
 
         def finish() -> Healed:
             steps = trainer.state.global_step
@@ -252,14 +233,14 @@ def heal(
                 taken_after=taken_after,
                 seed=config.seed,
             )
-            record = Changes(healing, made_by=made_by, history=work.history)
+            record = Changes(healing, made_by=context.made_by, history=work.history)
             order = WriteOrder(source, model, plan, output, stored, record)
-            if in_shards is not None:
-                pruned = in_shards.write(order, on_stage)
+            if sharded is not None:
+                pruned = sharded.write(order, context)
             else:
                 net = result()
                 cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=True)
-                pruned = write_proven(net, cuts, order, on_stage)
+                pruned = write_proven(net, cuts, order, context)
             work.remove()
             if not taken_after:
                 pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
@@ -282,10 +263,6 @@ def _remedies(config: HealConfig, bf16: bool) -> Remedies:
 def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
     """The settings that are not the usual ones."""
     return {name: value for name, value in config if value != getattr(usual, name)}
-
-
-def _say_nothing(_: object) -> None:
-    """What the processes beside the main one tell."""
 
 
 def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

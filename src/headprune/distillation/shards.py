@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from headprune import processes
 from headprune.config import HealConfig, HealTrain
+from headprune.declaration import Context
 from headprune.errors import HeadpruneError
-from headprune.exporting.publish import Pruned, Stage, WriteOrder
-from headprune.exporting.streamed import Streaming, write_trained
+from headprune.exporting.publish import Pruned, WriteOrder
+from headprune.exporting.streamed import write_trained
 from headprune.io.shards import tensors_in
 from headprune.model.attention import attention_of
 from headprune.model.residency import sources
@@ -119,7 +120,7 @@ class ShardedResult:
         expected, _ = equivalence.expect_stored(in_shards, cuts, stored)
         return cls(net, healed, expected)
 
-    def write(self, order: WriteOrder, on_stage: Stage) -> Pruned:
+    def write(self, order: WriteOrder, context: Context) -> Pruned:
         """Writes and proves it, in one process alone.
 
         Raises:
@@ -129,6 +130,5 @@ class ShardedResult:
         held = {} if self.healed is None else tensors_in(self.healed / STATE)
         start = "trained.model."
         trained = {n.removeprefix(start): t for n, t in held.items() if n.startswith(start)}
-        how = Streaming(on_stage=on_stage)
         with sharding(False), placing(Placement.AUTO):
-            return write_trained(self.net, trained, order, how, self.expected)
+            return write_trained(self.net, trained, order, context, self.expected)

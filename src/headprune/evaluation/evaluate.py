@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.config import DataConfig, EngineName, EvaluateConfig
+from headprune.declaration import Context
 from headprune.engines.model import engine_of
 from headprune.engines.spec import ENGINES
 from headprune.errors import HeadpruneWarning
@@ -51,9 +52,7 @@ def evaluate(
     data: DataConfig | Mapping[str, DataConfig],
     config: EvaluateConfig,
     against: str | Path | None = None,
-    trust_remote_code: bool = False,
-    drop_unexpected: bool = False,
-    progress: Progress = lambda done, total: None,
+    context: Context = Context(),
 ) -> Report:
     """Evaluates a model, and its paired difference to a base.
 
@@ -63,16 +62,13 @@ def evaluate(
             metrics of the others carry their names, as in ``perplexity[brown]``.
         config: How to evaluate.
         against: The base model.
-        trust_remote_code: Allow code that comes with the models.
-        drop_unexpected: Go on without tensors of the checkpoints that the models' classes do
-            not take.
-        progress: Called with windows done and windows in all, for each model.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model, base and data do not fit together.
     """
-    loaded = load(model, data, config, against, trust_remote_code, drop_unexpected)
-    return run(loaded, config, progress).report
+    loaded = load(model, data, config, against, context.allowed)
+    return run(loaded, config, context.step).report
 
 
 def run(

@@ -16,6 +16,8 @@ from headprune import devices
 from headprune.config import DataConfig, EngineName, EvaluateConfig
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.data.unreadable import refuse_beyond
+from headprune.declaration import Allowed
 from headprune.engines.model import folder_of, is_exported, open_exported
 from headprune.evaluation.last_words import LAST_WORDS, Passage, passages, rows_of
 from headprune.evaluation.metrics import within
@@ -154,16 +156,16 @@ def load(
     data: DataConfig | Mapping[str, DataConfig],
     config: EvaluateConfig,
     against: str | Path | None = None,
-    trust_remote_code: bool = False,
-    drop_unexpected: bool = False,
+    allowed: Allowed = Allowed(),
 ) -> Loaded:
     """The first half of ``evaluate``, which finds what does not fit before any work is done."""
+    trust = {"trust_remote_code": allowed.trust_remote_code}
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
     found = [read_examples(one) for one in several.values()]
     names = [str(folder_of(name)) for name in (model, against) if name is not None]
     for name in names:
-        load_config(name, trust_remote_code=trust_remote_code)
+        load_config(name, **trust)
     nets: list[PreTrainedModel] = []
     for name in names:
         refuse_exported(name, config.engine)
@@ -174,20 +176,20 @@ def load(
         net = as_it_fits(
             name,
             parse_dtype(config.dtype.value),
-            trust_remote_code=trust_remote_code,
-            drop_unexpected=drop_unexpected,
+            **trust,
+            drop_unexpected=allowed.drop_unexpected,
         )
         refuse_missing_dtype(net.dtype, devices.chosen())
         refuse_without_text(net, "evaluate")
         with alone_on_device(net):
             refuse_not_finite(net, name)
         nets.append(net)
-    tokenizer = load_tokenizer(names[0], trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(names[0], **trust)
     for examples in found:
         refuse_unfit(nets, names, examples, config)
     seq_len = usable_length(nets[0].config, tokenizer, config.seq_len)
     if against is not None:
-        base = load_tokenizer(names[1], trust_remote_code=trust_remote_code)
+        base = load_tokenizer(names[1], **trust)
         refuse_other_tokenizer(tokenizer, base, names)
     domains = tuple(
         LoadedDomain(
@@ -225,6 +227,8 @@ def _rows(
 ) -> Dataset:
     """Windows for language models, one row per text for the others; pairs give two rows each."""
     task, known = task_of(net), vocabulary_of(net)
+    if task == "masked-lm":
+        refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
     if task in _PACKED:
         return packed_sequences(
             examples,
@@ -233,7 +237,6 @@ def _rows(
             specials=task == "masked-lm",
             vocabulary=known,
             most=most,
-            also=[tokenizer.mask_token_id] if task == "masked-lm" else [],
         )
     some = examples.first(most)
     if task == "seq2seq-lm":

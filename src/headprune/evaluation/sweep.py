@@ -15,19 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from headprune.config import (
-    BudgetConfig,
     CalibrationConfig,
     DataConfig,
     EvaluateConfig,
     LayoutOption,
+    PlanConfig,
+    ScoreConfig,
+    SweepConfig,
 )
 from headprune.data.sources import refuse_missing_file
-from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.declaration import Context
+from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Metric, ModelReport
 from headprune.evidence.criteria import CRITERIA
-from headprune.evidence.score import Watch, score
+from headprune.evidence.score import score
 from headprune.exporting.prune import prune
 from headprune.io import ownership
 from headprune.io.figures import Series, curve, pareto, save
@@ -37,10 +40,10 @@ from headprune.io.writing import reserved, write_whole, write_yaml
 from headprune.model.lengths import usable_length
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.schemas.scores import read_scores
 from headprune.schemas.sweeps import SWEEP, Point, Sweep
-from headprune.tensors.units import Unit
 
 # of what a task measures, the number that the curve is drawn of
 MAIN = tuple(name for name, spec in METRICS.items() if spec.leads)
@@ -50,19 +53,10 @@ def sweep(
     model: str | Path,
     data: DataConfig,
     output: Path,
-    keep: Sequence[float],
-    criteria: Sequence[str],
+    config: SweepConfig,
     test: DataConfig | Mapping[str, DataConfig] | None = None,
-    refit: bool = True,
-    rounds: int = 1,
-    unit: Unit | None = None,
-    config: CalibrationConfig | None = None,
-    evaluation: EvaluateConfig | None = None,
     overwrite: bool = False,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    watch: Watch | None = None,
+    context: Context = Context(),
 ) -> Sweep:
     """Scores, cuts and measures a model at several sizes.
 
@@ -72,41 +66,27 @@ def sweep(
         model: Folder or hub id.
         data: Calibration data, for scores and refits.
         output: Folder for the results.
-        keep: Shares of heads to keep.
-        criteria: Criteria that choose them.
+        config: How it is cut, and measured.
         test: Data to measure on; None for the calibration data. Of several, by name, the first
             decides; metrics of the others carry their names.
-        refit: Whether W_O makes up for the heads that go.
-        rounds: How often heads are scored on the way to each share.
-        unit: What is removed as one piece.
-        config: How much of the calibration data is used.
-        evaluation: How cuts are measured.
         overwrite: Start anew in an existing ``output``.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        watch: Told how far it is.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If the input does not fit together, or ``output`` is another sweep's.
     """
-    config, watch = config or CalibrationConfig(), watch or Watch()
-    evaluation = evaluation or EvaluateConfig(speed=False)
-    test = test or data
-    if not keep:
-        raise HeadpruneError("Give --keep the shares of heads to keep, such as 0.9,0.75,0.5.")
-    _refuse(criteria, rounds)
+    evaluation = config.part(EvaluateConfig, speed=False)
+    scoring, calibration = config.part(ScoreConfig), config.part(CalibrationConfig)
+    test, criteria = test or data, config.criterion
+    _refuse(criteria, config.rounds)
     tests = [test] if isinstance(test, DataConfig) else list(test.values())
     further = {} if isinstance(test, DataConfig) else dict(list(test.items())[1:])
     for each in (data, *tests):
         refuse_missing_file(each.source)
     inputs = (model, data.source, *(one.source for one in tests))
     with _room(output, overwrite, inputs) as place:
-        net, source = load(
-            model, config.dtype, trust_remote_code, assume_supported, drop_unexpected
-        )
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        net, source = load(model, config.dtype, context.allowed)
+        tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
         length = usable_length(net.config, tokenizer, evaluation.seq_len)
         evaluation = evaluation.model_copy(update={"seq_len": length})
         # models without a head are measured against the whole one, also that one itself
@@ -118,57 +98,38 @@ def sweep(
             "data": data.model_dump(mode="json"),
             "test": tests[0].model_dump(mode="json"),
             "further": {name: one.model_dump(mode="json") for name, one in further.items()} or None,
-            "unit": unit and unit.value,
-            "refit": refit,
-            "rounds": rounds,
-            "calibration": config.model_dump(mode="json"),
+            "unit": config.unit and config.unit.value,
+            "refit": config.refit,
+            "rounds": config.rounds,
+            "calibration": calibration.model_dump(mode="json"),
             "evaluation": evaluation.model_dump(mode="json"),
         }
         _prepare(place, settings)
-        options: dict[str, Any] = {
-            "trust_remote_code": trust_remote_code,
-            "assume_supported": assume_supported,
-            "drop_unexpected": drop_unexpected,
-        }
-        folder = place / "scores"
+        folder, unheard = place / "scores", context.unheard()
         if not folder.is_dir() or set(read_scores(folder).scores) != set(criteria):
-            score(
-                model, folder, criteria, data, config, unit, overwrite=True, watch=watch, **options
-            )
-        asked = [(name, share) for name in criteria for share in keep]
+            score(model, folder, scoring, data, overwrite=True, context=context)
+        asked = [(name, share) for name in criteria for share in config.keep]
 
         def cut(name: str, criterion: str, share: float) -> Point:
             with reserved(place / "cut") as scratch:
                 target: str | Path = model
                 if criterion:
                     target = scratch
-                    budget = BudgetConfig(keep=share)
-                    planned = plan(model, folder, budget, None, criterion, rounds, refit, **options)
-                    prune(
-                        model,
-                        target,
-                        plan=planned.plan,
-                        refit=data if refit else None,
-                        calibration=config,
-                        layout=LayoutOption.RAGGED,
-                        dtype=config.dtype,
-                        **options,
-                    )
-                report = evaluate(
-                    target,
-                    test,
-                    evaluation,
-                    against=against,
-                    trust_remote_code=trust_remote_code,
-                    drop_unexpected=drop_unexpected,
-                )
-            return _point(name, criterion, share, refit and bool(criterion), report.model)
+                    budget = config.part(PlanConfig, keep=share, criterion=criterion)
+                    planned = plan(model, folder, budget, context=unheard)
+                    request = CutRequest(plan=planned.plan, layout=LayoutOption.RAGGED)
+                    text = data if config.refit else None
+                    prune(model, scratch, request, text, calibration, context=unheard)
+                report = evaluate(target, test, evaluation, against=against, context=unheard)
+            return _point(name, criterion, share, config.refit and bool(criterion), report.model)
 
         def at(number: int, criterion: str, share: float) -> Point:
-            suffix = "-refit" if refit else ""
+            suffix = "-refit" if config.refit else ""
             name = f"{criterion}-{share:g}{suffix}" if criterion else "whole"
-            watch.stage(f"point {number} of {len(asked)}: {name}" if number else "the whole model")
-            watch.step(number, len(asked) + 1)
+            context.stage(
+                f"point {number} of {len(asked)}: {name}" if number else "the whole model"
+            )
+            context.step(number, len(asked) + 1)
             path = place / "points" / f"{name}.json"
             if not path.is_file():
                 point = cut(name, criterion, share)

@@ -7,7 +7,7 @@ comes in. What is summed over tokens leaves padding out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,34 +25,30 @@ from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.forward import eager_attention, run_model
 from headprune.model.gating import apply_gate
 from headprune.model.heads import read_output
-from headprune.model.loading import Task
+from headprune.model.loading import task_of
 from headprune.model.residency import recomputing
 from headprune.runtime.modeling_headprune import Attention
 
 
 def collect(
     model: PreTrainedModel,
-    task: Task,
     attentions: Sequence[Attention],
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     needs: frozenset[Need],
     gates: Sequence[Tensor] | None = None,
     special_ids: Sequence[int] = (),
     seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[UnitEvidence]:
     """Measures gradients, activations and attention in one pass over the data.
 
     Args:
         model: The model.
-        task: What its loss is.
         attentions: The attention modules to look at.
         batches: The examples; ``labels`` among the inputs where the task has some.
         needs: What to measure; "gram", "losses" and "gates" are none of this function's business.
         gates: Gates that the model runs with, per module; None for all open.
         special_ids: Token ids that attention weights are not counted on.
         seed: Seed of the directions that stand for a loss where a model has no head.
-        progress: Called with batches done and batches in all.
 
     Raises:
         DataError: If an example has nothing to score, or a number is not finite.
@@ -73,12 +69,11 @@ def collect(
             for number, batch in enumerate(batches):
                 collector.start(batch, special_ids)
                 if backward:
-                    losses = example_losses(model, task, batch, seed)
+                    losses = example_losses(model, task_of(model), batch, seed)
                     losses.sum().backward()
                 else:
                     run_model(model, batch)
                 collector.finish(number)
-                progress(number + 1, len(batches))
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)

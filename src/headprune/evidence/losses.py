@@ -16,13 +16,12 @@ from headprune.evidence.criteria import Units
 from headprune.model.batch import Batch, token_mask
 from headprune.model.forward import run_model
 from headprune.model.gating import fixed, gated
-from headprune.model.loading import Task
+from headprune.model.loading import Task, task_of
 from headprune.runtime.modeling_headprune import Attention
 
 
 def losses_without(
     model: PreTrainedModel,
-    task: Task,
     attentions: Sequence[Attention],
     units: Sequence[Units],
     batches: Sequence[Batch],
@@ -34,7 +33,6 @@ def losses_without(
 
     Args:
         model: The model.
-        task: What its loss is; "features" has none that closing a unit could raise.
         attentions: The attention modules.
         units: Per module, its units.
         batches: The examples.
@@ -45,10 +43,10 @@ def losses_without(
     Raises:
         DataError: If an example has nothing to score, or a loss is not finite.
     """
-    total, found, done = sum(map(len, units)), [], 0
+    total, found, done, task = sum(map(len, units)), [], 0, task_of(model)
     start = gates or [torch.ones(a.query_heads) for a in attentions]
     reference = None
-    if task == "features":
+    if task == "features":  # it has no loss that closing a unit could raise
         with torch.no_grad(), gated(attentions, fixed(start)):
             reference = [embedding(model, batch) for batch in batches]
 

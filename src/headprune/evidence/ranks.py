@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from headprune.config import CalibrationConfig, DataConfig, Objective, RanksConf
 from headprune.data.batches import batches
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context
 from headprune.errors import FamilyError
-from headprune.evidence.score import Watch
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.forward import run_model
@@ -38,34 +39,30 @@ from headprune.tensors.spectra import energies
 from headprune.tensors.spectra import ranks as ranks_of
 
 
-def ranks(
-    model: str, data: DataConfig, config: RanksConfig, watch: Watch, **loading: bool
-) -> Ranks:
+def ranks(model: str, data: DataConfig, config: RanksConfig, context: Context) -> Ranks:
     """Measures how many directions every head uses.
 
     Args:
         model: Folder or hub id.
         data: Where the text comes from.
         config: How much of it is read.
-        watch: Told how far it is.
-        **loading: ``trust_remote_code`` and ``drop_unexpected``.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model and data do not fit, or heads have no projections of their own.
     """
     refuse_missing_file(data.source)
-    remote = loading.get("trust_remote_code", False)
-    tokenizer = load_tokenizer(model, trust_remote_code=remote)
-    watch.stage(f"loading '{model}'")
-    net, _ = load(model, config.dtype, **{"assume_supported": True, **loading})
+    tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
+    context.stage(f"loading '{model}'")
+    net, _ = load(model, config.dtype, replace(context.allowed, assume_supported=True))
     refuse_without_text(net, "ranks")
     taken = config.part(CalibrationConfig)
     rows, collate = batches(Objective.DISTILL, net, tokenizer, data, taken)
     sample = CalibrationSample.spread(
         rows, collate, config.calibration_tokens, batch_size=config.batch_size
     )
-    watch.stage("reading text")
-    found = module_ranks(net, attention_of(net), sample.batches(), watch.step)
+    context.stage("reading text")
+    found = module_ranks(net, attention_of(net), sample.batches(), context.step)
     return Ranks(tokens=sample.tokens, modules=found)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, DataConfig
+from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
 from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
 from headprune.evidence.criteria import CRITERIA, Need, UnitEvidence
@@ -42,82 +43,58 @@ NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "curvature", "losses"})
 NEEDS_DATA: frozenset[Need] = NEEDS_LOSS | {"activations", "gram", "attention"}
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Where a pipeline tells how far it is.
-
-    Attributes:
-        stage: Called with a few words before every stage.
-        step: Called with steps of the stage done, and in all.
-    """
-
-    stage: Callable[[str], None] = lambda stage: None
-    step: Callable[[int, int], None] = lambda done, total: None
-
-
 @claims_output("model", "data", "gates")
 def score(
     model: str | Path,
     output: Path,
-    criteria: Sequence[str],
+    config: ScoreConfig,
     data: DataConfig | None = None,
-    config: CalibrationConfig | None = None,
-    unit: Unit | None = None,
-    attention: Sequence[str] = (),
     gates: Path | None = None,
     overwrite: bool = False,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    watch: Watch | None = None,
+    context: Context = Context(),
 ) -> Scores:
     """Scores the heads of a model and writes the scores to ``output``.
 
     Args:
         model: Folder or hub id.
         output: The scores folder; it appears whole or not at all.
-        criteria: Names of criteria (``headprune.evidence.criteria``).
+        config: By which criteria (``headprune.evidence.criteria``), and how much data is used.
         data: Where the examples come from; some criteria need none.
-        config: How much of them is used.
-        unit: What one score stands for; None for "head", and "kv-group" for GQA.
-        attention: Kinds of attention to score; empty for all.
         gates: With the criterion "gates": the folder that train-gates wrote.
         overwrite: Replace an existing output.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        watch: Told how far it is.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
     """
-    config, watch = config or CalibrationConfig(), watch or Watch()
+    criteria, unit = config.criterion, config.unit
     needs = needs_of(criteria)
     if needs & NEEDS_DATA and data is None:
         raise DataError(f"{_listed(criteria)} looks at what heads do on text: give --data DATA.")
     if ("gates" in needs) != (gates is not None):
         raise PlanError("--criterion gates and --gates DIR (from train-gates) go together.")
-    refuse_unknown_kinds(attention)
+    refuse_unknown_kinds(config.attention)
     if gates is not None:
         read_metadata(gates)
     if data is not None and needs & NEEDS_DATA:
         refuse_missing_file(data.source)
-    watch.stage("loading the model")
-    net, source = load(model, config.dtype, trust_remote_code, assume_supported, drop_unexpected)
-    attentions = of_kinds(attention_of(net), attention)
+    context.stage("loading the model")
+    net, source = load(model, config.dtype, context.allowed)
+    attentions = of_kinds(attention_of(net), config.attention)
     if gates is not None:
         attentions, unit, trained = _trained_gates(net, gates, source, attentions, unit)
     unit = unit or default_unit(attentions)
     examples = None
     if data is not None and needs & NEEDS_DATA:
-        examples = calibration(net, model, data, config, "score", trust_remote_code)
+        remote = context.allowed.trust_remote_code
+        examples = calibration(net, model, data, config, "score", remote)
         if task_of(net) == "classification" and data.label_column is None and needs & NEEDS_LOSS:
             raise DataError(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
                 "--label-column, or use fluctuation, wanda or reconstruction."
             )
-    evidence = gather(net, attentions, unit, criteria, examples, config.seed, watch=watch)
+    config = config.model_copy(update={"unit": unit})
+    evidence = gather(net, attentions, config, examples, context=context)
     if gates is not None:
         sizes = [len(members(unit, a.group_sizes)) for a in attentions]
         parts = trained.split(sizes)
@@ -137,7 +114,7 @@ def score(
         data_sha256=digest_of_data(data)
         if examples and data and Path(data.source).exists()
         else None,
-        calibration=config,
+        calibration=config.part(CalibrationConfig),
         tokens=examples.tokens if examples is not None else 0,
         ragged=leaves_ragged(attentions, unit),
         refits=examples is not None and _refits(net, examples),
@@ -161,47 +138,36 @@ def needs_of(criteria: Sequence[str]) -> frozenset[Need]:
 def gather(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
-    unit: Unit,
-    criteria: Sequence[str],
+    config: ScoreConfig,
     examples: CalibrationSample | None,
-    seed: int = 0,
     gates: Sequence[Tensor] | None = None,
-    watch: Watch | None = None,
+    context: Context = Context(),
 ) -> list[UnitEvidence]:
     """Measures what some criteria need, in one streaming pass, and one more for each that asks.
 
     Args:
         net: The model.
         attentions: The modules to score.
-        unit: What one score stands for.
-        criteria: Names of the criteria.
+        config: By which criteria, and what one score stands for.
         examples: The data.
-        seed: Seed of what is random.
         gates: Gates that the model runs with, per module; None for all open.
-        watch: Told how far it is.
+        context: What it runs in.
     """
-    watch, needs = watch or Watch(), needs_of(criteria)
-    watch.stage("scoring")
-    streamed = collect(
-        net,
-        task_of(net),
-        attentions,
-        examples.batches() if examples else (),
-        needs if examples else needs - NEEDS_DATA,
-        gates,
-        examples.special_ids if examples else (),
-        seed,
-        watch.step,
-    )
+    needs = needs_of(config.criterion)
+    context.stage("scoring")
+    asked = needs if examples else needs - NEEDS_DATA
+    batches = context.each(examples.batches()) if examples else ()
+    special_ids = examples.special_ids if examples else ()
+    streamed = collect(net, attentions, batches, asked, gates, special_ids, config.seed)
     if examples is not None and "gram" in needs:
-        watch.stage("scoring (reconstruction)")
-        needing = [name for name in criteria if "gram" in CRITERIA[name].needs]
-        streamed = _with_grams(net, attentions, streamed, examples, unit, needing, gates, watch)
+        context.stage("scoring (reconstruction)")
+        streamed = _with_grams(net, attentions, config, streamed, examples, gates, context)
     if examples is not None and "losses" in needs:
-        watch.stage("leaving heads out")
+        context.stage("leaving heads out")
+        unit = config.unit or default_unit(attentions)
         units = [members(unit, a.group_sizes) for a in attentions]
         losses = losses_without(
-            net, task_of(net), attentions, units, examples.batches(), gates, seed, watch.step
+            net, attentions, units, examples.batches(), gates, config.seed, context.step
         )
         streamed = [replace(e, losses=part) for e, part in zip(streamed, losses, strict=True)]
     return streamed
@@ -250,18 +216,19 @@ def _refits(net: PreTrainedModel, examples: CalibrationSample) -> bool:
 def _with_grams(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
+    config: ScoreConfig,
     evidence: list[UnitEvidence],
     examples: CalibrationSample,
-    unit: Unit,
-    needing: Sequence[str],
     gates: Sequence[Tensor] | None,
-    watch: Watch,
+    context: Context,
 ) -> list[UnitEvidence]:
     """Scores by the criteria that need x x^T of what enters an output projection.
 
     One pass over all examples, in which the matrix of a module is dropped once it is scored.
     """
     batch, found = examples.whole(), dict[str, dict[str, Tensor]]()
+    unit = config.unit or default_unit(attentions)
+    needing = [name for name in config.criterion if "gram" in CRITERIA[name].needs]
     by_path = {a.path: position for position, a in enumerate(attentions)}
 
     def enter(attention: Attention, x: Tensor) -> Tensor:
@@ -280,7 +247,7 @@ def _with_grams(
                 f"What enters the output projection of '{attention.path}' cannot be used: {error}. "
                 "Try --dtype float32."
             ) from None
-        watch.step(len(found), len(attentions))
+        context.step(len(found), len(attentions))
         return x
 
     try:

@@ -11,18 +11,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target
+from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
-from headprune.evidence.score import Watch
 from headprune.exporting.opened import Opened, open_for_merging, weighs
 from headprune.exporting.publish import (
     Changes,
-    OnModule,
     Pruned,
-    Stage,
     WriteOrder,
     refuse_unprovable,
 )
-from headprune.exporting.streamed import Streaming, write_changed
+from headprune.exporting.streamed import write_changed
 from headprune.io.outputs import claims_output
 from headprune.model import probes
 from headprune.model.attention import attention_of, family_of
@@ -34,7 +32,7 @@ from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, s
 from headprune.planning.kv_heads import KvPlan, Way, choose
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
-from headprune.schemas.records import MadeBy, Merging
+from headprune.schemas.records import Merging
 from headprune.surgery.conversion import convert_in_sequence, geometry
 from headprune.surgery.cut import resolve
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
@@ -109,12 +107,7 @@ def convert_gqa(
     calibrate: DataConfig | None = None,
     layout: LayoutOption = LayoutOption.PER_LAYER,
     overwrite: bool = False,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    on_stage: Stage = lambda stage: None,
-    on_module: OnModule = lambda done, total: None,
-    made_by: MadeBy | None = None,
+    context: Context = Context(),
 ) -> Converted:
     """Merges KV heads and writes the result, proven, to ``output``.
 
@@ -125,20 +118,13 @@ def convert_gqa(
         calibrate: Text that shows what the heads do; some merges need it.
         layout: What the result may look like.
         overwrite: Replace an existing output.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        on_stage: Called with a few words before every stage.
-        on_module: Called after every attention module.
-        made_by: The command, for the record, if it was one.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the merged original computes.
     """
-    loading = (trust_remote_code, assume_supported, drop_unexpected)
-    opened = open_for_merging(model, config, calibrate, layout, loading, Watch(on_stage, on_module))
+    opened = open_for_merging(model, config, calibrate, layout, context)
     net, merger, attentions = opened.net, opened.merger, opened.attentions
     planned, sample = opened.planned, opened.sample
     stored = result_dtypes(net, model, config.out_dtype)
@@ -149,7 +135,7 @@ def convert_gqa(
     ways = {} if planned is None else planned.chosen
     wanted = {path: way.kv_heads for path, way in ways.items()}
     if planned is None:
-        wanted = _wanted(opened, config, settings, on_stage)
+        wanted = _wanted(opened, config, settings, context)
     _check_native(opened.constraints, net, wanted)
     if has_twin(net) and set(wanted.values()) == {1} and residency_of(net) is not None:
         raise PlanError(
@@ -172,12 +158,12 @@ def convert_gqa(
                 own_keys.append(attention.path)
             changed = merger.merged(heads, setting, chosen)
         _refuse_not_finite(changed, attention.path, merger.name)
-        on_module(next(done), len(attentions))
+        context.step(next(done), len(attentions))
         return changed
 
-    on_stage("testing the verification")
+    context.stage("testing the verification")
     refuse_unprovable(net, _plan(net, opened.source, {}))
-    on_stage(f"merging KV heads ({merger.name})")
+    context.stage(f"merging KV heads ({merger.name})")
     if sample is not None:
         convert_in_sequence(net, attentions, sample.whole(), converted)
     else:
@@ -201,9 +187,9 @@ def convert_gqa(
         ways=None if planned is None else planned.records(),
     )
     kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
-    work = Changes(merging, made_by=made_by)
+    work = Changes(merging, made_by=context.made_by)
     order = WriteOrder(opened.source, model, plan, output, stored, work)
-    pruned = write_changed(net, cuts, order, Streaming(on_stage=on_stage))
+    pruned = write_changed(net, cuts, order, context)
     grouping = config.grouping.value
     return Converted(pruned, merger.name, grouping, kv_heads, tuple(own_keys), tokens, planned)
 
@@ -213,10 +199,7 @@ def preview(
     config: ConvertConfig,
     calibrate: DataConfig | None = None,
     layout: LayoutOption = LayoutOption.PER_LAYER,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    watch: Watch | None = None,
+    context: Context = Context(),
 ) -> KvPreview:
     """Says how ``convert_gqa`` would spend a budget, and writes nothing; arguments as there.
 
@@ -228,8 +211,7 @@ def preview(
             "--dry-run shows how a budget is spent: give --kv-budget and --calibrate, and neither "
             "--merge nor --layout, which leave nothing to choose."
         )
-    loading = (trust_remote_code, assume_supported, drop_unexpected)
-    opened = open_for_merging(model, config, calibrate, layout, loading, watch or Watch())
+    opened = open_for_merging(model, config, calibrate, layout, context)
     assert opened.planned is not None
     ways = opened.planned.chosen
     groups = {path: way.groups for path, way in ways.items() if way.merges}
@@ -263,7 +245,7 @@ def _wanted(
     opened: Opened,
     config: ConvertConfig,
     settings: dict[str, MergeContext],
-    on_stage: Stage,
+    context: Context,
 ) -> dict[str, int]:
     """KV heads per module: as they were given, equal, or spread by what merging costs in each."""
     attentions, share = opened.attentions, config.kv_budget or 1.0
@@ -272,7 +254,7 @@ def _wanted(
     elif opened.constraints.even_kv_heads:
         counts = equal_counts(share, attentions)
     else:
-        on_stage("spreading the budget over the layers")
+        context.stage("spreading the budget over the layers")
         counts = spread_counts(share, attentions, _costs(opened, settings))
     return dict(zip((a.path for a in attentions), counts, strict=True))
 

@@ -21,7 +21,6 @@ from headprune.io.ownership import EXPORTED
 from headprune.model.identity import id_of_model
 from headprune.schemas.exports import ExportRecord
 from headprune.schemas.manifest import versions
-from headprune.schemas.records import MadeBy
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ def export(
     output: Path,
     config: ExportConfig,
     overwrite: bool = False,
-    trust_remote_code: bool = False,
-    made_by: MadeBy | None = None,
-    context: Context | None = None,
+    context: Context = Context(),
 ) -> Exported:
     """Writes a model for an engine and proves what was written.
 
@@ -62,20 +59,18 @@ def export(
         output: Folder to write; it appears whole or not at all.
         config: What is written.
         overwrite: Replace an existing output.
-        trust_remote_code: Allow code that comes with the model.
-        made_by: The command, for the record, if it was one.
-        context: Who is told how it goes on.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If the format cannot hold the model, or something that it needs is missing.
         ProofError: If what was written computes something else.
     """
-    context, form = context or Context(), FORMATS[config.to]
+    form = FORMATS[config.to]
     _refuse_missing(form, config)
     if not Path(model).is_dir():
         raise CheckpointError(f"There is no folder '{model}'. Give the folder of a model.")
     context.stage("reading the model's facts")
-    source = open_source(Path(model), trust_remote_code)
+    source = open_source(Path(model), context.allowed.trust_remote_code)
     reason = form.refusal(source, config)
     if reason is not None:
         raise PlanError(f"--to {config.to} cannot hold '{model}': {reason}")
@@ -99,7 +94,7 @@ def export(
         record = ExportRecord(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             versions=versions(),
-            made_by=made_by,
+            made_by=context.made_by,
             format=config.to,
             model=Path(model).name,
             id=id_of_model(model),

@@ -12,8 +12,8 @@ from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, Layou
 from headprune.data.calibration import calibration, merge_calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context
 from headprune.errors import PlanError
-from headprune.evidence.score import Watch
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import task_of
 from headprune.model.opening import load
@@ -59,8 +59,7 @@ def open_for_merging(
     config: ConvertConfig,
     calibrate: DataConfig | None,
     layout: LayoutOption,
-    loading: tuple[bool, bool, bool],
-    watch: Watch,
+    context: Context,
 ) -> Opened:
     """Loads the model, takes the text, and weighs the ways where that was asked for."""
     merger = Merger.of(config, calibrate is not None)
@@ -72,23 +71,23 @@ def open_for_merging(
     refuse_unknown_kinds(config.attention)
     if calibrate is not None:
         refuse_missing_file(calibrate.source)
-    watch.stage("loading the model")
-    net, source = load(model, config.dtype, *loading)
+    context.stage("loading the model")
+    net, source = load(model, config.dtype, context.allowed)
     constraints = constraints_of(net, layout, config.targets)
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     if config.kv_heads is not None:
         stated_counts(config.kv_heads, attentions)
-    sample = planned = None
+    sample, planned, remote = None, None, context.allowed.trust_remote_code
     if calibrate is not None and merger.calibrates:
-        sample = merge_calibration(net, model, calibrate, config, loading[0])
+        sample = merge_calibration(net, model, calibrate, config, remote)
         if weighs(config, calibrate, layout):
             scored = None
             if _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
-                scored = calibration(net, model, calibrate, settings, "--kv-budget", loading[0])
+                scored = calibration(net, model, calibrate, settings, "--kv-budget", remote)
             texts = Texts(sample.whole(), scored)
-            planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, watch)
+            planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(net, source, attentions, merger, sample, planned, constraints)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import Dtype, LayoutOption, Target
+from headprune.declaration import Allowed
 from headprune.errors import PlanError
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.opening import load
 from headprune.model.units import unit_sizes
-from headprune.planning.constraints import constraints_of
-from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
+from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.roles import read_roles
 from headprune.schemas.scores import read_scores
-from headprune.surgery.cut import cut_heads, resolve, result_shape
+from headprune.surgery.cut import cut_heads, result_shape
 from headprune.tensors.units import Unit, members
 
 
@@ -85,32 +85,19 @@ class Preview:
 
 def preview(
     model: str | Path,
-    gates: Path | None = None,
-    plan: Path | Plan | None = None,
-    scores: Path | None = None,
-    criterion: str | None = None,
-    keep: float | int | None = None,
-    layout: LayoutOption = LayoutOption.PER_LAYER,
-    targets: Sequence[Target] = (),
+    asked: CutRequest,
     dtype: Dtype = Dtype.AUTO,
     roles: Path | None = None,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
+    allowed: Allowed = Allowed(),
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    asked = PlanSource(gates, plan, scores, criterion, keep)
-    refuse_source(asked)
-    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
-    net, source = load(model, *loading, weights=False)
+    refuse_request(asked)
+    net, source = load(model, dtype, allowed, weights=False)
     record = None if roles is None else read_roles(roles, source)
-    constraints = constraints_of(net, layout, targets)
-    chosen, _, _ = plan_from(net, source, asked, constraints)
-    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
-    constraints.check(cuts)
+    chosen, cuts, _, _ = cuts_by(net, source, asked)
     stored = result_shape(cuts, net.config)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    costs = _costs(net, source, asked, layout) if plan is None else {}
+    costs = _costs(net, source, asked) if asked.plan is None else {}
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
@@ -142,7 +129,7 @@ class _Units:
         return float(self.evidence[torch.tensor(kept)].sum()) / total
 
 
-def _units(net: PreTrainedModel, source: ModelIdentity, asked: PlanSource) -> _Units:
+def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _Units:
     """Of gates the expected open heads, of scores the scores."""
     if asked.gates is not None:
         trained, attentions = fitted_gates(net, source, asked.gates)
@@ -156,18 +143,16 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: PlanSource) -> _U
 
 
 def _costs(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, layout: LayoutOption
+    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
 ) -> dict[tuple[str, str], ShapeCost]:
     """What every layout, and every engine with the layout asked for, would keep of the evidence."""
     units, costs = _units(net, source, asked), {}
-    layouts = [("layout", other.value, other, ()) for other in LayoutOption]
-    engines = [("for", target.value, layout, (target,)) for target in Target]
+    layouts = [("layout", each.value, each, ()) for each in LayoutOption]
+    engines = [("for", target.value, asked.layout, (target,)) for target in Target]
     for option, name, form, targets in (*layouts, *engines):
         try:
-            constraints = constraints_of(net, form, targets)
-            plan, _, _ = plan_from(net, source, asked, constraints)
-            cuts = resolve(plan, net, ragged=form is LayoutOption.RAGGED)
-            constraints.check(cuts)
+            other = replace(asked, layout=form, targets=targets)
+            plan, cuts, _, _ = cuts_by(net, source, other)
         except PlanError as error:
             why = str(error).split(". ")[0] + "."
             costs[option, name] = ShapeCost(name, None, None, None, why)

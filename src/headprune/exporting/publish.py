@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
+from headprune.config import Writing
+from headprune.declaration import Context, MadeBy
 from headprune.exporting.card import write_card
 from headprune.io import hub
 from headprune.io.folders import copy_companions
 from headprune.io.outputs import whole_folder
-from headprune.io.shards import SHARD
 from headprune.model import probes
 from headprune.model.identity import id_of_model
 from headprune.model.loading import auto_class_of, uneven_heads_are_known
@@ -29,13 +30,9 @@ from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
 from headprune.proof import equivalence
 from headprune.schemas.manifest import HISTORY, Manifest, read_lineage, write_manifest
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Done, MadeBy, Refit
+from headprune.schemas.records import Done, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.transfer import native_twin
-
-Stage = Callable[[str], None]
-OnModule = Callable[[int, int], None]
-"""Called with how many modules, or tensors, are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class WriteOrder:
         output: Folder to write.
         stored: Element types to write.
         work: What was done to the model, and is done with this cut.
-        max_shard_size: Largest size of a file of weights.
+        writing: How.
     """
 
     source: ModelIdentity
@@ -96,11 +93,11 @@ class WriteOrder:
     output: Path
     stored: StoredDtypes
     work: Changes
-    max_shard_size: str = SHARD
+    writing: Writing = Writing()
 
 
 def write_proven(
-    net: PreTrainedModel, cuts: list[Cut], order: WriteOrder, on_stage: Stage
+    net: PreTrainedModel, cuts: list[Cut], order: WriteOrder, context: Context
 ) -> Pruned:
     """Cuts a model in memory, writes it and proves the folder; the end of commands that change it.
 
@@ -108,7 +105,7 @@ def write_proven(
         net: The model, uncut.
         cuts: The plan, resolved on it.
         order: What is written.
-        on_stage: Called with a few words before every stage.
+        context: What it runs in.
 
     Raises:
         CheckpointError: If the folder cannot be written.
@@ -116,9 +113,9 @@ def write_proven(
     """
     stored = order.stored
     before = counts(net, cuts)
-    on_stage("probing the gated original")
+    context.stage("probing the gated original")
     expected, cuts = equivalence.expect_stored(net, cuts, stored)
-    on_stage("cutting")
+    context.stage("cutting")
     shape = cut_heads(net, cuts)
     facts = described(net, order, shape, before, cuts)
     outputs = probes.probe(net, expected.inputs)
@@ -127,13 +124,13 @@ def write_proven(
         net, facts = twin, {**facts, "shape": Shape.NATIVE, "auto_class": auto_class_of(twin)}
     net.cpu()  # the device is for the result now
     with whole_folder(order.output) as folder:
-        on_stage("writing")
+        context.stage("writing")
         with uneven_heads_are_known():
-            stored.save(net, folder, max_shard_size=order.max_shard_size)
+            stored.save(net, folder, max_shard_size=order.writing.max_shard_size)
         left_out = passed_over(net, stored_tensors(order.origin))
         del net
         take_over(folder, order)
-        on_stage("verifying the folder")
+        context.stage("verifying the folder")
         facts |= proven_outputs(folder, expected, outputs)
         return finished(folder, order, facts, left_out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 
 from headprune import memory
 from headprune.config import ProofOption
+from headprune.declaration import Context
 from headprune.errors import CheckpointError
 from headprune.exporting.publish import (
-    OnModule,
     Pruned,
-    Stage,
     WriteOrder,
     counts,
     described,
@@ -37,39 +36,11 @@ from headprune.surgery.cut import Cut, resolve
 from headprune.surgery.streamed import cut_pieces
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """How a cut on disk goes.
-
-    Attributes:
-        proof: What is compared.
-        on_stage: Called with a few words before every stage.
-        on_tensor: Called with tensors done and tensors in all.
-    """
-
-    proof: ProofOption = ProofOption.AUTO
-    on_stage: Stage = lambda stage: None
-    on_tensor: OnModule = lambda done, total: None
-
-    def too_large(self, net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> str | None:
-        """Why no outputs are compared, unless that was asked for, or goes layer by layer."""
-        needed = ROOM * sum(weight.nbytes for weight in net.parameters())
-        free = memory.available()
-        if self.proof is not ProofOption.AUTO or free is None or needed <= free:
-            return None
-        if asked_placement() is not Placement.WHOLE and runs_by_layers(net, tensors):
-            return None
-        return (
-            f"No outputs were compared: that takes {needed / 1e9:.1f} GB of memory, and "
-            f"{free / 1e9:.1f} GB are free. Every tensor was (--proof tensors)."
-        )
-
-
 def write_streamed(
     net: PreTrainedModel,
     cuts: list[Cut],
     order: WriteOrder,
-    how: Streaming,
+    context: Context,
     whole: Callable[[], PreTrainedModel],
     changed: Collection[str] = (),
 ) -> Pruned:
@@ -82,7 +53,7 @@ def write_streamed(
         net: The model without weights, uncut; afterwards it is the result, without weights.
         cuts: What it loses.
         order: What is written.
-        how: How that goes.
+        context: What it runs in.
         whole: Gives the model with its weights.
         changed: The weights that are others there than in the checkpoint.
 
@@ -91,34 +62,34 @@ def write_streamed(
         ProofError: If the result is not what it should be.
     """
     before, source = counts(net, cuts), stored_tensors(order.origin)
-    too_large = None if changed else how.too_large(net, source)
+    too_large = None if changed else _too_large(net, source, order)
     try:
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
         if not set(changed) <= {piece.live for piece in pieces}:
             raise Unmapped("What was trained is no tensor of the checkpoint.")
     except Unmapped as why:
-        if how.proof is ProofOption.TENSORS:
+        if order.writing.proof is ProofOption.TENSORS:
             raise CheckpointError(
                 f"--proof tensors: {why} Such a model is cut in memory; leave out --proof."
             ) from None
         net = whole()
-        return write_proven(net, _resolved(order, net), order, how.on_stage)
+        return write_proven(net, _resolved(order, net), order, context)
     facts = described(net, order, shape, before, cuts)
     expected = None
-    if how.proof is not ProofOption.TENSORS and too_large is None:
-        how.on_stage("probing the gated original")
+    if order.writing.proof is not ProofOption.TENSORS and too_large is None:
+        context.stage("probing the gated original")
         probed = whole()
         expected, held = _expected(probed, order, changed)
         if residency_of(probed) is None:
             del probed  # nothing holds the model now; else its file is read from
         pieces = [_changed(piece, held) for piece in pieces]
-    pruned = _written(net, pieces, order, how, facts, expected)
+    pruned = _written(net, pieces, order, context, facts, expected)
     warnings = (*pruned.warnings, *([too_large] if too_large else []))
     return replace(pruned, warnings=warnings)
 
 
 def write_changed(
-    net: PreTrainedModel, cuts: list[Cut], order: WriteOrder, how: Streaming
+    net: PreTrainedModel, cuts: list[Cut], order: WriteOrder, context: Context
 ) -> Pruned:
     """Cuts a model whose weights have changed, writes it and proves the folder.
 
@@ -128,7 +99,7 @@ def write_changed(
         net: The model, uncut.
         cuts: The plan, resolved on it.
         order: What is written.
-        how: How that goes.
+        context: What it runs in.
 
     Raises:
         CheckpointError: If a file cannot be read or written.
@@ -136,9 +107,9 @@ def write_changed(
     """
     residency = residency_of(net)
     if residency is None:
-        return write_proven(net, cuts, order, how.on_stage)
+        return write_proven(net, cuts, order, context)
     before = counts(net, cuts)
-    how.on_stage("probing the gated original")
+    context.stage("probing the gated original")
     expected, cuts = equivalence.expect_stored(net, cuts, order.stored)
     residency.detach()
     source = {**stored_tensors(order.origin), **residency.changed}
@@ -147,14 +118,14 @@ def write_changed(
     except Unmapped as why:
         raise CheckpointError(f"--placement layers: {why} Use --placement whole.") from None
     facts = described(net, order, shape, before, cuts)
-    return _written(net, pieces, order, how, facts, expected)
+    return _written(net, pieces, order, context, facts, expected)
 
 
 def write_trained(
     net: PreTrainedModel,
     trained: Mapping[str, StoredTensor],
     order: WriteOrder,
-    how: Streaming,
+    context: Context,
     expected: equivalence.Expectation,
 ) -> Pruned:
     """Writes a model of which a file holds the trained weights, and proves the folder.
@@ -163,7 +134,7 @@ def write_trained(
         net: The model without weights; every weight is a tensor of its checkpoint.
         trained: The weights that are others by now, by their names in the model.
         order: What is written; its plan leaves the model uncut.
-        how: How that goes.
+        context: What it runs in.
         expected: What the model computes with these weights.
 
     Raises:
@@ -176,30 +147,48 @@ def write_trained(
     changed = {name_of[places[name]]: tensor for name, tensor in trained.items()}
     pieces, shape = cut_pieces(net, cuts, order.stored, {**stored, **changed})
     facts = described(net, order, shape, before, cuts)
-    return _written(net, pieces, order, how, facts, expected)
+    return _written(net, pieces, order, context, facts, expected)
 
 
 def _written(
     net: PreTrainedModel,
     pieces: list[Piece],
     order: WriteOrder,
-    how: Streaming,
+    context: Context,
     facts: dict[str, Any],
     expected: equivalence.Expectation | None,
 ) -> Pruned:
     """Writes the tensors of a result, and compares outputs, or tensors where none are expected."""
     with whole_folder(order.output) as folder:
-        how.on_stage("cutting shard by shard")
+        context.stage("cutting shard by shard")
         with uneven_heads_are_known():
             order.stored.save(net, folder, state_dict={})
-        write_shards(pieces, folder, facts["parameters"][1], order.max_shard_size, how.on_tensor)
+        write_shards(
+            pieces, folder, facts["parameters"][1], order.writing.max_shard_size, context.step
+        )
         take_over(folder, order)
-        how.on_stage("verifying the folder")
+        context.stage("verifying the folder")
         if expected is not None:
             facts |= proven_outputs(folder, expected, None)
         else:
-            facts["tensor_proof"] = tensors.compare(folder, pieces, how.on_tensor)
+            facts["tensor_proof"] = tensors.compare(folder, pieces, context.step)
         return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
+
+
+def _too_large(
+    net: PreTrainedModel, tensors: Mapping[str, StoredTensor], order: WriteOrder
+) -> str | None:
+    """Why no outputs are compared, unless that was asked for, or goes layer by layer."""
+    needed = ROOM * sum(weight.nbytes for weight in net.parameters())
+    free = memory.available()
+    if order.writing.proof is not ProofOption.AUTO or free is None or needed <= free:
+        return None
+    if asked_placement() is not Placement.WHOLE and runs_by_layers(net, tensors):
+        return None
+    return (
+        f"No outputs were compared: that takes {needed / 1e9:.1f} GB of memory, and "
+        f"{free / 1e9:.1f} GB are free. Every tensor was (--proof tensors)."
+    )
 
 
 def _resolved(order: WriteOrder, net: PreTrainedModel) -> list[Cut]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,13 @@ from headprune.config import (
     Dtype,
     Method,
     Objective,
+    Resuming,
     Train,
     TrainGatesConfig,
 )
 from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context
 from headprune.errors import HeadpruneError
 from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
@@ -35,7 +36,6 @@ from headprune.gates.sparsity import ConstantPenalty, GradualPruning, HeadTarget
 from headprune.gates.trainer import (
     GateCallback,
     GatedModel,
-    GateStep,
     GateTrainer,
     freeze,
     training_arguments,
@@ -54,10 +54,9 @@ from headprune.model.units import (
     refuse_target,
     unit_sizes,
 )
-from headprune.placements import sharding
+from headprune.placements import in_shards
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
-from headprune.tensors.units import Unit
 from headprune.training.resumable import Remedies, stop_on_interrupt, train
 from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
 
@@ -83,14 +82,8 @@ def train_gates(
     data: DataConfig,
     output: Path,
     config: TrainGatesConfig,
-    resume: bool = False,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    shard: bool = False,
-    on_step: Callable[[GateStep], None] = lambda record: None,
-    on_stage: Callable[[str], None] = lambda stage: None,
+    rerun: Resuming = Resuming(),
+    context: Context = Context(),
 ) -> GatesRun:
     """Trains gates for a model and writes them to ``output``.
 
@@ -104,15 +97,8 @@ def train_gates(
         data: Where the training text comes from.
         output: The gates folder (see ``schemas.gates``).
         config: How to train.
-        resume: Go on from the last checkpoint of an interrupted run with the same settings.
-        overwrite: Replace an existing output, once the new one is complete.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        shard: Split the model over the processes.
-        on_step: Called after every optimiser step.
-        on_stage: Called with a few words before every stage.
+        rerun: What becomes of what an earlier run left.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model, data and settings do not fit together.
@@ -120,26 +106,20 @@ def train_gates(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
-    if shard:
+    if in_shards():
         _refuse_to_shard(config)
     if not processes.is_main():
-        on_stage = on_step = _say_nothing
+        context = context.unheard()
     settings = settings_now(GatesSettings, model, data=data, train_gates=config)
     inputs = [place_of(model), place_of(data)]
-    with at_work(output, settings, inputs, resume, overwrite) as work, sharding(shard):
+    with at_work(output, settings, inputs, rerun) as work:
         refuse_missing_file(data.source)
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
-        on_stage("loading the model")
+        context.stage("loading the model")
         frozen = config.train in (Train.GATES, Train.CHANNELS)
-        net, source = load(
-            model,
-            config.dtype,
-            trust_remote_code,
-            assume_supported,
-            drop_unexpected,
-            keep_bfloat16=frozen and devices.computes_bfloat16(),
-        )
+        kept = frozen and devices.computes_bfloat16()
+        net, source = load(model, config.dtype, context.allowed, keep_bfloat16=kept)
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(attention_of(net), config.attention)
         unit = config.unit or default_unit(attentions)
@@ -149,8 +129,8 @@ def train_gates(
         sizes = unit_sizes(attentions, unit)
         sparsity = _sparsity(config, sizes, len(attentions))
 
-        on_stage("reading the data")
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+        context.stage("reading the data")
+        tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
         objective = _objective(config.objective, net, data)
         if not sampled and objective is Objective.DISTILL:
             raise HeadpruneError(
@@ -170,7 +150,7 @@ def train_gates(
                 net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
             )
             enable({"use_reentrant": False})
-        if not resume:
+        if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
         trainer = GateTrainer(
             config,
@@ -182,18 +162,17 @@ def train_gates(
             train_dataset=rows,
             data_collator=collate,
         )
-        on_stage("training")
+        context.stage("training")
         with (
             gated(attentions, gates.source),
             channels.scaling(gates) if channels is not None else nullcontext(),
             stop_on_interrupt() as stopped,
         ):
-            callback = GateCallback(trainer, work, on_step, stopped.is_set)
+            callback = GateCallback(trainer, work, context.step, stopped.is_set)
             go_on = "Go on with the same command and --resume."
-            train(trainer, work, callback, resume, go_on, on_stage)
-        metadata = processes.on_main(
-            lambda: _finish(output, work, trainer, source, unit, objective, data, attentions)
-        )
+            train(trainer, work, callback, rerun.resume, go_on, context.stage)
+        about = {"model": source, "unit": unit, "objective": objective.value, "data": data.source}
+        metadata = processes.on_main(lambda: _finish(output, work, trainer, attentions, about))
         return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
 
 
@@ -209,10 +188,6 @@ def _refuse_to_shard(config: TrainGatesConfig) -> None:
             f"--shard leaves weights as they are, and --train {config.train.value} changes them. "
             "Use --train gates, or leave out --shard."
         )
-
-
-def _say_nothing(_: object) -> None:
-    """What the processes beside the main one tell."""
 
 
 def _steps(config: TrainGatesConfig, rows: int) -> int:
@@ -285,11 +260,8 @@ def _finish(
     output: Path,
     work: Work,
     trainer: GateTrainer,
-    source: Any,
-    unit: Unit,
-    objective: Objective,
-    data: DataConfig,
     attentions: list[Attention],
+    about: dict[str, Any],
 ) -> GatesMetadata:
     gates, net = trainer.gates.cpu(), trainer.model.model
     if not gates.chosen:  # settle = 0: the choice falls after the last step
@@ -304,8 +276,7 @@ def _finish(
     }
     metadata = GatesMetadata(
         headprune_version=__version__,
-        model=source,
-        unit=unit,
+        **about,
         method=trainer.gate_config.method,
         temperature=gates.temperature,
         modules=tuple(a.path for a in attentions),
@@ -314,8 +285,6 @@ def _finish(
         query_heads=int(gates.sizes.sum()),
         kept_heads=int((gates.sizes * gates.kept).sum()),
         steps=trainer.state.global_step,
-        objective=objective.value,
-        data=data.source,
         final_loss=trainer.last_loss,
         trained_weights=bool(weights),
         seed=trainer.gate_config.seed,

@@ -49,6 +49,13 @@ class GateStep(TrainingStep):
     settled: bool
     open_percent: tuple[int, ...] | None = None
 
+    @property
+    def numbers(self) -> str:
+        """What moves, beside a progress bar."""
+        target = "" if self.target_heads is None else f"/{self.target_heads:.0f}"
+        phase = " settled" if self.settled else ""
+        return f"loss {self.loss:.3f} heads {self.expected_heads:.1f}{target}{phase}"
+
 
 class GatedModel(LossModule):
     """A model, its gates, the factors of its channels if they move, and the loss."""

@@ -141,7 +141,7 @@ def claimed_files(
 
 
 def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F]:
-    """Has a function claim its ``output`` while it runs, by its ``overwrite`` if it has that.
+    """Has a function claim its ``output`` while it runs, by its ``overwrite`` or ``writing``.
 
     Args:
         *inputs: The parameters that name what it reads; "a.b" is the attribute b of a.
@@ -157,6 +157,7 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
             bound.apply_defaults()
             given = bound.arguments
             output, overwrite = given["output"], given.get("overwrite", False)
+            overwrite |= getattr(given.get("writing"), "overwrite", False)
             places = [place_of(_reached(given, name)) for name in inputs]
             claim: AbstractContextManager[None] = nullcontext()
             if kind is None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from headprune.declaration import Allowed
 from headprune.model import cost
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained, task_of
@@ -93,22 +94,21 @@ class Inspection(_InspectionPart):
     ranks: Ranks | None = None
 
 
-def inspect(
-    model: str | Path, trust_remote_code: bool = False, drop_unexpected: bool = False
-) -> Inspection:
+def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
     """Describes a model's attention.
 
     Args:
         model: Folder or hub id.
-        trust_remote_code: Allow code that comes with the model.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
+        allowed: What the model may bring.
 
     Raises:
         HeadpruneError: If it cannot be loaded or its family is not supported.
     """
     net = from_pretrained(
-        model, trust_remote_code=trust_remote_code, drop_unexpected=drop_unexpected, weights=False
+        model,
+        trust_remote_code=allowed.trust_remote_code,
+        drop_unexpected=allowed.drop_unexpected,
+        weights=False,
     )
     attentions = attention_of(net)
     sizes = cost.model_cost(net)

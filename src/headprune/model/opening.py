@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import Dtype
+from headprune.declaration import Allowed
 from headprune.errors import CheckpointError
 from headprune.model.attention import identity, refuse_unknown_settings
 from headprune.model.loading import from_pretrained, load_config
@@ -39,9 +40,7 @@ from headprune.schemas.plan import ModelIdentity
 def load(
     model: str | Path,
     dtype: Dtype,
-    trust_remote_code: bool,
-    assume_supported: bool,
-    drop_unexpected: bool = False,
+    allowed: Allowed = Allowed(),
     keep_bfloat16: bool = False,
     weights: bool = True,
 ) -> tuple[PreTrainedModel, ModelIdentity]:
@@ -50,17 +49,15 @@ def load(
     Args:
         model: Folder or hub id.
         dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
+        allowed: What the model may bring.
         keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
         weights: Whether its weights are needed; the headers of its files are enough to plan a cut.
 
     Raises:
         HeadpruneError: If it cannot be loaded as a whole, or does not compute finite numbers.
     """
-    config = load_config(model, trust_remote_code=trust_remote_code)
+    trust = {"trust_remote_code": allowed.trust_remote_code}
+    config = load_config(model, **trust)
     refuse_quantised(model, config)
     fetch_weights(model)
     tensors = stored_tensors(model)
@@ -68,13 +65,13 @@ def load(
     held = commonest_dtype(tensors) or getattr(config, "dtype", None)
     computing = compute_dtype(dtype, held, keep_bfloat16)
     refuse_missing_dtype(computing, devices.chosen())
-    options = {"trust_remote_code": trust_remote_code, "drop_unexpected": drop_unexpected}
+    options = {**trust, "drop_unexpected": allowed.drop_unexpected}
     if weights:
         net = placed(as_it_fits(model, computing, **options))
     else:
         net = from_pretrained(model, dtype=computing, weights=False, **options)
     net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
-    if not assume_supported:
+    if not allowed.assume_supported:
         refuse_unknown_settings(net.config)
     if weights:
         refuse_not_finite(net, model)

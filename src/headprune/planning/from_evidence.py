@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,36 +11,52 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig
+from headprune.config import DataConfig, LayoutOption, Target
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.units import head_budget, refuse_target, unit_sizes
-from headprune.planning.constraints import Constraints
+from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.from_scores import even_units, plan_from_scores, with_a_head_in
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.plan import ModelIdentity, Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import read_scores
-from headprune.surgery.cut import config_holds
+from headprune.surgery.cut import Cut, config_holds, resolve
 from headprune.tensors.units import Unit
 
 
 @dataclass(frozen=True)
-class PlanSource:
-    """Where a plan is to come from, as it was asked for."""
+class CutRequest:
+    """A cut as it is asked for: by one of gates, scores and a plan.
 
-    gates: Path | None
-    plan: Path | Plan | None
-    scores: Path | None
-    criterion: str | None
-    keep: float | int | None
+    Attributes:
+        gates: Folder that train-gates wrote.
+        plan: A plan, or the path of a plan file.
+        scores: Folder that score wrote; needs ``keep``.
+        criterion: With ``scores``: which of them; None where there is one only.
+        keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
+        layout: What the result may look like.
+        targets: Where it is to run.
+    """
+
+    gates: Path | None = None
+    plan: Path | Plan | None = None
+    scores: Path | None = None
+    criterion: str | None = None
+    keep: float | int | None = None
+    layout: LayoutOption = LayoutOption.PER_LAYER
+    targets: Sequence[Target] = ()
+
+    def cuts(self, plan: Plan, net: PreTrainedModel) -> list[Cut]:
+        """What a model loses by a plan."""
+        return resolve(plan, net, ragged=self.layout is LayoutOption.RAGGED)
 
 
-def refuse_source(asked: PlanSource, refit: DataConfig | None = None) -> None:
+def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
     """Refuses what does not fit together, whatever the model, before it is loaded.
 
     Raises:
@@ -74,10 +91,24 @@ def refuse_source(asked: PlanSource, refit: DataConfig | None = None) -> None:
         refuse_missing_file(refit.source)
 
 
-def plan_from(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, constraints: Constraints
+def cuts_by(
+    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
+) -> tuple[Plan, list[Cut], Evidence, dict[str, Tensor]]:
+    """The plan, what it cuts, what it was made of, and the trained weights that belong to it.
+
+    Raises:
+        HeadpruneError: If there is no such plan, or the result is not as it was asked for.
+    """
+    constraints = constraints_of(net, asked.layout, asked.targets)
+    plan, evidence, weights = _plan(net, source, asked, constraints)
+    cuts = asked.cuts(plan, net)
+    constraints.check(cuts)
+    return plan, cuts, evidence, weights
+
+
+def _plan(
+    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, constraints: Constraints
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
-    """The plan, what it was made of, and the trained weights that belong to it."""
     if asked.gates is not None:
         return from_gates(net, source, asked.gates, asked.keep, constraints)
     if asked.scores is not None:
@@ -104,7 +135,7 @@ def _refuse_merging(plan: Plan) -> None:
 
 
 def _from_scores(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, constraints: Constraints
+    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, constraints: Constraints
 ) -> tuple[Plan, Evidence]:
     assert asked.scores is not None
     assert asked.keep is not None

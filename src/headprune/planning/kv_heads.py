@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig
 from headprune.data.samples import CalibrationSample
+from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
-from headprune.evidence.score import Watch
 from headprune.model.batch import Batch
 from headprune.model.heads import HeadWeights
-from headprune.model.loading import task_of
 from headprune.planning.constraints import Constraints
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import KvWay
@@ -120,7 +119,7 @@ def plan_kv_heads(
     merger: Merger,
     config: ConvertConfig,
     constraints: Constraints,
-    watch: Watch,
+    context: Context,
 ) -> KvPlan:
     """Measures every way of every module and chooses; the model stays as it is.
 
@@ -131,7 +130,7 @@ def plan_kv_heads(
         merger: Merges KV heads.
         config: The budget.
         constraints: What the result must look like.
-        watch: Told how far it is.
+        context: What it runs in.
 
     Raises:
         PlanError: If no choice comes to the budget, or a module's attention cannot be recorded.
@@ -146,15 +145,15 @@ def plan_kv_heads(
         )
     felt: dict[str, Tensor] = {}
     if texts.scored is not None:
-        watch.stage("measuring what the loss feels")
-        felt = _curvature(model, attentions, texts.scored, config.seed, watch)
-    watch.stage("measuring what every layer may keep, merge or lose")
+        context.stage("measuring what the loss feels")
+        felt = _curvature(model, attentions, texts.scored, config.seed, context)
+    context.stage("measuring what every layer may keep, merge or lose")
     found: dict[str, list[Way]] = {}
 
     def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
         measure = _Measure(attention, heads, setting, felt.get(attention.path))
         found[attention.path] = [*measure.removals(), *measure.merges(merger)]
-        watch.step(len(found), len(attentions))
+        context.step(len(found), len(attentions))
         return heads
 
     convert_in_sequence(model, attentions, texts.plain, measured)
@@ -297,18 +296,16 @@ def _curvature(
     attentions: Sequence[Attention],
     examples: CalibrationSample,
     seed: int,
-    watch: Watch,
+    context: Context,
 ) -> dict[str, Float[Tensor, " out"]]:
     """Per module path, how the loss is curved in every coordinate of the attention's output."""
     evidence = collect(
         model,
-        task_of(model),
         attentions,
-        examples.batches(),
+        context.each(examples.batches()),
         frozenset({"curvature"}),
         special_ids=examples.special_ids,
         seed=seed,
-        progress=watch.step,
     )
     found = {}
     for part in evidence:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig, LayoutOption
+from headprune.config import BudgetConfig, DataConfig, LayoutOption, PlanConfig, ScoreConfig
 from headprune.data.calibration import calibration
+from headprune.declaration import Context
 from headprune.engines.targets import SHAPES
 from headprune.errors import PlanError
 from headprune.evidence.criteria import CRITERIA
-from headprune.evidence.score import Watch, gather, reckons_with_refit, scores_of
+from headprune.evidence.score import gather, reckons_with_refit, scores_of
 from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
@@ -75,54 +76,37 @@ class Planned:
 def plan(
     model: str | Path,
     scores: Path,
-    budget: BudgetConfig,
+    config: PlanConfig,
     output: Path | None = None,
-    criterion: str | None = None,
-    rounds: int = 1,
-    refit: bool = False,
     overwrite: bool = False,
-    trust_remote_code: bool = False,
-    assume_supported: bool = False,
-    drop_unexpected: bool = False,
-    watch: Watch | None = None,
+    context: Context = Context(),
 ) -> Planned:
     """Makes a plan from scores.
 
     Args:
         model: Folder or hub id; the one that was scored.
         scores: The scores folder.
-        budget: What may stay.
+        config: What may stay, and how it is chosen. In rounds after the first, the model is scored
+            without the heads that have gone, on the data the scores came from; equally many heads
+            go in every round.
         output: The plan file to write; None for none.
-        criterion: Which of the scores; None where there is one only.
-        rounds: How often to score: after the first round on the model without the heads that have
-            gone, on the data the scores came from. Equally many heads go in every round.
-        refit: Between rounds, refit W_O on that data as ``prune --refit`` will do at the end.
         overwrite: Replace an existing output.
-        trust_remote_code: Allow code that comes with the model.
-        assume_supported: Go on where the config has settings that the family's row does not know.
-        drop_unexpected: Go on without tensors of the checkpoint that the model's class does not
-            take.
-        watch: Told how far it is.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model, scores and budgets do not fit together.
     """
-    watch = watch or Watch()
     metadata = read_scores(scores).metadata
-    name, _ = read_scores(scores).of(criterion)
-    if rounds > 1:
+    name, _ = read_scores(scores).of(config.criterion)
+    if config.rounds > 1:
         _refuse_rounds(name, metadata.data)
-    refuse_target(budget.keep)
-    asked_roles(budget)
-    watch.stage("loading the model")
-    dtype = metadata.calibration.dtype
-    loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
-    runs = rounds > 1 or budget.min_speedup is not None
-    net, source = load(model, *loading, weights=runs)
+    refuse_target(config.keep)
+    asked_roles(config)
+    context.stage("loading the model")
+    runs = config.rounds > 1 or config.min_speedup is not None
+    net, source = load(model, metadata.calibration.dtype, context.allowed, weights=runs)
     found = read_scores(scores, source)
-    planned = make_plan(
-        net, source, model, found, budget, criterion, rounds, refit, watch, trust_remote_code
-    )
+    planned = make_plan(net, source, model, found, config, context)
     if output is not None:
         planned.plan.write(output)
     return planned
@@ -133,36 +117,31 @@ def make_plan(
     source: ModelIdentity,
     model: str | Path,
     scores: Scores,
-    budget: BudgetConfig,
-    criterion: str | None = None,
-    rounds: int = 1,
-    refit: bool = False,
-    watch: Watch | None = None,
-    trust_remote_code: bool = False,
+    config: PlanConfig,
+    context: Context,
 ) -> Planned:
     """Makes a plan for a loaded model, whose W_O it may change; arguments as for ``plan``.
 
     Raises:
         PlanError: If the budgets cannot be kept to.
     """
-    watch = watch or Watch()
-    name, values = scores.of(criterion)
+    name, values = scores.of(config.criterion)
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
-    record = asked_roles(budget, source)
-    held = held_units(record, budget.keep_roles, attentions, unit)
-    constraints = constraints_of(net, LayoutOption.PER_LAYER, budget.targets)
+    record = asked_roles(config, source)
+    held = held_units(record, config.keep_roles, attentions, unit)
+    constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
     stored = stored_dtypes(net, stored_tensors(model)).default
-    limits = _limits(net, attentions, budget, stored, watch)
-    target = None if budget.keep is None else head_budget(budget.keep, sizes)
+    limits = _limits(net, attentions, config, stored, context)
+    target = None if config.keep is None else head_budget(config.keep, sizes)
     kept = set(range(len(sizes)))
-    again = None
+    rounds, again = config.rounds, None
     if rounds > 1:
-        again = _Again(net, model, scores, name, attentions, refit, watch, trust_remote_code)
+        again = _Again(net, model, scores, attentions, config, context)
     for number in range(rounds):
         if number and again is not None:
-            watch.stage(f"round {number + 1} of {rounds}")
+            context.stage(f"round {number + 1} of {rounds}")
             values = again.scores(kept)
         last = number == rounds - 1
         heads = target
@@ -170,19 +149,19 @@ def make_plan(
             goal = (
                 target
                 if target is not None
-                else _reached(attentions, unit, with_held(values, held), budget, limits)
+                else _reached(attentions, unit, with_held(values, held), config, limits)
             )
             heads = head_budget(_between(sum(sizes), goal, number + 1, rounds) / sum(sizes), sizes)
-        choice = HeadChoice(attentions, unit, budget, limits if last else [], constraints, held)
+        choice = HeadChoice(attentions, unit, config, limits if last else [], constraints, held)
         before, kept = kept, choice.of(values, kept, heads)
-        refuse_broken_hold(held, kept, sizes, budget.keep_roles)
+        refuse_broken_hold(held, kept, sizes, config.keep_roles)
     free = replace(choice, constraints=replace(constraints, targets=(), shapes=frozenset(SHAPES)))
-    share = share_of(values, kept, free.of(values, before, heads)) if budget.targets else None
+    share = share_of(values, kept, free.of(values, before, heads)) if config.targets else None
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
-    if budget.targets:
+    if config.targets:
         # a refit between rounds has changed the weights that the plan's fingerprint is of
         constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
     lost = roles_lost(record, made)
@@ -215,21 +194,21 @@ class _Again:
         net: PreTrainedModel,
         model: str | Path,
         scores: Scores,
-        criterion: str,
         attentions: Sequence[Attention],
-        refit: bool,
-        watch: Watch,
-        trust_remote_code: bool,
+        config: PlanConfig,
+        context: Context,
     ) -> None:
         self.everything = attention_of(net)
-        self.net, self.attentions, self.watch = net, attentions, watch
-        self.criterion, self.metadata = criterion, scores.metadata
-        self.refit = refit
+        self.net, self.attentions, self.context = net, attentions, context
+        self.criterion, _ = scores.of(config.criterion)
+        self.refit, self.unit = config.refit, scores.metadata.unit
         self.back = keeping_outputs(net, self.everything)
-        data = _refuse_rounds(criterion, self.metadata.data)
-        self.examples = calibration(
-            net, model, data, self.metadata.calibration, "plan", trust_remote_code
+        data = _refuse_rounds(self.criterion, scores.metadata.data)
+        self.scoring = scores.metadata.calibration.part(
+            ScoreConfig, criterion=(self.criterion,), unit=self.unit
         )
+        remote = context.allowed.trust_remote_code
+        self.examples = calibration(net, model, data, self.scoring, "plan", remote)
 
     def scores(self, kept: set[int]) -> Tensor:
         """Scores of all units, with those that are not in ``kept`` closed."""
@@ -238,24 +217,19 @@ class _Again:
             scored = {a.path: g for a, g in zip(self.attentions, gates, strict=True)}
             every = [scored.get(a.path, torch.ones(a.query_heads)) for a in self.everything]
             self.back()
-            refit_outputs(self.net, self.everything, every, self.examples.whole(), self.watch.step)
+            refit_outputs(
+                self.net, self.everything, every, self.examples.whole(), self.context.step
+            )
         evidence = gather(
-            self.net,
-            self.attentions,
-            self.metadata.unit,
-            [self.criterion],
-            self.examples,
-            self.metadata.calibration.seed,
-            gates,
-            self.watch,
+            self.net, self.attentions, self.scoring, self.examples, gates, self.context
         )
-        return scores_of(self.criterion, evidence, self.attentions, self.metadata.unit)
+        return scores_of(self.criterion, evidence, self.attentions, self.unit)
 
     def _gates(self, kept: set[int]) -> list[Tensor]:
         gates, at = [], 0
         for attention in self.attentions:
             gate = torch.ones(attention.query_heads)
-            for unit in members(self.metadata.unit, attention.group_sizes):
+            for unit in members(self.unit, attention.group_sizes):
                 if at not in kept:
                     gate[unit] = 0.0
                 at += 1
@@ -268,7 +242,7 @@ def _limits(
     attentions: Sequence[Attention],
     budget: BudgetConfig,
     stored: torch.dtype,
-    watch: Watch,
+    context: Context,
 ) -> list[BudgetLimit]:
     limits = []
     if budget.max_params is not None:
@@ -289,7 +263,7 @@ def _limits(
                 "--min-speedup times the model as a whole, which --placement layers does not hold. "
                 "Give --placement whole, or another budget."
             )
-        watch.stage("measuring the speed")
+        context.stage("measuring the speed")
         prices = time_prices(net, attentions, _prefill_seconds)
         present = [(a.query_heads, a.kv_heads) for a in attentions]
         most = prices.total(present) / budget.min_speedup

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig, EngineName
+from headprune.declaration import Allowed
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, Statistic, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun, run
@@ -226,8 +227,7 @@ def _load(config: CheckConfig, against: str | None, trust_remote_code: bool) -> 
         config.domains(),
         settings,
         against,
-        trust_remote_code,
-        config.drop_unexpected,
+        Allowed(trust_remote_code, drop_unexpected=config.drop_unexpected),
     )
 
 

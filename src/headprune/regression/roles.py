@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headprune.config import CheckConfig, RolesConfig
+from headprune.declaration import Context
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.loaded import Loaded
 from headprune.evaluation.quality import Progress
-from headprune.evidence.score import Watch
 from headprune.model.placement import alone_on_device
 from headprune.regression.limits import Limit
 from headprune.regression.verdicts import Judged, judge
@@ -46,8 +46,8 @@ def lost_roles(loaded: Loaded, config: CheckConfig, progress: Progress) -> LostR
     found = []
     for net in loaded.nets:
         with alone_on_device(net):
-            data, watcher = loaded.domains[0].data, Watch(step=progress)
-            found.append(roles_of(net, loaded.tokenizer, data, asked, (), watcher))
+            data, context = loaded.domains[0].data, Context(step=progress)
+            found.append(roles_of(net, loaded.tokenizer, data, asked, context))
     now, original = (one.modules for one in found)
     compared = changes(original, now)
     names = [name for name in ROLES if compared[name].is_lost and not ROLES[name].attribute]

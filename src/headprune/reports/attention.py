@@ -15,6 +15,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from headprune._version import __version__
+from headprune.declaration import Allowed, Context
 from headprune.errors import HeadpruneError, PlanError
 from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file
@@ -172,12 +173,9 @@ def attention_picture(
     Raises:
         HeadpruneError: If model, text and heads do not fit together.
     """
-    sentence = read_sentence(model, text, target, attention, _unheard, **loading)
+    context = Context(allowed=Allowed(**loading))
+    sentence = read_sentence(model, text, target, attention, context)
     return AttentionPicture.of(sentence, heads, layers)
-
-
-def _unheard(stage: str) -> None:
-    pass
 
 
 def refuse_other_suffix(output: Path) -> None:

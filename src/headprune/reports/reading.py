@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headprune.declaration import MadeBy
 from headprune.exporting.card import chosen_by
 from headprune.reports.charts import short_name
 from headprune.reports.discovery import (
@@ -29,7 +30,7 @@ from headprune.reports.view import (
 )
 from headprune.schemas import sweeps
 from headprune.schemas.manifest import HISTORY, LineageStep, Manifest
-from headprune.schemas.records import Healing, MadeBy, Merging, Migration
+from headprune.schemas.records import Healing, Merging, Migration
 from headprune.schemas.roles import RolesRecord
 from headprune.tensors.units import Unit
 

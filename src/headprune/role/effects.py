@@ -78,7 +78,7 @@ def head_means(
     net: PreTrainedModel, attentions: Sequence[Attention], batches: Sequence[Batch]
 ) -> list[Tensor]:
     """The mean of every head's output, by module; shape (heads, width)."""
-    found = collect(net, task_of(net), attentions, batches, frozenset({"activations"}))
+    found = collect(net, attentions, batches, frozenset({"activations"}))
     seen = [evidence.activations for evidence in found]
     return [s.sums / max(s.tokens, 1) for s in seen if s is not None]
 

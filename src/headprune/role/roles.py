@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,8 +11,8 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.data.sources import refuse_missing_file
+from headprune.declaration import Context
 from headprune.evaluation.refusals import refuse_other_tokenizer
-from headprune.evidence.score import Watch
 from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
@@ -48,12 +47,10 @@ def roles(
     model: str,
     output: Path,
     data: DataConfig,
-    config: RolesConfig | None = None,
+    config: RolesConfig = RolesConfig(),
     against: str | None = None,
-    attention: Sequence[str] = (),
     overwrite: bool = False,
-    watcher: Watch | None = None,
-    **loading: bool,
+    context: Context = Context(),
 ) -> RolesRecord:
     """Measures what heads do, and writes ``roles.json`` and its pictures to ``output``.
 
@@ -63,19 +60,16 @@ def roles(
         data: Where the text comes from.
         config: How much of it is read, and how it is judged.
         against: The original of a cut model, to say what became of its roles.
-        attention: Kinds of attention to look at; empty for all.
         overwrite: Replace an existing output.
-        watcher: Told how far it is.
-        **loading: ``trust_remote_code``, ``assume_supported`` and ``drop_unexpected``.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model and data do not fit, or a module gives no attention weights.
     """
-    config, watcher = config or RolesConfig(), watcher or Watch()
-    refuse_unknown_kinds(attention)
+    refuse_unknown_kinds(config.attention)
     refuse_missing_file(data.source)
     places = [model] if against is None else [model, against]
-    remote = loading.get("trust_remote_code", False)
+    remote = context.allowed.trust_remote_code
     tokenizers = [load_tokenizer(place, trust_remote_code=remote) for place in places]
     if against is not None:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], places)
@@ -83,10 +77,10 @@ def roles(
     for place in places:  # one after the other: only one is in memory
         # what the loss says is asked of the model alone
         asked = config.model_copy(update={"ablation_tokens": 0}) if found else config
-        watcher.stage(f"loading '{place}'")
-        net, identity = load(place, config.dtype, **_all(loading))
+        context.stage(f"loading '{place}'")
+        net, identity = load(place, config.dtype, context.allowed)
         refuse_without_text(net, "roles")
-        found.append((identity, roles_of(net, tokenizers[0], data, asked, attention, watcher)))
+        found.append((identity, roles_of(net, tokenizers[0], data, asked, context)))
         del net
     (identity, now), *originals = found
     record = RolesRecord(
@@ -107,7 +101,7 @@ def roles(
     with whole_folder(output) as folder:
         text = record.model_dump_json(indent=1) + "\n"
         (folder / ROLES_FILE).write_text(text, encoding="utf-8")
-        watcher.stage("drawing")
+        context.stage("drawing")
         for name, figure in {
             "roles": roles_figure(record),
             "scores": scores_figure(record),
@@ -115,10 +109,6 @@ def roles(
             for suffix in SUFFIXES:
                 save(figure, folder / f"{name}{suffix}")
     return record
-
-
-def _all(loading: dict[str, bool]) -> dict[str, bool]:
-    return {"trust_remote_code": False, "assume_supported": False, **loading}
 
 
 @dataclass(frozen=True)
@@ -143,8 +133,7 @@ def roles_of(
     tokenizer: Any,
     data: DataConfig,
     config: RolesConfig,
-    attention: Sequence[str],
-    watcher: Watch,
+    context: Context,
 ) -> RolesFound:
     """What the heads of a loaded model do.
 
@@ -153,41 +142,40 @@ def roles_of(
         tokenizer: Its tokenizer.
         data: Where the text comes from.
         config: How much of it is read, and how it is judged.
-        attention: Kinds of attention to look at; empty for all.
-        watcher: Told how far it is.
+        context: What it runs in.
     """
-    attentions = of_kinds(attention_of(net), attention)
+    attentions = of_kinds(attention_of(net), config.attention)
     text, tokens = text_input(net, tokenizer, data, config)
     twice, other = repeated_inputs(net, tokenizer, config)
     batches = loss_batches(net, tokenizer, data, config) if config.ablation_tokens else []
     trees = parsed_input(net, tokenizer, config)
     classes = token_classes(tokenizer)
-    watcher.stage("reading text")
+    context.stage("reading text")
     norms = Contributions(net, attentions)
-    seen = watch(net, attentions, text, _on("text"), classes, watcher.step, norms)
-    watcher.stage("reading random tokens twice")
-    again = watch(net, attentions, twice, _on("repeated"), classes, watcher.step)
-    watcher.stage("reading the control")
+    seen = watch(net, attentions, text, _on("text"), classes, context.step, norms)
+    context.stage("reading random tokens twice")
+    again = watch(net, attentions, twice, _on("repeated"), classes, context.step)
+    context.stage("reading the control")
     others = {name: role for name, role in ROLES.items() if role.control == "unrepeated"}
-    control = watch(net, attentions, other, others, classes, watcher.step)
+    control = watch(net, attentions, other, others, classes, context.step)
     found = {**seen.found, **again.found}
     controls = {**seen.uniform, **again.uniform, **control.found}
     if trees is not None:
-        watcher.stage("reading parsed sentences")
-        parsed = watch(net, attentions, trees, _on("trees"), classes, watcher.step)
+        context.stage("reading parsed sentences")
+        parsed = watch(net, attentions, trees, _on("trees"), classes, context.step)
         found |= parsed.found
         controls |= {**parsed.uniform, **baselines(parsed, trees)}
-    watcher.stage("resampling")
-    modules = labelled(attentions, found, controls, config, watcher.step)
+    context.stage("resampling")
+    modules = labelled(attentions, found, controls, config, context.step)
     modules = with_contributions(modules, norms)
     sets = {}
     if batches:
-        watcher.stage("taking out every head")
+        context.stage("taking out every head")
         means = head_means(net, attentions, batches)
-        of_heads = effects(net, attentions, batches, means, config, watcher.step)
+        of_heads = effects(net, attentions, batches, means, config, context.step)
         modules = with_effects(modules, of_heads)
-        watcher.stage("taking out the heads of every role")
-        sets = set_effects(net, attentions, modules, batches, means, config, watcher.step)
+        context.stage("taking out the heads of every role")
+        sets = set_effects(net, attentions, modules, batches, means, config, context.step)
     sequences = sum(len(batch["input_ids"]) for batch in text.batches)
     return RolesFound(modules, tokens, sequences, sets)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import Dtype
+from headprune.declaration import Context
 from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import Batch
@@ -127,8 +128,7 @@ def read_sentence(
     text: str,
     target: str | None = None,
     attention: Sequence[str] = (),
-    stage: Callable[[str], None] = lambda stage: None,
-    **loading: bool,
+    context: Context = Context(),
 ) -> Sentence:
     """Reads a sentence, and keeps what every head attends to.
 
@@ -137,20 +137,18 @@ def read_sentence(
         text: The sentence; what is longer than ``MOST_TOKENS`` tokens is cut.
         target: What the decoder of an encoder-decoder reads; None for what the model writes.
         attention: Kinds of attention to look at; empty for all.
-        stage: Told how far it is.
-        **loading: ``trust_remote_code``, ``assume_supported`` and ``drop_unexpected``.
+        context: What it runs in.
 
     Raises:
         HeadpruneError: If model and text do not fit, or a module gives no attention weights.
     """
     refuse_unknown_kinds(attention)
-    tokenizer = load_tokenizer(model, trust_remote_code=loading.get("trust_remote_code", False))
-    stage(f"loading '{model}'")
-    given = {"trust_remote_code": False, "assume_supported": False, **loading}
-    net, identity = load(model, Dtype.AUTO, **given)
+    tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
+    context.stage(f"loading '{model}'")
+    net, identity = load(model, Dtype.AUTO, context.allowed)
     refuse_without_text(net, "attention")
     attentions = of_kinds(attention_of(net), attention)
-    stage("reading the sentence")
+    context.stage("reading the sentence")
     batch, source, written = _read(net, tokenizer, text, target)
     seen: dict[int, list[Tensor]] = {}
 

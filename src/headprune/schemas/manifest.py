@@ -12,6 +12,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune._version import __version__
+from headprune.declaration import MadeBy
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of, sha256_of
 from headprune.io.parsing import read_as
@@ -23,7 +24,6 @@ from headprune.schemas.records import (
     Evidence,
     Heads,
     Healing,
-    MadeBy,
     Merging,
     ModelChoice,
     Pruning,

@@ -12,7 +12,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    JsonValue,
     field_validator,
     model_serializer,
     model_validator,
@@ -266,18 +265,6 @@ class ModelChoice(_Part):
     def chosen(self) -> Contender:
         """What was taken."""
         return self.contenders[0]
-
-
-class MadeBy(_Part):
-    """The command that wrote a result.
-
-    Attributes:
-        command: Its name.
-        options: Its resolved options.
-    """
-
-    command: str
-    options: dict[str, JsonValue]
 
 
 class Recorded(BaseModel):

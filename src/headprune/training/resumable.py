@@ -61,6 +61,11 @@ class TrainingStep:
     steps: int
     loss: float
 
+    @property
+    def numbers(self) -> str:
+        """What moves, beside a progress bar."""
+        return f"divergence {self.loss:.4f}"
+
 
 @dataclass(frozen=True)
 class Remedies:
@@ -316,7 +321,7 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
     Args:
         trainer: The trainer it serves.
         work: Whose history gets one record per step.
-        on_step: Called with every record.
+        step: Called with steps done, steps in all, and the numbers of the last.
         should_stop: Asked after every step; True saves a checkpoint and ends the training.
     """
 
@@ -326,12 +331,12 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
         self,
         trainer: ResumableTrainer,
         work: Work,
-        on_step: Callable[[Any], None],
+        step: Callable[..., None],
         should_stop: Callable[[], bool],
     ) -> None:
         self.trainer = trainer
         self.work = work
-        self.on_step = on_step
+        self.step = step
         self.should_stop = should_stop
         self.interrupted = False
 
@@ -353,7 +358,7 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]
         record = self.record(state)
         if processes.is_main():
             self.work.record(record)
-            self.on_step(record)
+            self.step(record.step, record.steps, record.numbers)
         (stop,) = processes.mean([float(self.should_stop())])
         if stop:
             self.interrupted = True

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from headprune import processes
-from headprune.config import Count, DataConfig, HealConfig, TrainGatesConfig
+from headprune.config import Count, DataConfig, HealConfig, Resuming, TrainGatesConfig
 from headprune.errors import CheckpointError
 from headprune.io.outputs import Input, claimed
 from headprune.io.parsing import parse_json, read_yaml, validated
@@ -98,7 +98,7 @@ class Work:
         """The folder of checkpoints."""
         return self.folder / CHECKPOINTS
 
-    def check(self, settings: Settings, resume: bool, overwrite: bool) -> None:
+    def check(self, settings: Settings, rerun: Resuming) -> None:
         """Looks at what an earlier run may have left, and changes nothing.
 
         Raises:
@@ -108,17 +108,17 @@ class Work:
         before = self._begun()
         if before is None:
             self._refuse_others()
-            if resume:
+            if rerun.resume:
                 raise CheckpointError(
                     f"There is no run in '{self.folder}' to resume; leave out --resume."
                 )
-        elif resume:
+        elif rerun.resume:
             if changed := _changed(before, settings):
                 raise CheckpointError(
                     f"The run in '{self.folder}' was started with other settings ({changed}). "
                     "Resume it with the same ones, or start anew with --overwrite."
                 )
-        elif not overwrite:
+        elif not rerun.overwrite:
             raise CheckpointError(
                 f"'{self.folder}' holds an interrupted run. Go on with --resume, or start anew "
                 "with --overwrite."
@@ -227,7 +227,7 @@ class Work:
 
 @contextmanager
 def at_work(
-    output: Path, settings: Settings, inputs: Sequence[Input], resume: bool, overwrite: bool
+    output: Path, settings: Settings, inputs: Sequence[Input], rerun: Resuming
 ) -> Iterator[Work]:
     """Claims an output, and the folder in which it is trained, while the block lasts.
 
@@ -237,16 +237,15 @@ def at_work(
         output: What the training is to write.
         settings: What it is started with.
         inputs: What it reads.
-        resume: Whether it goes on with an earlier run.
-        overwrite: Whether an earlier output or run may be replaced.
+        rerun: What becomes of an earlier output or run.
 
     Raises:
         CheckpointError: If the output may not be written, or the run not be begun or resumed.
     """
     work = Work.beside(output)
     with ExitStack() as stack:
-        processes.on_main(lambda: stack.enter_context(claimed(output, overwrite, inputs)))
-        processes.on_main(lambda: work.check(settings, resume, overwrite))
+        processes.on_main(lambda: stack.enter_context(claimed(output, rerun.overwrite, inputs)))
+        processes.on_main(lambda: work.check(settings, rerun))
         yield work
 
 
