@@ -122,8 +122,9 @@ def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     from headprune.exporting.preview import preview
     from headprune.exporting.prune import prune
 
-    evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "targets", "dtype")
-    what = {**{name: getattr(options, name) for name in evidence}, **options.loading()}
+    evidence = ("gates", "plan", "scores", "criterion", "keep", "layout", "dtype")
+    asked = (*evidence, *Targeted.model_fields)
+    what = {**{name: getattr(options, name) for name in asked}, **options.loading()}
     if options.output is None or options.dry_run:
         return preview(options.model, roles=options.roles, **what)
     output, options = options.output, _as_scored(options, context)

@@ -15,6 +15,7 @@ from headprune.config.values import (
     CommaNames,
     Count,
     Dtype,
+    Few,
     Kept,
     KvHeads,
     Length,
@@ -62,6 +63,12 @@ class Targeted(Options):
         (),
         Panel.CUT,
         flags="--for",
+    )
+    tensor_parallel: Few = option(
+        "Devices that the result is split over: in every layer, they share its query heads and its "
+        "KV heads equally.",
+        1,
+        Panel.CUT,
     )
 
 

@@ -18,7 +18,7 @@ from headprune.model.attention import attention_of, family_of, of_kinds, refuse_
 from headprune.model.loading import task_of
 from headprune.model.opening import load
 from headprune.planning.constraints import Constraints, constraints_of
-from headprune.planning.kv_counts import stated_counts
+from headprune.planning.kv_counts import fitting, stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity
@@ -74,11 +74,13 @@ def open_for_merging(
         refuse_missing_file(calibrate.source)
     watch.stage("loading the model")
     net, source = load(model, config.dtype, *loading)
-    constraints = constraints_of(net, layout, config.targets)
+    constraints = constraints_of(net, layout, config.targets, config.tensor_parallel)
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     if config.kv_heads is not None:
-        stated_counts(config.kv_heads, attentions)
+        stated_counts(config.kv_heads, attentions, config.tensor_parallel)
+    elif not weighs(config, calibrate, layout):
+        _refuse_unshared(attentions, config.tensor_parallel)
     sample = planned = None
     if calibrate is not None and merger.calibrates:
         sample = merge_calibration(net, model, calibrate, config, loading[0])
@@ -90,6 +92,17 @@ def open_for_merging(
             texts = Texts(sample.whole(), scored)
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, watch)
     return Opened(net, source, attentions, merger, sample, planned, constraints)
+
+
+def _refuse_unshared(attentions: Sequence[Attention], devices: int) -> None:
+    """Refuses a merge after which devices cannot share the KV heads of a layer."""
+    for attention in attentions:
+        if not fitting(attention, devices):
+            raise PlanError(
+                f"--tensor-parallel {devices}: '{attention.path}' has {attention.kv_heads} KV "
+                "heads, and so many devices share no number that they merge to. With --kv-budget, "
+                "--calibrate and no --merge, some can be removed instead."
+            )
 
 
 def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:

@@ -16,7 +16,7 @@ from headprune.errors import PlanError
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.opening import load
 from headprune.model.units import unit_sizes
-from headprune.planning.constraints import constraints_of
+from headprune.planning.constraints import Constraints, constraints_of, device_counts
 from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
@@ -32,7 +32,7 @@ class ShapeCost:
     """What a shape would cost.
 
     Attributes:
-        shape: The value of ``--layout``, or of ``--for``.
+        shape: The value of ``--layout``, of ``--for`` or of ``--tensor-parallel``.
         heads: Query heads that it keeps; None where it is not possible.
         evidence: Share that it keeps of the expected open heads, by gates, or of the scores; None
             where scores are not such that shares of them say anything.
@@ -58,6 +58,7 @@ class Preview:
         kv_heads: KV heads before and after.
         shapes: With gates or scores: what every layout would keep of the evidence.
         engines: The same of every ``--for``.
+        devices: The same of numbers of devices (``--tensor-parallel``).
         roles_lost: Roles of which no head stays; None without a record of roles.
     """
 
@@ -67,6 +68,7 @@ class Preview:
     kv_heads: tuple[int, int]
     shapes: tuple[ShapeCost, ...] = ()
     engines: tuple[ShapeCost, ...] = ()
+    devices: tuple[ShapeCost, ...] = ()
     roles_lost: tuple[str, ...] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class Preview:
             "parameters": list(self.parameters),
             "shapes": [asdict(cost) for cost in self.shapes],
             "engines": [asdict(cost) for cost in self.engines],
+            "tensor_parallel": [asdict(cost) for cost in self.devices],
             "roles_lost": self.roles_lost,
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -92,6 +95,7 @@ def preview(
     keep: float | int | None = None,
     layout: LayoutOption = LayoutOption.PER_LAYER,
     targets: Sequence[Target] = (),
+    tensor_parallel: int = 1,
     dtype: Dtype = Dtype.AUTO,
     roles: Path | None = None,
     trust_remote_code: bool = False,
@@ -104,21 +108,22 @@ def preview(
     loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
     net, source = load(model, *loading, weights=False)
     record = None if roles is None else read_roles(roles, source)
-    constraints = constraints_of(net, layout, targets)
+    constraints = constraints_of(net, layout, targets, tensor_parallel)
     chosen, _, _ = plan_from(net, source, asked, constraints)
     cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
     constraints.check(cuts)
     stored = result_shape(cuts, net.config)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
-    costs = _costs(net, source, asked, layout) if plan is None else {}
+    costs = _costs(net, source, asked, constraints) if plan is None else {}
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
-    layouts, engines = (
+    layouts, engines, devices = (
         tuple(cost for (option, _), cost in costs.items() if option == name)
-        for name in ("layout", "for")
+        for name in ("layout", "for", "tensor parallel")
     )
-    return Preview(chosen, stored, *sizes, layouts, engines, roles_lost(record, chosen))
+    lost = roles_lost(record, chosen)
+    return Preview(chosen, stored, *sizes, layouts, engines, devices, lost)
 
 
 @dataclass(frozen=True)
@@ -156,15 +161,23 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: PlanSource) -> _U
 
 
 def _costs(
-    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, layout: LayoutOption
+    net: PreTrainedModel, source: ModelIdentity, asked: PlanSource, given: Constraints
 ) -> dict[tuple[str, str], ShapeCost]:
-    """What every layout, and every engine with the layout asked for, would keep of the evidence."""
-    units, costs = _units(net, source, asked), {}
-    layouts = [("layout", other.value, other, ()) for other in LayoutOption]
-    engines = [("for", target.value, layout, (target,)) for target in Target]
-    for option, name, form, targets in (*layouts, *engines):
+    """What every layout would keep of the evidence; and every engine, and number of devices, with
+    all else as it was asked for.
+    """
+    units, costs, devices = _units(net, source, asked), {}, given.tensor_parallel
+    rows: list[tuple[str, str, LayoutOption, tuple[Target, ...], int]] = [
+        *(("layout", layout.value, layout, (), 1) for layout in LayoutOption),
+        *(("for", target.value, given.layout, (target,), devices) for target in Target),
+        *(
+            ("tensor parallel", str(number), given.layout, given.targets, number)
+            for number in sorted({*device_counts(net), devices} - {1})
+        ),
+    ]
+    for option, name, form, targets, number in rows:
         try:
-            constraints = constraints_of(net, form, targets)
+            constraints = constraints_of(net, form, targets, number)
             plan, _, _ = plan_from(net, source, asked, constraints)
             cuts = resolve(plan, net, ragged=form is LayoutOption.RAGGED)
             constraints.check(cuts)

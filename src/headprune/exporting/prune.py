@@ -56,6 +56,7 @@ def prune(
     calibration: CalibrationConfig | None = None,
     layout: LayoutOption = LayoutOption.PER_LAYER,
     targets: Sequence[Target] = (),
+    tensor_parallel: int = 1,
     overwrite: bool = False,
     dtype: Dtype = Dtype.AUTO,
     out_dtype: Dtype = Dtype.AUTO,
@@ -83,6 +84,7 @@ def prune(
         calibration: How much of that text is used.
         layout: What the result may look like.
         targets: Where it is to run.
+        tensor_parallel: Devices that share the heads of every layer.
         overwrite: Replace an existing output.
         dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
         out_dtype: Element type to write; "auto" is the checkpoint's, tensor by tensor.
@@ -106,7 +108,7 @@ def prune(
     loading = (dtype, trust_remote_code, assume_supported, drop_unexpected)
     on_stage("reading the headers")
     net, source = load(model, *loading, weights=False)
-    constraints = constraints_of(net, layout, targets)
+    constraints = constraints_of(net, layout, targets, tensor_parallel)
     chosen, evidence, weights = plan_from(net, source, asked, constraints)
     ragged = layout is LayoutOption.RAGGED
     cuts = resolve(chosen, net, ragged)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig
+from headprune.config import BudgetConfig, DataConfig
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.units import head_budget, refuse_target, unit_sizes
+from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints
-from headprune.planning.from_scores import even_units, plan_from_scores, with_a_head_in
+from headprune.planning.from_scores import plan_from_scores
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.plan import ModelIdentity, Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import read_scores
-from headprune.surgery.cut import config_holds
 from headprune.tensors.units import Unit
 
 
@@ -114,7 +113,7 @@ def _from_scores(
     sizes = unit_sizes(attentions, unit)
     budget = head_budget(asked.keep, sizes)
     criterion, values = found.of(asked.criterion)
-    scores, budget = _constrained(constraints, attentions, unit, values.tolist(), budget)
+    flags, budget = _chosen(constraints, attentions, unit, values, budget)
     evidence = Evidence(
         kind="scores",
         id=found.id,
@@ -122,23 +121,21 @@ def _from_scores(
         keep=asked.keep,
         seed=found.metadata.calibration.seed,
     )
-    return plan_from_scores(attentions, unit, scores, budget, source, whole=whole), evidence
+    return plan_from_scores(attentions, unit, flags, budget, source, whole=whole), evidence
 
 
-def _constrained(
+def _chosen(
     constraints: Constraints,
     attentions: list[Attention],
     unit: Unit,
-    scores: list[float],
+    scores: Tensor,
     budget: int,
 ) -> tuple[list[float], int]:
-    """Scores and budget that lead to a cut as it is asked for."""
-    if not constraints.even:
-        layers = [constraints.keeps_a_head(layer) for layer in range(len(attentions))]
-        return with_a_head_in(layers, attentions, unit, scores), budget
-    sizes, config = unit_sizes(attentions, unit), constraints.net.config
-    even = even_units(attentions, unit, scores, budget, partial(config_holds, config))
-    return [float(p in set(even)) for p in range(len(sizes))], sum(sizes[p] for p in even)
+    """1 for every unit that stays, and their heads: as many as asked for, or the nearest."""
+    sizes = unit_sizes(attentions, unit)
+    choice = HeadChoice(attentions, unit, BudgetConfig(keep=budget), [], constraints)
+    kept = choice.of(scores, set(range(len(sizes))), budget)
+    return [float(p in kept) for p in range(len(sizes))], sum(sizes[p] for p in kept)
 
 
 def from_gates(
@@ -154,10 +151,11 @@ def from_gates(
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
     # units that training kept come first; one that --keep brings back is fully open
-    scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
+    found = trained.log_alpha.double()
+    scores = found + (found.max() - found.min() + 1.0) * trained.kept
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    scores, budget = _constrained(constraints, attentions, unit, scores, budget)
-    plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
+    flags, budget = _chosen(constraints, attentions, unit, scores, budget)
+    plan = plan_from_scores(attentions, unit, flags, budget, source, scale, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
     return plan, evidence, trained.weights or {}
