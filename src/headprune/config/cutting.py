@@ -34,6 +34,7 @@ class LayoutOption(Choice):
     PER_LAYER = "per-layer"  # other counts in every layer; equal groups within a layer
     UNIFORM = "uniform"  # the same counts everywhere, so that a plain config holds the result
     RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
+    PADDED = "padded"  # the same, and zero heads make groups equal and fill layers without heads
 
     @classmethod
     def earlier(cls) -> dict[str, str]:

@@ -63,6 +63,11 @@ def open_for_merging(
     watch: Watch,
 ) -> Opened:
     """Loads the model, takes the text, and weighs the ways where that was asked for."""
+    if layout is LayoutOption.PADDED:
+        raise PlanError(
+            "--layout padded is for heads that are removed (headprune prune). A layer that loses "
+            "its attention here gets a zero head by headprune export --to vllm."
+        )
     merger = Merger.of(config, calibrate is not None)
     if merger.calibrates and calibrate is None:
         raise PlanError(

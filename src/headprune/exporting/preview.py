@@ -18,12 +18,13 @@ from headprune.model.opening import load
 from headprune.model.units import unit_sizes
 from headprune.planning.constraints import Constraints, constraints_of, device_counts
 from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
+from headprune.planning.padding import laid_out
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.roles import read_roles
 from headprune.schemas.scores import read_scores
-from headprune.surgery.cut import cut_heads, resolve, result_shape
+from headprune.surgery.cut import cut_heads, result_shape
 from headprune.tensors.units import Unit, members
 
 
@@ -33,7 +34,7 @@ class ShapeCost:
 
     Attributes:
         shape: The value of ``--layout``, of ``--for`` or of ``--tensor-parallel``.
-        heads: Query heads that it keeps; None where it is not possible.
+        heads: Query heads that it keeps, zero heads not among them; None where it is not possible.
         evidence: Share that it keeps of the expected open heads, by gates, or of the scores; None
             where scores are not such that shares of them say anything.
         stored: How it would be stored.
@@ -60,6 +61,7 @@ class Preview:
         engines: The same of every ``--for``.
         devices: The same of numbers of devices (``--tensor-parallel``).
         roles_lost: Roles of which no head stays; None without a record of roles.
+        warnings: What zero heads are for, and cost, a sentence each.
     """
 
     plan: Plan
@@ -70,6 +72,7 @@ class Preview:
     engines: tuple[ShapeCost, ...] = ()
     devices: tuple[ShapeCost, ...] = ()
     roles_lost: tuple[str, ...] | None = None
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -82,6 +85,7 @@ class Preview:
             "engines": [asdict(cost) for cost in self.engines],
             "tensor_parallel": [asdict(cost) for cost in self.devices],
             "roles_lost": self.roles_lost,
+            "warnings": list(self.warnings),
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -110,8 +114,7 @@ def preview(
     record = None if roles is None else read_roles(roles, source)
     constraints = constraints_of(net, layout, targets, tensor_parallel)
     chosen, _, _ = plan_from(net, source, asked, constraints)
-    cuts = resolve(chosen, net, ragged=layout is LayoutOption.RAGGED)
-    constraints.check(cuts)
+    chosen, cuts, padding = laid_out(chosen, constraints)
     stored = result_shape(cuts, net.config)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     costs = _costs(net, source, asked, constraints) if plan is None else {}
@@ -123,7 +126,7 @@ def preview(
         for name in ("layout", "for", "tensor parallel")
     )
     lost = roles_lost(record, chosen)
-    return Preview(chosen, stored, *sizes, layouts, engines, devices, lost)
+    return Preview(chosen, stored, *sizes, layouts, engines, devices, lost, padding)
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,7 @@ def _costs(
         try:
             constraints = constraints_of(net, form, targets, number)
             plan, _, _ = plan_from(net, source, asked, constraints)
-            cuts = resolve(plan, net, ragged=form is LayoutOption.RAGGED)
-            constraints.check(cuts)
+            _, cuts, _ = laid_out(plan, constraints)
         except PlanError as error:
             why = str(error).split(". ")[0] + "."
             costs[option, name] = ShapeCost(name, None, None, None, why)

@@ -37,6 +37,7 @@ from headprune.model.residency import present
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_evidence import PlanSource, plan_from, refuse_source
 from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.padding import laid_out
 from headprune.schemas.plan import Plan
 from headprune.schemas.records import Evidence, MadeBy, Migration, Pruning
 from headprune.surgery.cut import resolve
@@ -110,9 +111,7 @@ def prune(
     net, source = load(model, *loading, weights=False)
     constraints = constraints_of(net, layout, targets, tensor_parallel)
     chosen, evidence, weights = plan_from(net, source, asked, constraints)
-    ragged = layout is LayoutOption.RAGGED
-    cuts = resolve(chosen, net, ragged)
-    constraints.check(cuts)
+    chosen, cuts, padding = laid_out(chosen, constraints)
     stored = result_dtypes(net, model, out_dtype)
     judged, changed = JudgedRefit(None, None), [*weights]
     whole: Callable[[], PreTrainedModel] = partial(_whole, model, loading, out_dtype, weights)
@@ -127,7 +126,12 @@ def prune(
         config = calibration or CalibrationConfig()
         examples = calibration_of(loaded, model, refit, config, "--refit", trust_remote_code)
         judged = judged_refit(
-            loaded, resolve(chosen, loaded, ragged), examples, refit.source, config.seed, on_module
+            loaded,
+            resolve(chosen, loaded, ragged=True),
+            examples,
+            refit.source,
+            config.seed,
+            on_module,
         )
         changed = _outputs(loaded)
         whole = [loaded].pop  # it is let go once it was probed
@@ -142,7 +146,7 @@ def prune(
     how = Streaming(proof, on_stage, on_module)
     pruned = write_streamed(net, cuts, order, how, whole, changed)
     said = judged.warnings if refit is not None else _warnings(evidence, chosen)
-    return replace(pruned, warnings=(*pruned.warnings, *said))
+    return replace(pruned, warnings=(*pruned.warnings, *said, *padding))
 
 
 def _whole(
