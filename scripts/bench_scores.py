@@ -47,7 +47,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer, task_of
-from headprune.planning.allocation import allocate
+from headprune.planning.allocation import PerModule, allocate
 from headprune.planning.plan import equal_shares
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
@@ -236,9 +236,8 @@ def main(
             for share, even in itertools.product(shares, (False, True)):
                 count = round(share * sum(heads))
                 shares_of = equal_shares(attentions, Unit.HEAD, count, 0) if even else None
-                kept = allocate(
-                    attentions, Unit.HEAD, values.tolist(), None if even else count, shares_of
-                )
+                per_module, count_all = PerModule(shares_of), None if even else count
+                kept = allocate(attentions, Unit.HEAD, values.tolist(), count_all, per_module)
                 mask = torch.zeros(sum(heads)).bool()
                 mask[kept] = True
                 gates, context = _gates(mask, heads), nullcontext()

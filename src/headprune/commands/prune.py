@@ -87,7 +87,9 @@ class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutt
     layout: LayoutOption = option(
         "per-layer: other counts in every layer, equal groups within a layer. uniform: the same "
         "counts everywhere, so that a plain config holds the result. ragged: any head, also where "
-        "that leaves KV heads with unequal numbers of queries.",
+        "that leaves KV heads with unequal numbers of queries. padded: the same, for engines that "
+        "know no such groups and no layer without heads: zero heads, which compute nothing, make "
+        "the groups equal and fill those layers.",
         LayoutOption.PER_LAYER,
         Panel.CUT,
     )

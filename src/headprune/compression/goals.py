@@ -62,18 +62,18 @@ def goal_of(
         prices = cache_prices(net, attentions, stored)
         present = prices.total([(a.query_heads, a.kv_heads) for a in attentions])
         _refuse_out_of_reach("--max-kv-bytes", config.max_kv_bytes, prices.rest, present)
-        budget = BudgetConfig(max_kv_bytes=config.max_kv_bytes, targets=config.targets)
+        budget = config.part(BudgetConfig)
         said = f"KV cache of at most {config.max_kv_bytes:,} bytes per token, of {present:,.0f}"
         fit = _mergeable(prices, config.max_kv_bytes)
         return SizeGoal(said, budget, (whole,), min(fit, kv_heads) / kv_heads if fit else None)
     if config.max_params is not None:
         least = parameter_prices(net, attentions).rest
         _refuse_out_of_reach("--max-params", config.max_params, least, net.num_parameters())
-        budget = BudgetConfig(max_params=config.max_params, targets=config.targets)
+        budget = config.part(BudgetConfig)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
         return SizeGoal(said, budget, (whole,), None)
     if config.min_speedup is not None:
-        budget = BudgetConfig(min_speedup=config.min_speedup, targets=config.targets)
+        budget = config.part(BudgetConfig)
         return SizeGoal(f"prefill {config.min_speedup:g} times as fast", budget, (whole,), None)
     if config.kv_budget is not None:
         share, saved = config.kv_budget, "KV heads"
@@ -82,7 +82,7 @@ def goal_of(
         share, saved = config.keep, "KV heads, as queries share them" if grouped else "heads"
     merged = share if grouped or config.kv_budget is not None else None
     said = f"{share:.4g} of the {saved}"
-    budget = BudgetConfig(keep=float(share), targets=config.targets)
+    budget = config.part(BudgetConfig, keep=float(share))
     return SizeGoal(said, budget, (whole,), merged)
 
 

@@ -15,6 +15,7 @@ from headprune.config.values import (
     CommaNames,
     Count,
     Dtype,
+    Few,
     Kept,
     KvHeads,
     Length,
@@ -33,6 +34,7 @@ class LayoutOption(Choice):
     PER_LAYER = "per-layer"  # other counts in every layer; equal groups within a layer
     UNIFORM = "uniform"  # the same counts everywhere, so that a plain config holds the result
     RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
+    PADDED = "padded"  # the same, and zero heads make groups equal and fill layers without heads
 
     @classmethod
     def earlier(cls) -> dict[str, str]:
@@ -62,6 +64,12 @@ class Targeted(Options):
         (),
         Panel.CUT,
         flags="--for",
+    )
+    tensor_parallel: Few = option(
+        "Devices that the result is split over: in every layer, they share its query heads and its "
+        "KV heads equally.",
+        1,
+        Panel.CUT,
     )
 
 

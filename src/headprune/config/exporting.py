@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
-from headprune.declaration import Options, Panel, option
+from headprune.declaration import Options, Panel, Slot, option
 
 
 class ExportDtype(str, Enum):
@@ -44,7 +44,7 @@ class ExportConfig(Options):
         "gguf: a GGUF file of the original model, whose tokenizer is taken over.",
         None,
         Panel.MAIN,
-        in_recipes=False,
+        slot=Slot.FILE,
         metavar="FILE",
     )
     prove: ExportProofBy = option(

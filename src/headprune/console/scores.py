@@ -97,7 +97,8 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         console.print(grid)
     if result.kept_of_free is not None:
         console.print(
-            f"It keeps {result.kept_of_free:.1%} of the evidence of a choice without --for."
+            f"It keeps {result.kept_of_free:.1%} of the evidence of a choice for no engine and one "
+            "device."
         )
     roles_lost(console, result.roles_lost)
     for note in result.notes:

@@ -18,7 +18,7 @@ from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 from headprune.schemas.roles import RolesRecord
 
-KEPT, GONE = "■", "·"
+KEPT, ZERO, GONE = "■", "□", "·"  # a zero head is in the weights and computes nothing
 _MOST_DRAWN = 4_096  # heads of a layer
 
 _CARD = """---
@@ -48,7 +48,7 @@ tags: [headprune, attention-pruning]
 
 ## Heads
 
-`{kept}` stays, `{gone}` is gone; a gap separates the queries of one KV head from the next.
+`{kept}` stays, {zero}`{gone}` is gone; a gap separates the queries of one KV head from the next.
 
 ```text
 {heads}
@@ -211,12 +211,13 @@ def _compared(manifest: Manifest) -> tuple[str, str]:
 
 def heads_line(part: AttentionPlan) -> str:
     """One layer's heads by id, with a gap between KV groups: ``■■■ ··· ■■■``."""
+    zero = {head for head, gate in zip(part.keep, part.scale or (), strict=False) if not gate}
     kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
     # ids are those of the model before any cut, so they can lie above the present count
     count = max([part.query_heads, *(head + 1 for head in kept)])
     if count > _MOST_DRAWN:
         return f"{len(kept):,} of {part.query_heads:,}"
-    signs = [KEPT if head in kept else GONE for head in range(count)]
+    signs = [ZERO if head in zero else KEPT if head in kept else GONE for head in range(count)]
     if group == 1:
         return "".join(signs)
     return " ".join("".join(signs[at : at + group]) for at in range(0, count, group))
@@ -306,6 +307,8 @@ def card(
         proof=proof_sentence(manifest),
         proof_rows=markdown_table(proof_columns(manifest), proof_rows(manifest)),
         kept=KEPT,
+        zero=f"`{ZERO}` is a zero head, which computes nothing, "
+        * any(ZERO in h for _, h in lines),
         gone=GONE,
         id=manifest.id,
         heads="\n".join(f"{name:<{width}}  {heads}" for name, heads in lines),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from headprune.model.attention import attention_of, family_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.model.opening import result_dtypes
 from headprune.model.residency import residency_of
-from headprune.planning.constraints import Constraints, constraints_of
+from headprune.planning.constraints import Constraints, constraints_of, device_counts
 from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
 from headprune.runtime.modeling_headprune import Attention
@@ -79,6 +79,7 @@ class KvPreview:
         planned: The way every module goes, and the others that were measured.
         free: What the choice among all ways is expected to cost.
         engines: Per ``--for``, the expected cost of what it leaves to choose from, or why nothing.
+        devices: The same per ``--tensor-parallel``.
     """
 
     plan: Plan
@@ -86,6 +87,7 @@ class KvPreview:
     planned: KvPlan
     free: float
     engines: Mapping[str, float | str]
+    devices: Mapping[str, float | str]
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -94,6 +96,7 @@ class KvPreview:
             "kv_heads": list(self.kv_heads),
             "expected_cost": self.planned.cost,
             "engines": dict(self.engines),
+            "tensor_parallel": dict(self.devices),
             "ways": {path: way.model_dump(mode="json") for path, way in ways.items()},
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -222,22 +225,27 @@ def preview(
     assert config.kv_budget is not None
     budget = round(config.kv_budget * before)
     free = choose(opened.planned.ways, budget, "the budget").cost
-    return KvPreview(plan, (before, after), opened.planned, free, _engines(opened, budget))
+    engines = {target.value: ((target,), config.tensor_parallel) for target in Target}
+    devices = {str(n): (config.targets, n) for n in device_counts(opened.net)}
+    costs = (_costs_for(opened, budget, asked) for asked in (engines, devices))
+    return KvPreview(plan, (before, after), opened.planned, free, *costs)
 
 
-def _engines(opened: Opened, budget: int) -> dict[str, float | str]:
-    """What the choice would cost if it was made for each engine."""
+def _costs_for(
+    opened: Opened, budget: int, asked: Mapping[str, tuple[Sequence[Target], int]]
+) -> dict[str, float | str]:
+    """What the choice would cost if it was made for engines and numbers of devices."""
     assert opened.planned is not None
     found: dict[str, float | str] = {}
-    for target in Target:
+    for name, (targets, devices) in asked.items():
         try:
-            constraints = constraints_of(opened.net, LayoutOption.PER_LAYER, (target,))
+            constraints = constraints_of(opened.net, LayoutOption.PER_LAYER, targets, devices)
             chosen = choose(opened.planned.ways, budget, "the budget", constraints)
             wanted = {path: way.kv_heads for path, way in chosen.chosen.items()}
             _check_native(constraints, opened.net, wanted)
-            found[target.value] = chosen.cost
+            found[name] = chosen.cost
         except PlanError as error:
-            found[target.value] = str(error).split(". ")[0] + "."
+            found[name] = str(error).split(". ")[0] + "."
     return found
 
 
@@ -249,10 +257,11 @@ def _wanted(
 ) -> dict[str, int]:
     """KV heads per module: as they were given, equal, or spread by what merging costs in each."""
     attentions, share = opened.attentions, config.kv_budget or 1.0
+    devices = opened.constraints.tensor_parallel
     if config.kv_heads is not None:
-        counts = stated_counts(config.kv_heads, attentions)
+        counts = stated_counts(config.kv_heads, attentions, devices)
     elif opened.constraints.even_kv_heads:
-        counts = equal_counts(share, attentions)
+        counts = equal_counts(share, attentions, devices)
     else:
         context.stage("spreading the budget over the layers")
         counts = spread_counts(share, attentions, _costs(opened, settings))
@@ -268,7 +277,7 @@ def _costs(opened: Opened, settings: dict[str, MergeContext]) -> list[dict[int, 
         cost = merger.cost(heads, setting)
         costs[attention.path] = {
             count: sum(cost(tuple(group)) for group in merger.groups(heads, setting, count))
-            for count in fitting(attention)
+            for count in fitting(attention, opened.constraints.tensor_parallel)
         }
         return heads
 

@@ -18,7 +18,7 @@ from headprune.model.attention import attention_of, family_of, of_kinds, refuse_
 from headprune.model.loading import task_of
 from headprune.model.opening import load
 from headprune.planning.constraints import Constraints, constraints_of
-from headprune.planning.kv_counts import stated_counts
+from headprune.planning.kv_counts import fitting, stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity
@@ -62,6 +62,11 @@ def open_for_merging(
     context: Context,
 ) -> Opened:
     """Loads the model, takes the text, and weighs the ways where that was asked for."""
+    if layout is LayoutOption.PADDED:
+        raise PlanError(
+            "--layout padded is for heads that are removed (headprune prune). A layer that loses "
+            "its attention here gets a zero head by headprune export --to vllm."
+        )
     merger = Merger.of(config, calibrate is not None)
     if merger.calibrates and calibrate is None:
         raise PlanError(
@@ -73,11 +78,13 @@ def open_for_merging(
         refuse_missing_file(calibrate.source)
     context.stage("loading the model")
     net, source = load(model, config.dtype, context.allowed)
-    constraints = constraints_of(net, layout, config.targets)
+    constraints = constraints_of(net, layout, config.targets, config.tensor_parallel)
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     if config.kv_heads is not None:
-        stated_counts(config.kv_heads, attentions)
+        stated_counts(config.kv_heads, attentions, config.tensor_parallel)
+    elif not weighs(config, calibrate, layout):
+        _refuse_unshared(attentions, config.tensor_parallel)
     sample, planned, remote = None, None, context.allowed.trust_remote_code
     if calibrate is not None and merger.calibrates:
         sample = merge_calibration(net, model, calibrate, config, remote)
@@ -89,6 +96,17 @@ def open_for_merging(
             texts = Texts(sample.whole(), scored)
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(net, source, attentions, merger, sample, planned, constraints)
+
+
+def _refuse_unshared(attentions: Sequence[Attention], devices: int) -> None:
+    """Refuses a merge after which devices cannot share the KV heads of a layer."""
+    for attention in attentions:
+        if not fitting(attention, devices):
+            raise PlanError(
+                f"--tensor-parallel {devices}: '{attention.path}' has {attention.kv_heads} KV "
+                "heads, and so many devices share no number that they merge to. With --kv-budget, "
+                "--calibrate and no --merge, some can be removed instead."
+            )
 
 
 def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:

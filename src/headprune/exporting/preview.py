@@ -17,6 +17,7 @@ from headprune.errors import PlanError
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.opening import load
 from headprune.model.units import unit_sizes
+from headprune.planning.constraints import device_counts
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
@@ -32,8 +33,8 @@ class ShapeCost:
     """What a shape would cost.
 
     Attributes:
-        shape: The value of ``--layout``, or of ``--for``.
-        heads: Query heads that it keeps; None where it is not possible.
+        shape: The value of ``--layout``, of ``--for`` or of ``--tensor-parallel``.
+        heads: Query heads that it keeps, zero heads not among them; None where it is not possible.
         evidence: Share that it keeps of the expected open heads, by gates, or of the scores; None
             where scores are not such that shares of them say anything.
         stored: How it would be stored.
@@ -58,7 +59,9 @@ class Preview:
         kv_heads: KV heads before and after.
         shapes: With gates or scores: what every layout would keep of the evidence.
         engines: The same of every ``--for``.
+        devices: The same of numbers of devices (``--tensor-parallel``).
         roles_lost: Roles of which no head stays; None without a record of roles.
+        warnings: What zero heads are for, and cost, a sentence each.
     """
 
     plan: Plan
@@ -67,7 +70,9 @@ class Preview:
     kv_heads: tuple[int, int]
     shapes: tuple[ShapeCost, ...] = ()
     engines: tuple[ShapeCost, ...] = ()
+    devices: tuple[ShapeCost, ...] = ()
     roles_lost: tuple[str, ...] | None = None
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -78,7 +83,9 @@ class Preview:
             "parameters": list(self.parameters),
             "shapes": [asdict(cost) for cost in self.shapes],
             "engines": [asdict(cost) for cost in self.engines],
+            "tensor_parallel": [asdict(cost) for cost in self.devices],
             "roles_lost": self.roles_lost,
+            "warnings": list(self.warnings),
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -94,18 +101,20 @@ def preview(
     refuse_request(asked)
     net, source = load(model, dtype, allowed, weights=False)
     record = None if roles is None else read_roles(roles, source)
-    chosen, cuts, _, _ = cuts_by(net, source, asked)
+    chosen = cuts_by(net, source, asked)
+    cuts = chosen.cuts
     stored = result_shape(cuts, net.config)
     before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     costs = _costs(net, source, asked) if asked.plan is None else {}
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
-    layouts, engines = (
+    layouts, engines, devices = (
         tuple(cost for (option, _), cost in costs.items() if option == name)
-        for name in ("layout", "for")
+        for name in ("layout", "for", "tensor parallel")
     )
-    return Preview(chosen, stored, *sizes, layouts, engines, roles_lost(record, chosen))
+    lost = roles_lost(record, chosen.plan)
+    return Preview(chosen.plan, stored, *sizes, layouts, engines, devices, lost, chosen.padding)
 
 
 @dataclass(frozen=True)
@@ -145,14 +154,25 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _U
 def _costs(
     net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
 ) -> dict[tuple[str, str], ShapeCost]:
-    """What every layout, and every engine with the layout asked for, would keep of the evidence."""
-    units, costs = _units(net, source, asked), {}
-    layouts = [("layout", each.value, each, ()) for each in LayoutOption]
-    engines = [("for", target.value, asked.layout, (target,)) for target in Target]
-    for option, name, form, targets in (*layouts, *engines):
+    """What every layout would keep of the evidence; and every engine, and number of devices, with
+    all else as it was asked for.
+    """
+    units, costs, devices = _units(net, source, asked), {}, asked.tensor_parallel
+    rows: list[tuple[str, str, CutRequest]] = [
+        *(
+            ("layout", each.value, replace(asked, layout=each, targets=(), tensor_parallel=1))
+            for each in LayoutOption
+        ),
+        *(("for", target.value, replace(asked, targets=(target,))) for target in Target),
+        *(
+            ("tensor parallel", str(number), replace(asked, tensor_parallel=number))
+            for number in sorted({*device_counts(net), devices} - {1})
+        ),
+    ]
+    for option, name, other in rows:
         try:
-            other = replace(asked, layout=form, targets=targets)
-            plan, cuts, _, _ = cuts_by(net, source, other)
+            found = cuts_by(net, source, other)
+            plan, cuts = found.unpadded, found.cuts
         except PlanError as error:
             why = str(error).split(". ")[0] + "."
             costs[option, name] = ShapeCost(name, None, None, None, why)

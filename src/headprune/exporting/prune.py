@@ -69,7 +69,8 @@ def prune(
     context.stage("reading the headers")
     opening = (model, calibration.dtype, context.allowed)
     net, source = load(*opening, weights=False)
-    chosen, cuts, evidence, weights = cuts_by(net, source, asked)
+    chosen = cuts_by(net, source, asked)
+    plan, weights = chosen.plan, chosen.weights
     stored = result_dtypes(net, model, writing.out_dtype)
     judged, changed = JudgedRefit(None, None), [*weights]
     whole: Callable[[], PreTrainedModel] = partial(_whole, *opening, writing, weights)
@@ -79,25 +80,25 @@ def prune(
         context.stage("loading the model")
         loaded = whole()
         context.stage("testing the verification")
-        refuse_unprovable(loaded, chosen)
+        refuse_unprovable(loaded, plan)
         context.stage("refitting W_O")
         remote = context.allowed.trust_remote_code
         examples = calibration_of(loaded, model, refit, calibration, "--refit", remote)
-        lost = asked.cuts(chosen, loaded)
+        lost = resolve(plan, loaded, ragged=True)
         judged = judged_refit(loaded, lost, examples, refit.source, calibration.seed, context.step)
         changed = _outputs(loaded)
         whole = [loaded].pop  # it is let go once it was probed
         del loaded
     done = Pruning(
-        evidence=evidence,
+        evidence=chosen.evidence,
         trained_weights=bool(weights),
         refit_left_out=None if judged.taken else judged.worth,
     )
     work = Changes(done, judged.taken, context.made_by)
-    order = WriteOrder(source, model, chosen, output, stored, work, writing)
-    pruned = write_streamed(net, cuts, order, context, whole, changed)
-    said = judged.warnings if refit is not None else _warnings(evidence, chosen)
-    return replace(pruned, warnings=(*pruned.warnings, *said))
+    order = WriteOrder(source, model, plan, output, stored, work, writing)
+    pruned = write_streamed(net, chosen.cuts, order, context, whole, changed)
+    said = judged.warnings if refit is not None else _warnings(chosen.evidence, plan)
+    return replace(pruned, warnings=(*pruned.warnings, *said, *chosen.padding))
 
 
 def _whole(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from headprune.errors import PlanError
 from headprune.exporting.source import ExportSource, built
 from headprune.exporting.weights import Weights
 from headprune.model.attention import family_of
+from headprune.planning.padding import zero_heads_said
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.surgery.cut import layer_overrides
 from headprune.tensors.zero_heads import Slots, padded, spread
@@ -74,7 +75,9 @@ def regularise(
             layer: layer_overrides(attention, family)
             for layer, attention in enumerate(regular.attentions)
         }
-    return regular, tuple(_said(added))
+    ragged = [layer for layer, attention in added.items() if attention.query_heads]
+    empty = {layer: 2 * a.head_dim for layer, a in added.items() if not a.query_heads}
+    return regular, tuple(zero_heads_said(ragged, empty))
 
 
 def _entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, list[int]]:
@@ -87,28 +90,6 @@ def _entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, l
 def _ids(present: Sequence[int], slots: Slots) -> list[int]:
     unused = (number for number in count() if number not in present)
     return [next(unused) if slot is None else present[slot] for slot in slots]
-
-
-def _said(added: dict[int, Attention]) -> Iterator[str]:
-    ragged = [layer for layer, a in added.items() if a.query_heads]
-    empty = {layer: a for layer, a in added.items() if not a.query_heads}
-    if ragged:
-        yield (
-            f"{_layers(ragged)} with KV heads of unequal numbers of queries: zero query heads make "
-            "them equal, at no cost in KV cache."
-        )
-    if empty:
-        width = sum(2 * attention.head_dim for attention in empty.values())
-        yield (
-            f"{_layers(list(empty))} without heads: one zero head each, for which the KV cache "
-            f"holds {width:,} numbers per token."
-        )
-
-
-def _layers(layers: list[int]) -> str:
-    shown = ", ".join(map(str, islice(layers, 8)))
-    more = f" and {len(layers) - 8} more" if len(layers) > 8 else ""
-    return f"Layer{'s' if len(layers) > 1 else ''} {shown}{more}"
 
 
 class _Moved(Weights):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.engines.model import open_exported
+from headprune.engines.spec import ENGINES
 from headprune.engines.targets import graph_refusal
 from headprune.errors import PlanError
 from headprune.exporting.checkpoint import write_facts
@@ -96,16 +97,13 @@ def prove(source: ExportSource, folder: Path, engine: str) -> ExportProof:
     )
 
 
-def graph_format(
-    what: str, engine: str, save: Save, extra: str, modules: tuple[str, ...]
-) -> Format:
+def graph_format(what: str, engine: str, save: Save, modules: tuple[str, ...]) -> Format:
     """A format of graphs with caches, in float32, that one engine runs.
 
     Args:
         what: What it is.
         engine: The engine, a row of ``ENGINES``.
         save: Writes one graph into a folder.
-        extra: The extra of headprune that installs what it needs.
         modules: What it needs.
     """
 
@@ -121,5 +119,5 @@ def graph_format(
         prove=lambda source, folder, config: prove(source, folder, engine),
         dtypes=(ExportDtype.FLOAT32,),
         modules=modules,
-        extra=extra,
+        extra=ENGINES[engine].extra,
     )

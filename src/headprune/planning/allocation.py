@@ -48,13 +48,32 @@ class BudgetLimit:
     said: str
 
 
+@dataclass(frozen=True)
+class PerModule:
+    """What every module keeps by itself.
+
+    Attributes:
+        heads: Query heads of each, exactly; None for as many as come of it.
+        least: Query heads that each keeps at least; none for no such demand.
+        multiple: What the query heads and the KV heads of each are multiples of.
+    """
+
+    heads: Sequence[int] | None = None
+    least: Sequence[int] = ()
+    multiple: int = 1
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing is asked for."""
+        return self.heads is None and not any(self.least) and self.multiple == 1
+
+
 def allocate(
     attentions: Sequence[Attention],
     unit: Unit,
     scores: Sequence[float],
     heads: int | None = None,
-    heads_of_module: Sequence[int] | None = None,
-    min_per_module: Sequence[int] = (),
+    per_module: PerModule = PerModule(),
     limits: Sequence[BudgetLimit] = (),
 ) -> list[int]:
     """Positions of the units to keep.
@@ -66,27 +85,28 @@ def allocate(
             of them counts as a little more than nothing, so that budgets are used up. A unit
             whose score is infinite stays, or there is no plan.
         heads: Query heads to keep, exactly; None for as many as the limits allow.
-        heads_of_module: The same for every module.
-        min_per_module: Query heads that every module keeps at least; none for no such demand.
+        per_module: What every module keeps.
         limits: Budgets.
 
     Raises:
         PlanError: If nothing keeps to them all.
     """
     units = [members(unit, a.group_sizes) for a in attentions]
-    if not limits and heads is not None and heads_of_module is None and not any(min_per_module):
+    if not limits and heads is not None and per_module.free:
         return keep_best(scores, unit_sizes(attentions, unit), heads)  # exact by itself
     flat = [(m, u) for m, of_module in enumerate(units) for u in of_module]
     sizes = np.array([len(u) for _, u in flat], dtype=float)
     kv = [(m, k) for m, a in enumerate(attentions) for k in range(a.kv_heads)]
     count, modules = len(flat), len(attentions)
-    width = count + len(kv) + modules
+    multiple = per_module.multiple
+    times = 2 * modules if multiple > 1 else 0  # how many times the multiple, of queries and of KV
+    width = count + len(kv) + modules + times
     kv_at = {key: count + i for i, key in enumerate(kv)}
     module_at = {m: count + len(kv) + m for m in range(modules)}
     rows: list[_Row] = []
-    for at, (m, u) in enumerate(flat):
-        owners = {kv_of_query(attentions[m], query) for query in u}
-        for owner in owners:  # a unit needs its KV heads, and they the module
+    owners_of = [{kv_of_query(attentions[m], query) for query in u} for m, u in flat]
+    for at, (m, _) in enumerate(flat):
+        for owner in owners_of[at]:  # a unit needs its KV heads, and they the module
             rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
     for (m, _), at in kv_at.items():
         rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
@@ -97,10 +117,19 @@ def allocate(
         rows.append((dict(enumerate(sizes)), heads, heads))
     for m in range(modules):
         own = {at: sizes[at] for at, (module, _) in enumerate(flat) if module == m}
-        if heads_of_module is not None:
-            rows.append((own, heads_of_module[m], heads_of_module[m]))
-        elif any(min_per_module) and own:
-            rows.append((own, min_per_module[m], np.inf))
+        if per_module.heads is not None:
+            rows.append((own, per_module.heads[m], per_module.heads[m]))
+        elif any(per_module.least) and own:
+            rows.append((own, per_module.least[m], np.inf))
+        if times:
+            own_kv = {kv_at[m, k]: 1.0 for k in range(attentions[m].kv_heads)}
+            for number, part in enumerate((own, own_kv)):
+                at = width - times + 2 * m + number
+                rows.append(({**part, at: -multiple}, 0, 0))
+            for kv_head, at in kv_at.items():  # and none is counted that no query needs
+                if kv_head[0] == m:
+                    used = {u: -1.0 for u in own if kv_head[1] in owners_of[u]}
+                    rows.append(({at: 1, **used}, -np.inf, 0))
     for limit in limits:
         spent = _spent(limit.prices, flat, sizes, kv_at, module_at)
         scale = max(map(abs, spent.values()), default=0.0) or 1.0  # the solver's tolerance is 1e-6
@@ -110,26 +139,27 @@ def allocate(
     for number, (row, _, _) in enumerate(rows):
         for at, value in row.items():
             matrix[number, at] = value
-    gain, stays = np.zeros(width), np.zeros(width)
+    gain, stays, most = np.zeros(width), np.zeros(width), np.ones(width)
+    most[width - times :] = np.inf
     values = np.asarray(scores, dtype=float)
     stays[:count] = held = np.isinf(values)
     gain[:count] = _gains(
         np.where(held, values[~held].max(initial=0.0), values),
         sizes,
-        fixed=heads is not None or heads_of_module is not None,
+        fixed=heads is not None or per_module.heads is not None,
     )
     solved = milp(
         -gain * _GAIN,
         integrality=np.ones(width),
-        bounds=Bounds(stays, 1),
+        bounds=Bounds(stays, most),
         constraints=LinearConstraint(
-            matrix.tocsr(), [least for _, least, _ in rows], [most for _, _, most in rows]
+            matrix.tocsr(), [low for _, low, _ in rows], [high for _, _, high in rows]
         ),
         options={"mip_rel_gap": 0.0},
     )
     if solved.x is None:
         stay = int(sizes[held].sum())
-        raise PlanError(_impossible(heads, heads_of_module, min_per_module, limits, stay))
+        raise PlanError(_impossible(heads, per_module, limits, stay))
     return [at for at in range(count) if solved.x[at] > 0.5]
 
 
@@ -167,18 +197,19 @@ def _gains(scores: Floats, sizes: Floats, fixed: bool) -> Floats:
 
 def _impossible(
     heads: int | None,
-    heads_of_module: Sequence[int] | None,
-    min_per_module: Sequence[int],
+    per_module: PerModule,
     limits: Sequence[BudgetLimit],
     held: int,
 ) -> str:
     asked = [] if heads is None else [f"{heads} query heads in all"]
-    asked += ["equal shares in every module"] if heads_of_module is not None else []
-    floors_of = Counter(least for least in min_per_module if least)
+    asked += ["equal shares in every module"] if per_module.heads is not None else []
+    floors_of = Counter(least for least in per_module.least if least)
     asked += [
         f"{least} in each of {modules} modules (--min-per-layer, or --for)"
         for least, modules in floors_of.items()
     ]
+    if per_module.multiple > 1:
+        asked.append(f"heads that --tensor-parallel {per_module.multiple} divides in every module")
     asked += [f"--keep-roles (query heads held: {held})"] if held else []
     asked += [limit.said for limit in limits]
     floors = [f"{each.said} (without any head: {each.prices.rest:.6g})" for each in limits]

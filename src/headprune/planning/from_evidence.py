@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig, LayoutOption, Target
+from headprune.config import BudgetConfig, DataConfig, LayoutOption, Target
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.units import head_budget, refuse_target, unit_sizes
+from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints, constraints_of
-from headprune.planning.from_scores import even_units, plan_from_scores, with_a_head_in
+from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.padding import laid_out
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.plan import ModelIdentity, Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import read_scores
-from headprune.surgery.cut import Cut, config_holds, resolve
+from headprune.surgery.cut import Cut
 from headprune.tensors.units import Unit
 
 
@@ -41,6 +42,7 @@ class CutRequest:
         keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
         layout: What the result may look like.
         targets: Where it is to run.
+        tensor_parallel: Devices that share the heads of every layer.
     """
 
     gates: Path | None = None
@@ -50,10 +52,28 @@ class CutRequest:
     keep: float | int | None = None
     layout: LayoutOption = LayoutOption.PER_LAYER
     targets: Sequence[Target] = ()
+    tensor_parallel: int = 1
 
-    def cuts(self, plan: Plan, net: PreTrainedModel) -> list[Cut]:
-        """What a model loses by a plan."""
-        return resolve(plan, net, ragged=self.layout is LayoutOption.RAGGED)
+
+@dataclass(frozen=True)
+class ChosenCuts:
+    """What a cut that was asked for comes to.
+
+    Attributes:
+        plan: The heads that stay.
+        unpadded: The same without zero heads.
+        cuts: What the model loses.
+        evidence: What the plan was made of.
+        weights: The trained weights that belong to it, by name.
+        padding: What was padded, a sentence each.
+    """
+
+    plan: Plan
+    unpadded: Plan
+    cuts: list[Cut]
+    evidence: Evidence
+    weights: dict[str, Tensor]
+    padding: tuple[str, ...]
 
 
 def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
@@ -91,19 +111,16 @@ def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
         refuse_missing_file(refit.source)
 
 
-def cuts_by(
-    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
-) -> tuple[Plan, list[Cut], Evidence, dict[str, Tensor]]:
-    """The plan, what it cuts, what it was made of, and the trained weights that belong to it.
+def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> ChosenCuts:
+    """Chooses what goes, as it was asked for.
 
     Raises:
         HeadpruneError: If there is no such plan, or the result is not as it was asked for.
     """
-    constraints = constraints_of(net, asked.layout, asked.targets)
-    plan, evidence, weights = _plan(net, source, asked, constraints)
-    cuts = asked.cuts(plan, net)
-    constraints.check(cuts)
-    return plan, cuts, evidence, weights
+    constraints = constraints_of(net, asked.layout, asked.targets, asked.tensor_parallel)
+    chosen, evidence, weights = _plan(net, source, asked, constraints)
+    plan, cuts, padding = laid_out(chosen, constraints)
+    return ChosenCuts(plan, chosen, cuts, evidence, weights, padding)
 
 
 def _plan(
@@ -145,7 +162,7 @@ def _from_scores(
     sizes = unit_sizes(attentions, unit)
     budget = head_budget(asked.keep, sizes)
     criterion, values = found.of(asked.criterion)
-    scores, budget = _constrained(constraints, attentions, unit, values.tolist(), budget)
+    flags, budget = _chosen(constraints, attentions, unit, values, budget)
     evidence = Evidence(
         kind="scores",
         id=found.id,
@@ -153,23 +170,21 @@ def _from_scores(
         keep=asked.keep,
         seed=found.metadata.calibration.seed,
     )
-    return plan_from_scores(attentions, unit, scores, budget, source, whole=whole), evidence
+    return plan_from_scores(attentions, unit, flags, budget, source, whole=whole), evidence
 
 
-def _constrained(
+def _chosen(
     constraints: Constraints,
     attentions: list[Attention],
     unit: Unit,
-    scores: list[float],
+    scores: Tensor,
     budget: int,
 ) -> tuple[list[float], int]:
-    """Scores and budget that lead to a cut as it is asked for."""
-    if not constraints.even:
-        layers = [constraints.keeps_a_head(layer) for layer in range(len(attentions))]
-        return with_a_head_in(layers, attentions, unit, scores), budget
-    sizes, config = unit_sizes(attentions, unit), constraints.net.config
-    even = even_units(attentions, unit, scores, budget, partial(config_holds, config))
-    return [float(p in set(even)) for p in range(len(sizes))], sum(sizes[p] for p in even)
+    """1 for every unit that stays, and their heads: as many as asked for, or the nearest."""
+    sizes = unit_sizes(attentions, unit)
+    choice = HeadChoice(attentions, unit, BudgetConfig(keep=budget), [], constraints)
+    kept = choice.of(scores, set(range(len(sizes))), budget)
+    return [float(p in kept) for p in range(len(sizes))], sum(sizes[p] for p in kept)
 
 
 def from_gates(
@@ -185,10 +200,11 @@ def from_gates(
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
     # units that training kept come first; one that --keep brings back is fully open
-    scores = (trained.log_alpha + 1e6 * trained.kept).tolist()
+    found = trained.log_alpha.double()
+    scores = found + (found.max() - found.min() + 1.0) * trained.kept
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    scores, budget = _constrained(constraints, attentions, unit, scores, budget)
-    plan = plan_from_scores(attentions, unit, scores, budget, source, scale, whole)
+    flags, budget = _chosen(constraints, attentions, unit, scores, budget)
+    plan = plan_from_scores(attentions, unit, flags, budget, source, scale, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
     return plan, evidence, trained.weights or {}

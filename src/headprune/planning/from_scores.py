@@ -54,7 +54,7 @@ def even_units(
     if not possible:
         raise PlanError(
             "No plan with the same heads in every layer keeps to the budgets. Loosen them, or "
-            "leave out --for."
+            "leave out --for and --tensor-parallel."
         )
     count = min(possible, key=lambda count: (abs(count - wanted), -count))
     kept: list[int] = []
@@ -62,25 +62,6 @@ def even_units(
         best = sorted(range(start, start + units), key=lambda u: (-scores[u], u))
         kept += sorted(best[:count])
     return kept
-
-
-def with_a_head_in(
-    layers: Sequence[bool], attentions: Sequence[Attention], unit: Unit, scores: Sequence[float]
-) -> list[float]:
-    """Scores by which the best unit of some layers comes before all others.
-
-    Args:
-        layers: Per module, whether it is one of them.
-        attentions: The attention modules, in order.
-        unit: What is removed as one piece.
-        scores: One score per unit, in order.
-    """
-    first, at, found = max(scores, default=0.0) + 1.0, 0, list(scores)
-    for asked, attention in zip(layers, attentions, strict=True):
-        own = range(at, at := at + len(members(unit, attention.group_sizes)))
-        if asked and own:
-            found[max(own, key=lambda u: (scores[u], -u))] += first - min(scores)
-    return found
 
 
 def plan_from_scores(

@@ -9,11 +9,14 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.merges.budget import spread
 
 
-def stated_counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
+def stated_counts(
+    asked: int | tuple[int, ...], attentions: Sequence[Attention], devices: int = 1
+) -> list[int]:
     """The counts that were asked for: one number for all modules, or one for each.
 
     Raises:
-        PlanError: If there are more or fewer than modules, or one leaves unequal groups.
+        PlanError: If there are more or fewer than modules, one leaves unequal groups, or devices
+            cannot share it.
     """
     counts = [asked] * len(attentions) if isinstance(asked, int) else list(asked)
     if len(counts) != len(attentions):
@@ -30,20 +33,26 @@ def stated_counts(asked: int | tuple[int, ...], attentions: Sequence[Attention])
                 + (f"fewer than {count}." if more else f"which {count} does not divide.")
                 + f" Possible: {', '.join(map(str, fits))}."
             )
+        if count % devices:
+            shared = ", ".join(map(str, fitting(attention, devices)))
+            raise PlanError(
+                f"--tensor-parallel {devices}: so many devices cannot share the {count} KV heads "
+                f"that --kv-heads leaves '{attention.path}'. Possible: {shared or 'none'}."
+            )
     return counts
 
 
-def equal_counts(share: float, attentions: Sequence[Attention]) -> list[int]:
+def equal_counts(share: float, attentions: Sequence[Attention], devices: int = 1) -> list[int]:
     """The largest number of KV heads within a budget that all modules can have alike."""
-    common = set.intersection(*(set(fitting(attention)) for attention in attentions))
+    common = set.intersection(*(set(fitting(attention, devices)) for attention in attentions))
     budget = share * sum(attention.kv_heads for attention in attentions) / len(attentions)
-    return [max([count for count in common if count <= budget], default=1)] * len(attentions)
+    return [max([count for count in common if count <= budget], default=devices)] * len(attentions)
 
 
-def fitting(attention: Attention) -> list[int]:
-    """Numbers of KV heads that leave groups of equal size."""
+def fitting(attention: Attention, devices: int = 1) -> list[int]:
+    """Numbers of KV heads that leave groups of equal size, and that devices share equally."""
     heads = attention.kv_heads
-    return [count for count in range(1, heads + 1) if heads % count == 0]
+    return [count for count in range(devices, heads + 1, devices) if heads % count == 0]
 
 
 def spread_counts(

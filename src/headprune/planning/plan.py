@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from headprune.config import BudgetConfig, DataConfig, LayoutOption, PlanConfig, ScoreConfig
 from headprune.data.calibration import calibration
 from headprune.declaration import Context
-from headprune.engines.targets import SHAPES
 from headprune.errors import PlanError
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import gather, reckons_with_refit, scores_of
@@ -27,7 +26,7 @@ from headprune.model.residency import residency_of
 from headprune.model.speed import measure
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
-from headprune.planning.allocation import BudgetLimit, allocate
+from headprune.planning.allocation import BudgetLimit, PerModule, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
 from headprune.planning.choice import HeadChoice, share_of, with_held
 from headprune.planning.constraints import constraints_of
@@ -53,8 +52,8 @@ class Planned:
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
         scores: What the scores say of themselves.
-        kept_of_free: With ``--for``: the sum of the scores that stay, as a share of what stays
-            without; None where shares of scores say nothing.
+        kept_of_free: With ``--for`` or ``--tensor-parallel``: the sum of the scores that stay, as a
+            share of what stays without; None where shares of scores say nothing.
         roles_lost: Roles of which no head stays; None without a record of roles.
     """
 
@@ -131,7 +130,9 @@ def make_plan(
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
-    constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
+    constraints = constraints_of(
+        net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
+    )
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, config, stored, context)
     target = None if config.keep is None else head_budget(config.keep, sizes)
@@ -155,13 +156,15 @@ def make_plan(
         choice = HeadChoice(attentions, unit, config, limits if last else [], constraints, held)
         before, kept = kept, choice.of(values, kept, heads)
         refuse_broken_hold(held, kept, sizes, config.keep_roles)
-    free = replace(choice, constraints=replace(constraints, targets=(), shapes=frozenset(SHAPES)))
-    share = share_of(values, kept, free.of(values, before, heads)) if config.targets else None
+    share = None
+    if constraints != constraints.free:
+        free = replace(choice, constraints=constraints.free)
+        share = share_of(values, kept, free.of(values, before, heads))
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
-    if config.targets:
+    if constraints != constraints.free:
         # a refit between rounds has changed the weights that the plan's fingerprint is of
         constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
     lost = roles_lost(record, made)
@@ -291,8 +294,7 @@ def _reached(
         unit,
         scores,
         None,
-        None,
-        [budget.min_per_layer] * len(attentions),
+        PerModule(least=[budget.min_per_layer] * len(attentions)),
         limits,
     )
     sizes = unit_sizes(attentions, unit)

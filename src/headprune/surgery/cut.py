@@ -88,6 +88,17 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
         PlanError: If the plan is for another model, names what is not there, leaves out a module,
             or would leave the groups of a grouped-query attention with unequal sizes.
     """
+    refuse_foreign(plan, model)
+    family = family_of(model.config)
+    return [_cut(a, plan.attentions[a.path], family, ragged) for a in attention_of(model)]
+
+
+def refuse_foreign(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuses a plan of another model.
+
+    Raises:
+        PlanError: If it is for another one, names what is not there, or leaves out a module.
+    """
     attentions = attention_of(model)
     present = {attention.path: attention for attention in attentions}
     for name, part in plan.attentions.items():
@@ -101,8 +112,6 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
             f"{plan.model.fingerprint}), but this model's fingerprint is "
             f"{fingerprint(attentions)}. Give the model it was made for."
         )
-    family = family_of(model.config)
-    return [_cut(a, plan.attentions[a.path], family, ragged) for a in attentions]
 
 
 def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:

@@ -62,5 +62,5 @@ executorch = Format(
     prove=_prove,
     dtypes=(ExportDtype.FLOAT32,),
     modules=(_ENGINE,),
-    extra="executorch",
+    extra=ENGINES[_ENGINE].extra,
 )

@@ -31,6 +31,5 @@ onnx = graph_format(
     "ONNX for ONNX Runtime: encoders, decoders with their cache, encoder-decoders",
     _ENGINE,
     _save,
-    "onnx",
     ("onnx", "onnxscript", _ENGINE),
 )

@@ -32,6 +32,5 @@ openvino = graph_format(
     "OpenVINO: encoders, decoders with their cache, encoder-decoders",
     _ENGINE,
     _save,
-    "openvino",
     (_ENGINE,),
 )

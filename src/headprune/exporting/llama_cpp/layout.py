@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from headprune.engines import llama_cpp
@@ -96,13 +96,13 @@ class FileTensor:
     shape: tuple[int, ...]
 
 
-def neighbouring(rows: Float[Tensor, rows * _], heads: int) -> Float[Tensor, rows * _]:
+def neighbouring(rows: Shaped[Tensor, " rows *_"], heads: int) -> Shaped[Tensor, " rows *_"]:
     """Orders rows of q or k so that pairs that are turned together are neighbours."""
     by_half: Tensor = rows.unflatten(0, (heads, 2, -1))
     return by_half.transpose(1, 2).reshape(rows.shape)
 
 
-def by_halves(rows: Float[Tensor, rows * _], heads: int) -> Float[Tensor, rows * _]:
+def by_halves(rows: Shaped[Tensor, " rows *_"], heads: int) -> Shaped[Tensor, " rows *_"]:
     """The other way round."""
     by_pair: Tensor = rows.unflatten(0, (heads, -1, 2))
     return by_pair.transpose(1, 2).reshape(rows.shape)
