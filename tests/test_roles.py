@@ -209,8 +209,8 @@ def test_neither_batch_nor_padding_counts(case: str) -> None:
         assert torch.equal(counts, together.found[key][1])
         torch.testing.assert_close(sums, together.found[key][0], atol=1e-4, rtol=1e-4)
         differs |= not torch.allclose(sums, other.found[key][0], atol=1e-4, rtol=1e-4)
-    for key, (sums, _) in alone.uniform.items():
-        torch.testing.assert_close(sums, together.uniform[key][0])
+    for key, (sums, _) in alone.controls.items():
+        torch.testing.assert_close(sums, together.controls[key][0])
     assert differs  # another text would show
 
 

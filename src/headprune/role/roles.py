@@ -25,6 +25,7 @@ from headprune.role.against import changes
 from headprune.role.collection import watch
 from headprune.role.contribution import Contributions, with_contributions
 from headprune.role.effects import effects, head_means, with_effects
+from headprune.role.hidden import hidden_input
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
 from headprune.role.parsed import baselines, parsed_input
@@ -161,6 +162,9 @@ def roles_of(
     twice, other = repeated_inputs(net, tokenizer, config)
     batches = loss_batches(net, tokenizer, data, config) if config.ablation_tokens else []
     trees = parsed_input(net, tokenizer, config)
+    if config.needle_lengths:
+        watcher.stage("looking for needles")
+    contexts = hidden_input(net, tokenizer, data, config)
     classes = token_classes(tokenizer)
     watcher.stage("reading text")
     norms = Contributions(net, attentions)
@@ -171,12 +175,17 @@ def roles_of(
     others = {name: role for name, role in ROLES.items() if role.control == "unrepeated"}
     control = watch(net, attentions, other, others, classes, watcher.step)
     found = {**seen.found, **again.found}
-    controls = {**seen.uniform, **again.uniform, **control.found}
+    controls = {**seen.controls, **again.controls, **control.found}
     if trees is not None:
         watcher.stage("reading parsed sentences")
         parsed = watch(net, attentions, trees, _on("trees"), classes, watcher.step)
         found |= parsed.found
-        controls |= {**parsed.uniform, **baselines(parsed, trees)}
+        controls |= {**parsed.controls, **baselines(parsed, trees)}
+    if contexts is not None:
+        watcher.stage("reading contexts with needles")
+        copied = watch(net, attentions, contexts, _on("needles"), classes, watcher.step)
+        found |= copied.found
+        controls |= copied.controls
     watcher.stage("resampling")
     modules = labelled(attentions, found, controls, config, watcher.step)
     modules = with_contributions(modules, norms)
