@@ -24,13 +24,12 @@ from headprune.role import ROLES, Role
 from headprune.role.against import changes
 from headprune.role.collection import watch
 from headprune.role.contribution import Contributions, with_contributions
-from headprune.role.effects import effects, head_means, with_effects
+from headprune.role.effects import effects
 from headprune.role.hidden import hidden_input
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
 from headprune.role.parsed import baselines, parsed_input
 from headprune.role.pictures import roles_figure, scores_figure
-from headprune.role.sets import set_effects
 from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
 from headprune.schemas.plan import ModelIdentity
@@ -189,14 +188,10 @@ def roles_of(
     watcher.stage("resampling")
     modules = labelled(attentions, found, controls, config, watcher.step)
     modules = with_contributions(modules, norms)
-    sets = {}
+    sets: dict[str, SetEffect] = {}
     if batches:
-        watcher.stage("taking out every head")
-        means = head_means(net, attentions, batches)
-        of_heads = effects(net, attentions, batches, means, config, watcher.step)
-        modules = with_effects(modules, of_heads)
-        watcher.stage("taking out the heads of every role")
-        sets = set_effects(net, attentions, modules, batches, means, config, watcher.step)
+        watcher.stage("taking out every head, and the heads of every role")
+        modules, sets = effects(net, attentions, modules, batches, config, watcher.step)
     sequences = sum(len(batch["input_ids"]) for batch in text.batches)
     return RolesFound(modules, tokens, sequences, sets)
 
