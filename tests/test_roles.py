@@ -28,10 +28,11 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
 from headprune.regression.roles import LostRoles
 from headprune.role import ROLES, sets
+from headprune.role.ablation import Out, recorded, replayed, rises
 from headprune.role.against import changes
 from headprune.role.collection import Watched, watch
 from headprune.role.contribution import Contributions
-from headprune.role.effects import effects, head_means
+from headprune.role.effects import head_means
 from headprune.role.inputs import Input, repeated_inputs, token_classes
 from headprune.role.roles import roles
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -209,8 +210,8 @@ def test_neither_batch_nor_padding_counts(case: str) -> None:
         assert torch.equal(counts, together.found[key][1])
         torch.testing.assert_close(sums, together.found[key][0], atol=1e-4, rtol=1e-4)
         differs |= not torch.allclose(sums, other.found[key][0], atol=1e-4, rtol=1e-4)
-    for key, (sums, _) in alone.uniform.items():
-        torch.testing.assert_close(sums, together.uniform[key][0])
+    for key, (sums, _) in alone.controls.items():
+        torch.testing.assert_close(sums, together.controls[key][0])
     assert differs  # another text would show
 
 
@@ -232,35 +233,74 @@ def _losing(case: str) -> tuple[PreTrainedModel, list[Any]]:
 @pytest.mark.parametrize(
     "case", tiny.present("llama-gqa", "gpt2", "bert-mlm", "albert", "t5", "falcon")
 )
-def test_the_loss_without_a_head_is_that_of_the_whole_model_run_again(
+def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batches = _losing(case)
     attentions = attention_of(model)
     means = head_means(model, attentions, batches)
-    found = effects(model, attentions, batches, means, SMALL)
+    heads = [(i, h) for i, a in enumerate(attentions) for h in range(a.query_heads)]
+    alone = [(Out(i, (h,), by_mean),) for by_mean in (False, True) for i, h in heads]
+    last = len(attentions) - 1
+    together = [(Out(0, (0,), True), Out(last, places, True)) for places in ((0,), (1, 2))]
+    found = rises(model, attentions, batches, means, [*alone, *together])
     units = [[(head,) for head in range(a.query_heads)] for a in attentions]
-    zeroed = losses_without(model, attentions, units, batches)
-    expected = torch.cat(zeroed).tolist()
-    assert [e.zero.nats for e in found.values()] == pytest.approx(expected, abs=1e-5)
-    assert [e.zero.nats for e in found.values()] != pytest.approx(expected[::-1], abs=1e-5)
-    monkeypatch.setattr("headprune.role.effects.replayed", lambda outputs, until: nullcontext())
-    again = effects(model, attentions, batches, means, SMALL)
-    for key, effect in found.items():
-        assert effect.mean.nats == pytest.approx(again[key].mean.nats, abs=1e-5)
-        assert effect.mean.low <= effect.mean.nats <= effect.mean.high
+    expected = torch.cat(losses_without(model, attentions, units, batches))
+    zeroed = torch.stack([found[one].mean() for one in alone[: len(heads)]])
+    torch.testing.assert_close(zeroed, expected, atol=1e-5, rtol=0)
+    assert not torch.allclose(zeroed, expected.flip(0), atol=1e-5, rtol=0)
+    # nothing is kept of the run before
+    monkeypatch.setattr("headprune.role.ablation.replayed", lambda outputs: nullcontext())
+    again = rises(model, attentions, batches, means, [*alone, *together])
+    for one, rise in found.items():
+        torch.testing.assert_close(rise, again[one], atol=1e-6, rtol=0)
+
+
+def test_outputs_of_another_ablation_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers behind the first that differs are run again: what they returned is stale."""
+    model, batches = _losing("llama-gqa")
+    attentions = attention_of(model)
+    means = head_means(model, attentions, batches)
+    asked = [(Out(0, (0,), True), Out(2, (head,), True)) for head in (0, 1)]
+    found = rises(model, attentions, batches, means, asked)
+
+    def too_much(outputs: Any) -> Any:
+        return replayed([*outputs, *stale[len(outputs) : -1]])
+
+    with recorded(model.model.layers) as stale:
+        run_model(model, batches[0])
+    monkeypatch.setattr("headprune.role.ablation.replayed", too_much)
+    spoilt = rises(model, attentions, batches[:1], means, asked)
+    assert not torch.allclose(spoilt[asked[1]], found[asked[1]][:2], atol=1e-5)
+
+
+def test_layers_run_as_often_as_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs per head from its layer on, and sets of heads from where they first differ."""
+    model, batches = _losing("llama-gqa")
+    attentions, layers = attention_of(model), model.model.layers
+    means, runs = head_means(model, attentions, batches), []
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda *_: runs.append(1))
+    alone = [(Out(i, (h,), m),) for i in range(4) for h in range(6) for m in (False, True)]
+    rises(model, attentions, batches[:1], means, alone)
+    assert len(runs) == 4 + 2 * 6 * (4 + 3 + 2 + 1)
+    runs.clear()
+    drawn = [(Out(0, (0,), True), Out(2, (head,), True)) for head in (0, 1, 1, 0)]
+    rises(model, attentions, batches[:1], means, drawn)
+    assert len(runs) == 4 + 4 + 2
 
 
 def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
     model, batches = _losing("llama-mha")
-    attention = attention_of(model)[1]
+    attentions = attention_of(model)
     with torch.no_grad():  # the values of its first head are what its bias says
-        attention.module.v_proj.weight[: attention.head_dim] = 0
-    means = head_means(model, attention_of(model), batches)
-    found = effects(model, attention_of(model), batches, means, SMALL)
-    assert found[1, 0].mean.nats == pytest.approx(0, abs=1e-5)
-    assert abs(found[1, 0].zero.nats) > 1e-3
-    assert abs(found[1, 1].mean.nats) > 1e-4
+        attentions[1].module.v_proj.weight[: attentions[1].head_dim] = 0
+    means = head_means(model, attentions, batches)
+    asked = [(Out(1, (0,), True),), (Out(1, (0,), False),), (Out(1, (1,), True),)]
+    own, zero, other = rises(model, attentions, batches, means, asked).values()
+    assert own.mean() == pytest.approx(0, abs=1e-5)
+    assert abs(zero.mean()) > 1e-3
+    assert abs(other.mean()) > 1e-4
 
 
 def test_effects_are_written_beside_roles(tmp_path: Path) -> None:

@@ -41,7 +41,12 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "`run.json`, of a recipe": RunRecord,
     "`export.json`, in an export": ExportRecord,
 }
-_INPUTS = {"text": "the text", "repeated": "random tokens, twice", "trees": "`--trees`"}
+_INPUTS = {
+    "text": "the text",
+    "repeated": "random tokens, twice",
+    "trees": "`--trees`",
+    "needles": "`--needle-lengths`",
+}
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {
     "gradients": "a loss and its gradients",
@@ -82,6 +87,7 @@ def roles() -> str:
             "uniform": "uniform attention",
             "unrepeated": "another second run",
             "offset": "most frequent offset",
+            "elsewhere": "the needle elsewhere",
         }
         cells = (
             told,

@@ -95,6 +95,8 @@ def _estimate(options: RolesOptions, sizes: Sizes) -> Estimate:
     models, heads = 1 + (options.against is not None), sizes.layers * sizes.hidden // 64
     tokens = 3 * models * options.sequences * options.seq_len
     tokens += 3 * heads * options.ablation_tokens // 2
+    # once to see what is found, and once to see how
+    tokens += 2 * models * options.sequences * sum(options.needle_lengths)
     weights = sizes.computed(options.dtype)
     seconds = OVERHEAD_SECONDS + sizes.forward(tokens)
     layers = sizes.by_layers(weights) + held

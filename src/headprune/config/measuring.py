@@ -130,6 +130,13 @@ class RolesConfig(Options):
         (),
         Panel.MAIN,
     )
+    needle_lengths: Batches = option(
+        "Also tell retrieval heads: hide a number in contexts of so many tokens, comma-separated "
+        "(1024 will do).",
+        (),
+        Panel.MAIN,
+        as_text=True,
+    )
     seq_len: Length = option("Tokens per sequence of the text.", 512)
     batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(

@@ -39,10 +39,12 @@ class Needle:
     Attributes:
         row: Its tokens; they end with the number.
         depth: Share of the text that stands before the fact.
+        fact: Places of the tokens that tell it.
     """
 
     row: Ending
     depth: float
+    fact: range
 
 
 def needles(
@@ -95,8 +97,8 @@ def needles(
             for trial in range(config.needle_trials):
                 key, number = draw.choice(_KEYS), str(draw.integers(10_000, 100_000))
                 text = texts[trial % len(texts)]["input_ids"]
-                row = _hidden(tokenizer, text, length, depth, _FACT.format(key=key), number)
-                found.append(Needle(row, depth))
+                fact = _FACT.format(key=key)
+                found.append(_hidden(tokenizer, text[:length], depth, fact, number))
     return tuple(found)
 
 
@@ -111,10 +113,9 @@ def retrieved(given: Sequence[Needle], columns: Columns) -> tuple[Retrieval, ...
     )
 
 
-def _hidden(
-    tokenizer: Any, text: Sequence[int], length: int, depth: float, fact: str, number: str
-) -> Ending:
-    """A context of exactly ``length`` tokens."""
+def _hidden(tokenizer: Any, text: Sequence[int], depth: float, fact: str, number: str) -> Needle:
+    """A context of exactly as many tokens as the text has."""
+    length = len(text)
     needle = tokenizer(f"{fact} {number}.\n", add_special_tokens=False)["input_ids"]
     asked = ending_of(tokenizer, fact, number)
     room = length - len(needle) - len(asked.ids)
@@ -126,4 +127,5 @@ def _hidden(
         )
     before = round(depth * room)
     ids = [*text[:before], *needle, *text[before:room]]
-    return Ending([*ids, *asked.ids], len(ids) + asked.start)
+    row = Ending([*ids, *asked.ids], len(ids) + asked.start)
+    return Needle(row, depth, range(before, before + len(needle)))

@@ -42,7 +42,9 @@ class LostRoles:
 
 def lost_roles(loaded: Loaded, config: CheckConfig, progress: Progress) -> LostRoles:
     """Measures the roles of a model and of its original, on the same tokens."""
-    asked = config.part(RolesConfig, sequences=config.role_sequences, resamples=1000)
+    # a needle is a limit of its own
+    settings = {"sequences": config.role_sequences, "resamples": 1000, "needle_lengths": ()}
+    asked = config.part(RolesConfig, **settings)
     found = []
     for net in loaded.nets:
         with alone_on_device(net):

@@ -12,6 +12,7 @@ from headprune.role.next_token import next_token
 from headprune.role.positional import positional
 from headprune.role.previous_token import previous_token
 from headprune.role.rare_token import rare_token
+from headprune.role.retrieval import retrieval
 from headprune.role.self_token import self_token
 from headprune.role.spec import Attended, Role
 from headprune.role.syntactic import syntactic
@@ -26,6 +27,7 @@ ROLES.add("positional", positional)
 ROLES.add("delimiter", delimiter)
 ROLES.add("duplicate-token", duplicate_token)
 ROLES.add("induction", induction)
+ROLES.add("retrieval", retrieval)
 ROLES.add("syntactic", syntactic)
 ROLES.add("rare-token", rare_token)
 ROLES.add("copying", copying)

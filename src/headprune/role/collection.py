@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from headprune.model.batch import Batch, token_mask
 from headprune.model.forward import eager_attention, run_model
 from headprune.role.contribution import Contributions
 from headprune.role.inputs import Input
-from headprune.role.spec import Attended, Counted, Parsed, Role
+from headprune.role.spec import Attended, Counted, Hidden, Parsed, Role
 from headprune.role.writing import Written
 from headprune.runtime.modeling_headprune import Attention
 
@@ -34,13 +35,14 @@ class Watched:
 
     Attributes:
         found: Of the heads.
-        uniform: Of attention that spreads evenly over the same keys.
+        controls: Of attention that spreads evenly over the same keys, and of the same attention
+            where what is looked for lies elsewhere.
         causal: Whether a module's queries see only keys up to their own place.
     """
 
     def __init__(self) -> None:
         self.found: Tallies = {}
-        self.uniform: Tallies = {}
+        self.controls: Tallies = {}
         self.causal: dict[int, bool] = {}
 
 
@@ -79,6 +81,7 @@ def watch(
         for number, batch in enumerate(given.batches):
             watcher.batch = batch
             watcher.parsed = given.parsed[number] if given.parsed else None
+            watcher.hidden = given.hidden[number] if given.hidden else None
             if beside is not None:
                 beside.batch = batch
             run_model(model, batch)
@@ -123,6 +126,7 @@ class _Watcher:
 
     batch: Batch
     parsed: Parsed | None
+    hidden: Hidden | None
 
     def __init__(
         self,
@@ -136,6 +140,7 @@ class _Watcher:
         self.roles, self.classes, self.written = roles, classes, written
         self.result = Watched()
         self._batch: Tallies = {}
+        self._moved: Tallies = {}
         self._even: dict[tuple[Any, ...], Counted] = {}
         self._of: dict[tuple[int, str], tuple[Any, ...]] = {}
 
@@ -145,11 +150,9 @@ class _Watcher:
         seen = self._attended(position, weights)
         for name, role in self._roles_of(attention):
             key = position, name
-            sums, counts = role.measure(seen)
-            before = self._batch.get(key)  # of a module that runs more than once
-            if before is not None:
-                sums, counts = before[0] + sums, before[1] + counts
-            self._batch[key] = sums, counts
+            _sum(self._batch, key, role.measure(seen))
+            if role.control == "elsewhere":
+                _sum(self._moved, key, role.measure(_elsewhere(seen)))
             if role.control == "uniform":
                 self._of[key] = kind = (name, seen.causal, attention.kind)
                 if kind not in self._even:
@@ -160,8 +163,10 @@ class _Watcher:
         for (position, name), sums in self._batch.items():
             _add(self.result.found, (position, name), sums)
         for key, kind in self._of.items():
-            _add(self.result.uniform, key, self._even[kind])
-        self._batch, self._even, self._of = {}, {}, {}
+            _add(self.result.controls, key, self._even[kind])
+        for key, sums in self._moved.items():
+            _add(self.result.controls, key, sums)
+        self._batch, self._moved, self._even, self._of = {}, {}, {}, {}
 
     def _roles_of(self, attention: Attention) -> list[tuple[str, Role]]:
         crosses = attention.kind == "cross"
@@ -188,6 +193,7 @@ class _Watcher:
             self.given.period,
             None if self.written is None else self.written.logits(self.attentions[position], ids),
             None if self.parsed is None else self.parsed.to(device),
+            None if self.hidden is None else self.hidden.to(device),
         )
 
     def _mask(self, kind: str, sequences: int, length: int) -> Tensor:
@@ -229,7 +235,21 @@ def _evenly(seen: Attended) -> Attended:
     """One head that spreads its attention evenly over the keys in view."""
     view = seen.seen()[:, None].float()
     even = view / view.sum(-1, keepdim=True).clamp(min=1)
-    return Attended(**{**vars(seen), "weights": even})
+    return replace(seen, weights=even)
+
+
+def _elsewhere(seen: Attended) -> Attended:
+    """The same attention, were what it looks for where another context has it."""
+    if seen.hidden is None:
+        return seen
+    moved = replace(seen.hidden, needle=seen.hidden.elsewhere)
+    return replace(seen, hidden=moved)
+
+
+def _sum(tallies: Tallies, key: tuple[int, str], new: Counted) -> None:
+    """Of a module that runs more than once in a batch."""
+    before = tallies.get(key)
+    tallies[key] = new if before is None else (before[0] + new[0], before[1] + new[1])
 
 
 def _add(tallies: Tallies, key: tuple[int, str], new: Counted) -> None:

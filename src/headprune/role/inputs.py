@@ -18,7 +18,7 @@ from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import task_of
-from headprune.role.spec import Parsed
+from headprune.role.spec import Hidden, Parsed
 
 RUN = 50  # tokens of a run, where model and vocabulary have as many
 FEWEST = 8  # with fewer, a head that looks anywhere is often right
@@ -34,12 +34,14 @@ class Input:
         start: Place of the first token of the first run.
         period: Tokens of a run; 0 for text.
         parsed: Words and trees of every batch; empty where they are not known.
+        hidden: The fact in every batch; empty without any.
     """
 
     batches: Sequence[Batch]
     start: int = 0
     period: int = 0
     parsed: Sequence[Parsed] = ()
+    hidden: Sequence[Hidden] = ()
 
 
 def text_input(

@@ -23,12 +23,12 @@ from headprune.role import ROLES, Role
 from headprune.role.against import changes
 from headprune.role.collection import watch
 from headprune.role.contribution import Contributions, with_contributions
-from headprune.role.effects import effects, head_means, with_effects
+from headprune.role.effects import effects
+from headprune.role.hidden import hidden_input
 from headprune.role.inputs import loss_batches, repeated_inputs, text_input, token_classes
 from headprune.role.labels import labelled
 from headprune.role.parsed import baselines, parsed_input
 from headprune.role.pictures import roles_figure, scores_figure
-from headprune.role.sets import set_effects
 from headprune.role.spec import Source
 from headprune.schemas.manifest import versions
 from headprune.schemas.plan import ModelIdentity
@@ -149,6 +149,9 @@ def roles_of(
     twice, other = repeated_inputs(net, tokenizer, config)
     batches = loss_batches(net, tokenizer, data, config) if config.ablation_tokens else []
     trees = parsed_input(net, tokenizer, config)
+    if config.needle_lengths:
+        context.stage("looking for needles")
+    contexts = hidden_input(net, tokenizer, data, config)
     classes = token_classes(tokenizer)
     context.stage("reading text")
     norms = Contributions(net, attentions)
@@ -159,23 +162,24 @@ def roles_of(
     others = {name: role for name, role in ROLES.items() if role.control == "unrepeated"}
     control = watch(net, attentions, other, others, classes, context.step)
     found = {**seen.found, **again.found}
-    controls = {**seen.uniform, **again.uniform, **control.found}
+    controls = {**seen.controls, **again.controls, **control.found}
     if trees is not None:
         context.stage("reading parsed sentences")
         parsed = watch(net, attentions, trees, _on("trees"), classes, context.step)
         found |= parsed.found
-        controls |= {**parsed.uniform, **baselines(parsed, trees)}
+        controls |= {**parsed.controls, **baselines(parsed, trees)}
+    if contexts is not None:
+        context.stage("reading contexts with needles")
+        copied = watch(net, attentions, contexts, _on("needles"), classes, context.step)
+        found |= copied.found
+        controls |= copied.controls
     context.stage("resampling")
     modules = labelled(attentions, found, controls, config, context.step)
     modules = with_contributions(modules, norms)
-    sets = {}
+    sets: dict[str, SetEffect] = {}
     if batches:
-        context.stage("taking out every head")
-        means = head_means(net, attentions, batches)
-        of_heads = effects(net, attentions, batches, means, config, context.step)
-        modules = with_effects(modules, of_heads)
-        context.stage("taking out the heads of every role")
-        sets = set_effects(net, attentions, modules, batches, means, config, context.step)
+        context.stage("taking out every head, and the heads of every role")
+        modules, sets = effects(net, attentions, modules, batches, config, context.step)
     sequences = sum(len(batch["input_ids"]) for batch in text.batches)
     return RolesFound(modules, tokens, sequences, sets)
 

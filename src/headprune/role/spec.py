@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Source = Literal["text", "repeated", "trees"]
-"""The input of a role: the text, runs of random tokens that come twice, or parsed sentences."""
+Source = Literal["text", "repeated", "trees", "needles"]
+"""The input of a role: the text, runs of random tokens that come twice, parsed sentences, or
+contexts with a fact in them."""
 
-Control = Literal["uniform", "unrepeated", "offset"]
-"""Uniform attention on the same input, the same head where the second run is another, or the most
-frequent offset of what is looked for."""
+Control = Literal["uniform", "unrepeated", "offset", "elsewhere"]
+"""Uniform attention on the same input, the same head where the second run is another, the most
+frequent offset of what is looked for, or the place where what is looked for lies in another row."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,25 @@ class Parsed:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """A fact in a context.
+
+    Attributes:
+        asked: Which queries write it again.
+        needle: Token ids where it is told; -1 elsewhere.
+        elsewhere: The same, were it told where another context has it.
+    """
+
+    asked: Bool[Tensor, "sequences queries"]
+    needle: Int[Tensor, "sequences keys"]
+    elsewhere: Int[Tensor, "sequences keys"]
+
+    def to(self, device: torch.device) -> Hidden:
+        """The same on a device."""
+        return Hidden(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
 class Attended:
     """The attention of one module on one batch, and what stands at its queries and keys.
 
@@ -55,6 +75,7 @@ class Attended:
         written: Logits of the tokens of the first run, by what the module would write of each of
             them; None where it writes no logits.
         parsed: Words and trees, where the input has some.
+        hidden: A fact, where the input has one.
     """
 
     weights: Float[Tensor, "sequences heads queries keys"]
@@ -67,6 +88,7 @@ class Attended:
     period: int = 0
     written: Float[Tensor, "sequences heads places tokens"] | None = None
     parsed: Parsed | None = None
+    hidden: Hidden | None = None
 
     def first_key(self) -> Int[Tensor, " sequences"]:
         """Place of the first key that is no padding."""
