@@ -203,6 +203,8 @@ def test_inspect_shows_and_draws_ranks(
         (["--ranks"], "--ranks and --data TEXT go together"),
         (["--data", "text.txt"], "--ranks and --data TEXT go together"),
         (["--ranks", "--data", "none.txt"], "none.txt"),
+        (["--figure", "r.svg"], "--figure: without --ranks no text is read"),
+        (["--seq-len", "60", "--split", "test"], "--seq-len, --split: without --ranks"),
     ],
 )
 def test_inspect_says_what_ranks_need(

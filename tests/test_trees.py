@@ -22,6 +22,7 @@ from headprune.role.roles import roles
 from headprune.role.spec import Attended, Parsed
 from headprune.role.syntactic import VARIANTS, syntactic
 from headprune.schemas.roles import HeadRoles
+from headprune.schemas.runs import digest_of_data
 from tests import planted, tiny
 from tests.test_cli import run
 
@@ -172,6 +173,7 @@ def _told(model: PreTrainedModel, folder: Path, sentences: int = 150) -> list[He
     config = RolesConfig(sequences=4, seq_len=60, resamples=200, trees=trees)
     place, data = tiny.save(model, folder / "model"), DataConfig(source=str(text))
     record = roles(str(place), folder / "roles", data, config, overwrite=True)
+    assert record.trees_sha256 == digest_of_data(DataConfig(source=trees)) != record.data_sha256
     return [head for module in record.modules for head in module.heads]
 
 

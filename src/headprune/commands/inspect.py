@@ -38,8 +38,16 @@ def run(options: InspectOptions, context: Context) -> Inspection:
     """Measures it."""
     from headprune.model.inspection import inspect
 
-    if options.ranks != (options.data is not None) or (options.figure and not options.ranks):
-        raise HeadpruneError("--ranks and --data TEXT go together, and --figure goes with them.")
+    if options.ranks != (options.data is not None):
+        raise HeadpruneError("--ranks and --data TEXT go together; here is one of the two.")
+    of_ranks = {"figure", *RanksConfig.model_fields, *Columns.model_fields}
+    idle = [name for name in of_ranks & options.model_fields_set if not options.ranks]
+    if idle:
+        told = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
+        raise HeadpruneError(
+            f"{told}: without --ranks no text is read. Give --ranks and --data TEXT, or leave out "
+            "what goes with them."
+        )
     found = inspect(options.model, context.allowed)
     if options.data is None:
         return found

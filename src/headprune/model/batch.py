@@ -30,7 +30,7 @@ class Batch(_Needed, total=False):
     token_type_ids: Int[Tensor, "sequences length"]
     decoder_input_ids: Int[Tensor, "sequences target_length"]
     decoder_attention_mask: Int[Tensor, "sequences target_length"]
-    labels: Int[Tensor, sequences * length]
+    labels: Int[Tensor, " sequences *length"]
     use_cache: bool
 
 

@@ -61,7 +61,7 @@ def _hook(
     return hook
 
 
-def fixed(gates: Sequence[Float[Tensor, _]]) -> GateSource:
+def fixed(gates: Sequence[Float[Tensor, " _"]]) -> GateSource:
     """A gate source with one constant vector per attention module."""
     rows = [torch.as_tensor(gate)[None] for gate in gates]
     return lambda position: rows[position]

@@ -83,12 +83,14 @@ def roles(
         found.append((identity, roles_of(net, tokenizers[0], data, asked, context)))
         del net
     (identity, now), *originals = found
+    trees = config.trees
     record = RolesRecord(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions=versions(),
         model=identity,
         data=data,
         data_sha256=digest_of_data(data) if Path(data.source).exists() else None,
+        trees_sha256=trees and digest_of_data(DataConfig(source=trees)),
         settings=config,
         tokens=now.tokens,
         roles={name: _facts(name) for name in ROLES},

@@ -203,6 +203,7 @@ class RolesRecord(BaseModel):
         model: The model.
         data: Where the text came from.
         data_sha256: Digest of these files; None of data of the hub.
+        trees_sha256: Digest of the file of trees; None without one, and in older records.
         settings: How it was measured.
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.
@@ -221,6 +222,7 @@ class RolesRecord(BaseModel):
     model: ModelIdentity
     data: DataConfig
     data_sha256: Digest | None
+    trees_sha256: Digest | None = None
     settings: RolesConfig
     tokens: Count
     roles: Annotated[dict[str, RoleFacts], Field(min_length=1)]
