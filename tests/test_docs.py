@@ -59,6 +59,21 @@ def test_the_table_of_families_is_what_the_command_prints(
     assert "<!-- generated: families -->" in page
 
 
+def test_the_readme_has_the_table_of_engines(scripts: None) -> None:
+    """With HEADPRUNE_WRITE_DOCS set, it is written there."""
+    import registry_tables
+
+    page, table = ROOT / "README.md", registry_tables.engines()
+    before, start, rest = page.read_text(encoding="utf-8").partition("<!-- engines -->\n")
+    shown, end, after = rest.partition("<!-- end of engines -->")
+    if os.environ.get("HEADPRUNE_WRITE_DOCS"):
+        page.write_text(f"{before}{start}{table}\n{end}{after}", encoding="utf-8")
+        shown = f"{table}\n"
+    assert start and end and shown == f"{table}\n"
+    guide = (DOCS / "guides" / "deploy.md").read_text(encoding="utf-8")
+    assert "<!-- generated: engines -->" in guide
+
+
 def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
     import registry_tables
 

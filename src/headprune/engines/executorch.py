@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from executorch.runtime import Runtime
 from torch import Tensor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that its interface is experimental
+    from executorch.runtime import Runtime
 
 NAMES = ("input_names", "output_names")
 """Methods of a program that give the names of the tensors, separated by spaces."""

@@ -163,7 +163,7 @@ TARGETS: dict[Target, EngineShapes] = {
         "every",
     ),
     Target.ONNX: EngineShapes(
-        "ONNX Runtime (`export --to onnx`)", "onnxruntime 1.31.1", _ALL, graph_refusal
+        "ONNX Runtime (`export --to onnx`)", "onnxruntime 1.32.0", _ALL, graph_refusal
     ),
     Target.OPENVINO: EngineShapes(
         "OpenVINO (`export --to openvino`)", "2026.4.1, CPU", _ALL, graph_refusal
