@@ -51,3 +51,18 @@ def relative_error(
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()
     return error / norm
+
+
+def token_error(
+    states: Float[Tensor, "batch length hidden"],
+    target: Float[Tensor, "batch length hidden"],
+    mask: Tensor,
+) -> Float[Tensor, ""]:
+    """The same of every token on its own, averaged: a norm is what reads them next.
+
+    The few tokens whose states are large beside all others weigh as much as any.
+    """
+    error = (states.float() - target.float()).square().sum(-1)
+    relative = error / target.float().square().sum(-1).clamp_min(1e-12)
+    mask = mask.to(states.device)
+    return (relative * mask).sum() / mask.sum()
