@@ -37,7 +37,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from headprune import processes
 from headprune.config import HealConfig, HealTrain
 from headprune.data.samples import Collate
-from headprune.distillation.stack import Stack
+from headprune.distillation.stack import Stack, Streams
 from headprune.distillation.trainer import HealedModel
 from headprune.errors import CheckpointError, HeadpruneError, TrainingError
 from headprune.io.parsing import read_as
@@ -48,7 +48,7 @@ from headprune.model.residency import present
 from headprune.schemas.records import LayerHealing
 from headprune.training import checkpoints
 from headprune.training.checkpoints import PARTIAL, PROGRESS, STATE, first_infinite, kind_of
-from headprune.training.divergence import token_error
+from headprune.training.divergence import variance_error
 from headprune.training.resumable import (
     Interrupted,
     Remedies,
@@ -177,16 +177,18 @@ class LayerHealer:
         """
         self.student.net.requires_grad_(False)
         run = _Run(self, work, watch)
-        batches = [*self.text.trained, *self.text.held_out]
-        wanted = [self.original.entering(batch) for batch in batches]
-        states = [self.student.entering(batch) for batch in batches]
+        batches = (*self.text.trained, *self.text.held_out)
+        states, wanted = (
+            [stack.entering(batch) for batch in batches] for stack in (self.student, self.original)
+        )
+        streams = Streams(batches, states, wanted)
         with stop_on_interrupt() as stopped:
             for number in range(len(self.student.blocks)):
                 watch.stage(f"healing layer {number + 1} of {len(self.student.blocks)}")
                 self.original.advance(number, wanted, batches)
                 with present(self.student.blocks[number]):
                     if self.moving[number]:
-                        run.visit(number, states, wanted, stopped.is_set)
+                        run.visit(number, streams, stopped.is_set)
                     self.student.advance(number, states, batches)
         run.keep_history()
         return run.healed
@@ -196,18 +198,18 @@ class LayerHealer:
         named = self.student.blocks[number].named_parameters()
         return {name: weight for name, weight in named if name in self.moving[number]}
 
-    def error(self, number: int, at: int, states: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    def error(self, number: int, at: int, streams: Streams, variance: Tensor) -> Tensor:
         """How far the outputs of a block are from those that are wanted, on one batch."""
-        batch = [*self.text.trained, *self.text.held_out][at]
-        outputs = self.student.run(number, states[at], batch)
+        batch = streams.batches[at]
+        outputs = self.student.run(number, streams.states[at], batch)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-        return token_error(outputs, wanted[at].to(outputs.device), mask)
+        return variance_error(outputs, streams.wanted[at].to(outputs.device), mask, variance)
 
     @torch.no_grad()
-    def held_out(self, number: int, states: list[Tensor], wanted: list[Tensor]) -> float:
+    def held_out(self, number: int, streams: Streams, variance: Tensor) -> float:
         """The same over the held-out batches."""
-        places = range(len(self.text.trained), len(states))
-        return fmean(float(self.error(number, at, states, wanted)) for at in places)
+        places = range(len(self.text.trained), len(streams.batches))
+        return fmean(float(self.error(number, at, streams, variance)) for at in places)
 
 
 class _Run:
@@ -224,19 +226,13 @@ class _Run:
         self.healed: dict[str, LayerHealing] = {}
         self._step, self._begun = 0, False
 
-    def visit(
-        self,
-        number: int,
-        states: list[Tensor],
-        wanted: list[Tensor],
-        stop: Callable[[], bool],
-    ) -> None:
+    def visit(self, number: int, streams: Streams, stop: Callable[[], bool]) -> None:
         """Trains a block that is present, or takes what was kept of it."""
         weights = self.healer.weights(number)
         layer = None if self._begun else self._kept(number, weights)
         if layer is None:
             self.keep_history()
-            layer = self._healed(number, states, wanted, stop)
+            layer = self._healed(number, streams, stop)
             trained = weights if layer.after < layer.before else {}
             _keep(self._place(number), _Kept(layer=layer), trained)
         else:
@@ -272,17 +268,12 @@ class _Run:
             weights[name].copy_(tensor)
         return layer
 
-    def _healed(
-        self,
-        number: int,
-        states: list[Tensor],
-        wanted: list[Tensor],
-        stop: Callable[[], bool],
-    ) -> LayerHealing:
+    def _healed(self, number: int, streams: Streams, stop: Callable[[], bool]) -> LayerHealing:
         """Trains a block; its weights are those before, where training brings it no nearer."""
         healer, weights = self.healer, self.healer.weights(number)
         begun_with = {name: weight.detach().clone() for name, weight in weights.items()}
-        before = healer.held_out(number, states, wanted)
+        variance = streams.variance(len(healer.text.trained))
+        before = healer.held_out(number, streams, variance)
         if not math.isfinite(before):
             raise self._broken(f"layer {number + 1} is {before} away before", trained=False)
         if before == 0:  # as long as all layers before are those of the original
@@ -296,7 +287,7 @@ class _Run:
         for at in islice(_order(len(healer.text.trained), seed), steps):
             for weight in weights.values():
                 weight.requires_grad_(True)
-            loss = healer.error(number, at, states, wanted)
+            loss = healer.error(number, at, streams, variance)
             loss.backward()
             nn.utils.clip_grad_norm_(weights.values(), 1.0)
             optimiser.step()
@@ -310,7 +301,7 @@ class _Run:
                 )
         for weight in weights.values():
             weight.requires_grad_(False)
-        after = healer.held_out(number, states, wanted)
+        after = healer.held_out(number, streams, variance)
         if not after < before:
             for name, weight in weights.items():
                 weight.copy_(begun_with[name])
@@ -369,7 +360,7 @@ def _moving(net: PreTrainedModel, paths: Sequence[str], train: HealTrain) -> lis
 
     def moves(full: str, weight: nn.Parameter) -> bool:
         asked = train is HealTrain.ALL or full.startswith(projections)
-        return asked and places[id(weight)] == 1 and weight.is_floating_point()
+        return asked and places[id(weight)] == 1 and weight.numel() > 0
 
     return [
         frozenset(

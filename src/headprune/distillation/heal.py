@@ -161,8 +161,6 @@ def heal(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
-    if shard:
-        refuse_sharded(config)
     if config.by_layer:
         refuse_by_layer(shard)
     elif asked_placement() is Placement.LAYERS:
@@ -170,6 +168,8 @@ def heal(
             "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
             "leave out --placement."
         )
+    if shard:
+        refuse_sharded(config)
     if not processes.is_main():
         on_stage = on_step = _say_nothing
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
@@ -186,6 +186,7 @@ def heal(
         assume_supported=assume_supported,
         drop_unexpected=drop_unexpected,
         shard=shard,
+        placement=Placement.LAYERS.value if asked_placement() is Placement.LAYERS else None,
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]

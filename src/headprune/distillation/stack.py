@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.errors import HeadpruneError
-from headprune.model.batch import Batch
+from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.forward import run_model
 from headprune.model.placement import input_device
 from headprune.model.residency import blocks_of, present
@@ -101,6 +102,33 @@ class Stack:
         raise HeadpruneError(
             f"--by-layer: '{self.paths[number]}' does not run on this text. Leave out --by-layer."
         )
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What enters a block of the student, and what its outputs are to be, in equal batches.
+
+    Attributes:
+        batches: Those that are trained on, and then those that judge.
+        states: Inputs, on the CPU, shape (sequences, length, width).
+        wanted: Outputs of the original's block on the original's stream, of the same shape.
+    """
+
+    batches: Sequence[Batch]
+    states: list[Tensor]
+    wanted: list[Tensor]
+
+    def variance(self, count: int) -> Tensor:
+        """Of every channel that is wanted, over the real tokens of the first batches."""
+        sums, tokens = torch.zeros(2, self.wanted[0].shape[-1], dtype=torch.float64), 0
+        for wanted, batch in zip(self.wanted[:count], self.batches, strict=False):
+            real = real_tokens(wanted, token_mask(batch, "encoder")).double()
+            sums += torch.stack([real.sum(0), real.square().sum(0)])
+            tokens += len(real)
+        mean, square = sums / tokens
+        variance: Tensor = square - mean.square()
+        least = 1e-3 * float(variance.median())  # of a channel that stands still
+        return variance.clamp_min(least).to(torch.float32)
 
 
 class _Reached(Exception):

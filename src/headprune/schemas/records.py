@@ -157,8 +157,8 @@ class LayerHealing(_Part):
     """A layer was trained to give what that of another model gives.
 
     Attributes:
-        before: Mean relative error of its outputs on held-out text, as the healed layers before it
-            leave it.
+        before: Squared error of its outputs over their variance, on held-out text, as the healed
+            layers before it leave it.
         after: The same, of the weights that were taken.
         steps: Optimiser steps.
     """

@@ -53,16 +53,17 @@ def relative_error(
     return error / norm
 
 
-def token_error(
+def variance_error(
     states: Float[Tensor, "batch length hidden"],
     target: Float[Tensor, "batch length hidden"],
     mask: Tensor,
+    variance: Float[Tensor, " hidden"],
 ) -> Float[Tensor, ""]:
-    """The same of every token on its own, averaged: a norm is what reads them next.
+    """Squared error over the variance of its channel, averaged over real tokens and channels.
 
-    The few tokens whose states are large beside all others weigh as much as any.
+    1 is what the mean of the target would give. Channels that are large beside all others, as
+    language models have them, weigh as much as any.
     """
-    error = (states.float() - target.float()).square().sum(-1)
-    relative = error / target.float().square().sum(-1).clamp_min(1e-12)
-    mask = mask.to(states.device)
-    return (relative * mask).sum() / mask.sum()
+    weight = mask[..., None].to(states.device, torch.float32)
+    error = (states.float() - target.float()).square() / variance.to(states.device)
+    return (error * weight).sum() / (weight.sum() * len(variance))
