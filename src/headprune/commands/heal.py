@@ -10,8 +10,8 @@ from headprune.commands.shared import (
     DATA,
     Columns,
     Cutting,
-    OnDevice,
     OneModel,
+    Placed,
     output,
 )
 from headprune.config import HealConfig, HealTrain, Place, Resuming
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headprune.estimates import Estimate, Sizes
 
 
-class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, OnDevice):
+class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, Placed):
     """Train a cut or converted model to match the model it came from, on plain text."""
 
     teacher: Place = option(

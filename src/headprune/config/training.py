@@ -173,6 +173,12 @@ class HealConfig(Options):
         HealTrain.ALL,
         Panel.TRAINING,
     )
+    by_layer: bool = option(
+        "Train one layer after the other to give what the original's layer gives, so many steps "
+        "each; with --placement layers in the memory of two layers.",
+        False,
+        Panel.TRAINING,
+    )
     lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
     batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
     seq_len: Length = option("Tokens per sequence.", 256, Panel.TRAINING)
@@ -196,3 +202,13 @@ class HealConfig(Options):
     save_every: Steps | None = option(
         "Steps between checkpoints. Default: a tenth.", None, Panel.TRAINING
     )
+
+    @model_validator(mode="after")
+    def _fitting_layers(self) -> HealConfig:
+        if self.by_layer and self.train is HealTrain.LORA:
+            raise ValueError("--by-layer trains weights of the model: give --train attention")
+        if self.by_layer and self.gradient_checkpointing:
+            raise ValueError("--by-layer holds one layer: leave out --gradient-checkpointing")
+        if self.by_layer and self.save_every is not None:
+            raise ValueError("--by-layer saves after every layer: leave out --save-every")
+        return self

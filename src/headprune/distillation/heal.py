@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from headprune.config import DataConfig, Dtype, HealConfig, Objective, Resuming
 from headprune.data.batches import batches
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
+from headprune.distillation.by_layer import LayerHealer, Text, Watch, refuse_by_layer
 from headprune.distillation.shards import (
     ShardedResult,
     refuse_sharded,
@@ -35,21 +39,20 @@ from headprune.exporting.publish import (
     Pruned,
     WriteOrder,
     refuse_unprovable,
-    write_proven,
 )
+from headprune.exporting.streamed import write_changed
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
-from headprune.model.loading import from_pretrained, load_config, load_tokenizer, task_of
-from headprune.model.opening import load, result_dtypes
+from headprune.model.loading import load_config, load_tokenizer, task_of
+from headprune.model.opening import as_it_fits, load, result_dtypes
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
-from headprune.model.sharding import load_sharded
-from headprune.placements import in_shards
+from headprune.placements import Placement, asked_placement, in_shards, placing
 from headprune.planning.from_scores import plan_from_scores
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.records import Healing
+from headprune.schemas.records import Healing, LayerHealing
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit
 from headprune.training.resumable import (
@@ -97,6 +100,17 @@ class Healed:
         }
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What a training came to, as ``Healing`` has it."""
+
+    steps: int
+    before: float
+    after: float
+    taken_after: int
+    layers: dict[str, LayerHealing] | None = None
+
+
 def heal(
     model: str | Path,
     teacher: str | Path,
@@ -132,6 +146,13 @@ def heal(
     """
     processes.share_of(config.batch_size)
     shard, allowed = in_shards(), context.allowed
+    if config.by_layer:
+        refuse_by_layer(shard)
+    elif asked_placement() is Placement.LAYERS:
+        raise HeadpruneError(
+            "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
+            "leave out --placement."
+        )
     if shard:
         refuse_sharded(config)
     if not processes.is_main():
@@ -148,6 +169,7 @@ def heal(
         **vars(allowed),
         shard=shard,
         overwrite=rerun.overwrite,
+        placement=Placement.LAYERS.value if asked_placement() is Placement.LAYERS else None,
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]
@@ -155,7 +177,8 @@ def heal(
     def unhealed(weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
         return load(model, Dtype.FLOAT32, allowed, weights=weights)
 
-    with at_work(output, settings, inputs, rerun) as work:
+    whole = nullcontext() if shard or config.by_layer else placing(Placement.WHOLE)
+    with at_work(output, settings, inputs, rerun) as work, whole:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
         load_config(teacher, trust_remote_code=allowed.trust_remote_code)
@@ -168,10 +191,10 @@ def heal(
         stored = result_dtypes(net, model, config.out_dtype)
         refuse_without_text(net, "heal")
         bf16 = config.bf16 and devices.computes_bfloat16()
-        dtype = "bfloat16" if bf16 else "float32"
-        original = (load_sharded if shard else from_pretrained)(
+        dtype = "bfloat16" if bf16 and not config.by_layer else "float32"
+        original = as_it_fits(
             teacher,
-            dtype=dtype,
+            dtype,
             trust_remote_code=allowed.trust_remote_code,
             drop_unexpected=allowed.drop_unexpected,
         )
@@ -186,6 +209,38 @@ def heal(
         rows, held_out = _split(rows, config.batch_size)
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
+
+        def written(trained: _Trained, write: Callable[[WriteOrder], Pruned]) -> Healed:
+            healing = Healing(
+                teacher=str(teacher),
+                teacher_id=id_of_model(teacher),
+                seed=config.seed,
+                **vars(trained),
+            )
+            record = Changes(healing, made_by=context.made_by, history=work.history)
+            pruned = write(WriteOrder(source, model, plan, output, stored, record))
+            work.remove()
+            if not trained.taken_after:
+                pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
+            steps, taken_after = trained.steps, trained.taken_after
+            return Healed(pruned, trained.before, trained.after, steps, taken_after)
+
+        def in_memory(healed: PreTrainedModel) -> Callable[[WriteOrder], Pruned]:
+            cuts = resolve(plan.model_copy(update={"model": None}), healed, ragged=True)
+            return lambda order: write_changed(healed, cuts, order, context)
+
+        go_on, remedies = f"Go on with: {again}", _remedies(config, bf16)
+        if config.by_layer:
+            text = Text.of(rows, held_out, collate, config)
+            healer = LayerHealer(net, original, text, config, bf16)
+            context.stage("measuring before")
+            before = healer.divergence()
+            layers = healer.heal(work, Watch(context, go_on, remedies))
+            context.stage("measuring after")
+            steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
+            if after < before:
+                return written(_Trained(steps, before, after, steps, layers), in_memory(net))
+            return written(_Trained(steps, before, before, 0, layers), in_memory(unhealed()[0]))
         if config.gradient_checkpointing:
             enable = getattr(
                 net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
@@ -196,7 +251,7 @@ def heal(
         trainer = HealTrainer(
             held_out,
             model=healed,
-            remedies=_remedies(config, bf16),
+            remedies=remedies,
             args=heal_arguments(config, work.checkpoints),
             train_dataset=rows,
             data_collator=collate,
@@ -206,7 +261,7 @@ def heal(
         context.stage("healing")
         with stop_on_interrupt() as stopped:
             callback = HistoryCallback(trainer, work, context.step, stopped.is_set)
-            train(trainer, work, callback, rerun.resume, f"Go on with: {again}", context.stage)
+            train(trainer, work, callback, rerun.resume, go_on, context.stage)
 
         def best() -> tuple[int, float]:
             return trainer.take_best(before) or (0, before)
@@ -223,28 +278,10 @@ def heal(
             sharded = ShardedResult.of(result(), skeleton, checkpoint, stored)
 
         def finish() -> Healed:
-            steps = trainer.state.global_step
-            healing = Healing(
-                teacher=str(teacher),
-                teacher_id=id_of_model(teacher),
-                steps=steps,
-                before=before,
-                after=after,
-                taken_after=taken_after,
-                seed=config.seed,
-            )
-            record = Changes(healing, made_by=context.made_by, history=work.history)
-            order = WriteOrder(source, model, plan, output, stored, record)
+            trained = _Trained(trainer.state.global_step, before, after, taken_after)
             if sharded is not None:
-                pruned = sharded.write(order, context)
-            else:
-                net = result()
-                cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=True)
-                pruned = write_proven(net, cuts, order, context)
-            work.remove()
-            if not taken_after:
-                pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
-            return Healed(pruned, before, after, steps, taken_after)
+                return written(trained, partial(sharded.write, context=context))
+            return written(trained, in_memory(result()))
 
         return processes.on_main(finish)
 

@@ -67,7 +67,7 @@ class Residency:
         self.stored_as: Callable[[str], torch.dtype] | None = None
         self._sources = sources(net, tensors)
         self._disk = {source: name for name, source in tensors.items()}
-        self.blocks = _blocks(net)
+        self.blocks = blocks_of(net)
         self._slots = [_slots(net, block) for block in self.blocks]
         self._forwards: list[Any] = []
         self._held: Counter[int] = Counter()
@@ -131,7 +131,8 @@ class Residency:
             with self.holding(number):
                 return forward(*args, **kwargs)
 
-        if not torch.is_grad_enabled() or _RECOMPUTING:
+        # what is held stays until its gradients have come by
+        if not torch.is_grad_enabled() or _RECOMPUTING or self._held[number]:
             return held(*args, **kwargs)
         # a cache would get the same keys twice
         without = dict.fromkeys({"past_key_values", "past_key_value", "layer_past"} & set(kwargs))
@@ -276,7 +277,7 @@ def _recomputed() -> Iterator[None]:
 def runs_by_layers(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a model without weights can be run layer by layer from these tensors."""
     try:
-        _blocks(net)
+        blocks_of(net)
         sources(net, tensors)
     except Unmapped:
         return False
@@ -288,7 +289,7 @@ def residency_of(net: nn.Module) -> Residency | None:
     return next((m.__dict__[_PLACE][0] for m in net.modules() if _PLACE in m.__dict__), None)
 
 
-def _blocks(net: PreTrainedModel) -> list[nn.Module]:
+def blocks_of(net: PreTrainedModel) -> list[nn.Module]:
     """The modules that are not split, without those inside of others, and the embeddings."""
     kinds, embeddings = set(net._no_split_modules or ()), None
     with suppress(NotImplementedError):  # a model of images may have none

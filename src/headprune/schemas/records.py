@@ -152,6 +152,21 @@ class Merging(_Part):
     ways: dict[str, KvWay] | None = None
 
 
+class LayerHealing(_Part):
+    """A layer was trained to give what that of another model gives.
+
+    Attributes:
+        before: Squared error of its outputs over their variance, on held-out text, as the healed
+            layers before it leave it.
+        after: The same, of the weights that were taken.
+        steps: Optimiser steps.
+    """
+
+    before: Finite
+    after: Finite
+    steps: Count
+
+
 class Healing(_Part):
     """Weights were trained to match another model.
 
@@ -164,6 +179,7 @@ class Healing(_Part):
         taken_after: Steps after which these were had; 0 for those that it began with. None in
             older manifests, where they are the last.
         seed: Seed of the order of the data; None in older manifests.
+        layers: What was trained layer by layer; None where all were trained at once.
     """
 
     kind: Literal["healing"] = "healing"
@@ -174,6 +190,7 @@ class Healing(_Part):
     after: Finite | None = None
     taken_after: Count | None = None
     seed: Count | None = None
+    layers: dict[str, LayerHealing] | None = None
 
 
 class Migration(_Part):
