@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import (
     Cutting,
-    OnDevice,
     OneModel,
+    Placed,
     Replacing,
     Streamed,
     made_by,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class MigrateOptions(OneModel, Streamed, Replacing, Cutting, OnDevice):
+class MigrateOptions(OneModel, Streamed, Replacing, Cutting, Placed):
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
 
     output: Path = option(
