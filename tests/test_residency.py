@@ -29,6 +29,7 @@ from headprune.model.stored import fetch_weights, stored_tensors
 from headprune.placements import Placement, placing
 from headprune.proof.equivalence import difference
 from tests import tiny
+from tests.test_verify import old_folder
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +291,35 @@ def test_healing_has_the_whole_model_in_memory(sharded: Path, tmp_path: Path) ->
             sharded, output=tmp_path / "out", heal_steps=2, placement="layers", **given
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_check(sharded: Path) -> None:
+    given: dict[str, Any] = {"data": (str(sharded / "text.txt"),), "seq_len": 16, "max_windows": 8}
+    given["against"] = str(sharded)
+    found = {
+        placement: headprune.check(
+            sharded, limits=("perplexity <= 400",), placement=placement, **given
+        ).metrics
+        for placement in ("whole", "layers")
+    }
+    assert found["whole"] == found["layers"]
+    one, *others = found["layers"]
+    assert found["whole"] != (one.model_copy(update={"value": one.value + 1e-9}), *others)
+    with pytest.raises(HeadpruneError, match="Give placement whole, or leave these limits out"):
+        headprune.check(
+            sharded, limits=("decode_tokens_per_s >= 95 %",), placement="layers", **given
+        )
+
+
+def test_migrate(tmp_path: Path) -> None:
+    old = old_folder(tiny.model("bert-mlm"), tmp_path / "old", {0: [1, 4], 2: [0, 1, 2]})
+    for placement in ("whole", "layers"):
+        done = headprune.migrate(old, tmp_path / placement, placement=placement)
+        assert done.manifest.proof is not None
+    whole, layers = (_weights(tmp_path / placement) for placement in ("whole", "layers"))
+    assert _same(whole, layers)
+    next(iter(layers.values())).view(torch.int32).view(-1)[0] += 1
+    assert not _same(whole, layers)
 
 
 def test_weights_of_the_hub_are_fetched_first(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune import devices
 from headprune.commands.evaluate import estimate
-from headprune.commands.shared import OnDevice, Trust
+from headprune.commands.shared import Placed, Trust
 from headprune.config import CheckConfig
 from headprune.declaration import (
     Chapter,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headprune.regression.check import CheckReport
 
 
-class CheckOptions(CheckConfig, Trust, OnDevice):
+class CheckOptions(CheckConfig, Trust, Placed):
     """Hold a model to limits, against a stored baseline and the original. For CI.
 
     Exit codes: 0 passed (or too close to call, with a warning), 1 a limit is broken (with --strict

@@ -89,10 +89,21 @@ def _estimate(options: HealOptions, sizes: Sizes) -> Estimate:
         HealTrain.ALL: sizes.parameters,
     }[options.train]
     batch = options.batch_size * options.seq_len
-    teacher = sizes.parameters * (2 if options.bf16 and devices.computes_bfloat16() else 4)
+    half = options.bf16 and devices.computes_bfloat16() and not options.by_layer
+    teacher = sizes.parameters * (2 if half else 4)
     tokens = float(options.steps * batch)
     needs = sizes.training(tokens, batch, trained, 4, options.gradient_checkpointing, teacher)
-    return replace(needs, disk_bytes=needs.disk_bytes + sizes.stored(options.out_dtype))
+    stored = sizes.stored(options.out_dtype)
+    if not options.by_layer:
+        return replace(needs, disk_bytes=needs.disk_bytes + stored)
+    # both streams of all text, and a layer that is trained
+    held = (2 * 4 * int(tokens) + 16 * 4 * batch) * sizes.hidden + 16 * trained // sizes.layers
+    return replace(
+        needs,
+        disk_bytes=4 * trained + stored,
+        memory_bytes=needs.weights_bytes + held,
+        layers_bytes=sizes.by_layers(needs.weights_bytes) + held,
+    )
 
 
 declare(

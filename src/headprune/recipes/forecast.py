@@ -102,7 +102,8 @@ def forecast(recipe: Recipe, trust_remote_code: bool = False) -> Forecast:
             record = record.model_copy(update={"steps": left})
         options = options_of(recipe, name, recipe.output / name)
         estimate = step.kind().estimate(options, sizes)
-        needs = needs_of(estimate, "placement" in type(options).model_fields)
+        layered = estimate.layers_bytes is not None and "placement" in type(options).model_fields
+        needs = needs_of(estimate, layered)
         steps.append(StepForecast(name, outlook.cached, why, estimate, needs))
     above = next(p for p in recipe.output.absolute().parents if p.exists())
     return Forecast(tuple(steps), shutil.disk_usage(above).free, sizes.rule())

@@ -25,6 +25,7 @@ from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
 from headprune.model import speed
 from headprune.model.cost import ModelCost, model_cost
+from headprune.model.residency import residency_of
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import GitState, git_state
 from headprune.regression.limits import (
@@ -115,6 +116,12 @@ def check(
     start = time.perf_counter()
     loaded = _load(config, against, trust_remote_code)
     _check_metrics(limits, loaded, config)
+    times = any(one.metric in SPEED for one in limits)
+    if times and any(map(residency_of, loaded.nets)):
+        raise HeadpruneError(
+            "Limits on speed time a model as a whole, which --placement layers does not hold. Give "
+            "--placement whole, or leave these limits out."
+        )
     if baseline is not None:
         _compare_origin(baseline, loaded, config)
         for one in (one for one in limits if one.needs_baseline and one.is_quality):
@@ -122,7 +129,7 @@ def check(
     evaluation = run(loaded, config.evaluate_config(), progress)
     counts = any(one.metric == ROLES_LOST for one in limits)
     lost = lost_roles(loaded, config, progress) if counts else None
-    ratios = speed.ratios(*loaded.nets) if any(one.metric in SPEED for one in limits) else {}
+    ratios = speed.ratios(*loaded.nets) if times else {}
     evaluated = time.perf_counter()
     judged = tuple(
         lost.judge(one, config)
