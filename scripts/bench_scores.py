@@ -48,7 +48,7 @@ from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.planning.allocation import PerModule, allocate
-from headprune.planning.plan import equal_shares
+from headprune.planning.choice import equal_shares
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.selection import keep_best
