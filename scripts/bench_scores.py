@@ -124,7 +124,7 @@ def calibration_of(
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
         return CalibrationSample(rows, collate, len(rows) * OWN_LENGTH, 8, (0, 1, 2, 3))
-    config = CalibrationConfig(tokens=10**9, seq_len=length)
+    config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
     every = calibration(net, model, DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)
     step = len(every.rows) / count

@@ -9,21 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
-from headprune import devices, processes
-from headprune.config import DataConfig, Dtype, HealConfig, Objective, Resuming
-from headprune.data.batches import batches
+from headprune import processes
+from headprune.config import DataConfig, HealConfig, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.by_layer import LayerHealer, Text, Watch, refuse_by_layer
+from headprune.distillation.opened import Job, Opened
 from headprune.distillation.shards import (
     ShardedResult,
     refuse_sharded,
-    refuse_uneven_ties,
-    refuse_unmapped,
 )
 from headprune.distillation.trainer import (
     HealedModel,
@@ -33,28 +30,21 @@ from headprune.distillation.trainer import (
     refuse_without_peft,
     trainable,
 )
-from headprune.errors import DataError, HeadpruneError
+from headprune.errors import HeadpruneError
 from headprune.exporting.publish import (
     Changes,
     Pruned,
     WriteOrder,
-    refuse_unprovable,
 )
 from headprune.exporting.streamed import write_changed
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
-from headprune.model.loading import load_config, load_tokenizer, task_of
-from headprune.model.opening import as_it_fits, load, result_dtypes
-from headprune.model.placement import placed, reshard
-from headprune.model.refusals import refuse_without_text
+from headprune.model.loading import load_config
 from headprune.placements import Placement, asked_placement, in_shards, placing
-from headprune.planning.from_scores import plan_from_scores
-from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.records import Healing, LayerHealing
 from headprune.surgery.cut import resolve
-from headprune.tensors.units import Unit
 from headprune.training.resumable import (
     HistoryCallback,
     Remedies,
@@ -63,7 +53,6 @@ from headprune.training.resumable import (
 )
 from headprune.training.work import HealSettings, at_work, settings_now
 
-HELD_OUT = 16  # rows of the text that are not trained on, to judge by
 _NO_BETTER = (
     "Healing brought the model no nearer to its teacher on text that it was not trained on: the "
     "result has the weights that it began with. Try more text, or a lower --learning-rate."
@@ -145,16 +134,7 @@ def heal(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
-    shard, allowed = in_shards(), context.allowed
-    if config.by_layer:
-        refuse_by_layer(shard)
-    elif asked_placement() is Placement.LAYERS:
-        raise HeadpruneError(
-            "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
-            "leave out --placement."
-        )
-    if shard:
-        refuse_sharded(config)
+    _refuse_unfit(config)
     if not processes.is_main():
         context = context.unheard()
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
@@ -166,124 +146,129 @@ def heal(
         output=output,
         **_changed(data, DataConfig(source=data.source)),
         **{"steps": config.steps, **_changed(config, HealConfig(steps=config.steps))},
-        **vars(allowed),
-        shard=shard,
+        **vars(context.allowed),
+        shard=in_shards(),
         overwrite=rerun.overwrite,
         placement=Placement.LAYERS.value if asked_placement() is Placement.LAYERS else None,
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]
-
-    def unhealed(weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
-        return load(model, Dtype.FLOAT32, allowed, weights=weights)
-
-    whole = nullcontext() if shard or config.by_layer else placing(Placement.WHOLE)
-    with at_work(output, settings, inputs, rerun) as work, whole:
+    held_whole = nullcontext() if in_shards() or config.by_layer else placing(Placement.WHOLE)
+    with at_work(output, settings, inputs, rerun) as work, held_whole:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
-        load_config(teacher, trust_remote_code=allowed.trust_remote_code)
-        context.stage("loading both models")
-        if shard:
-            skeleton = unhealed(weights=False)[0]
-            refuse_unmapped(skeleton, model)
-            refuse_uneven_ties(skeleton, model)
-        net, source = unhealed()
-        stored = result_dtypes(net, model, config.out_dtype)
-        refuse_without_text(net, "heal")
-        bf16 = config.bf16 and devices.computes_bfloat16()
-        dtype = "bfloat16" if bf16 and not config.by_layer else "float32"
-        original = as_it_fits(
-            teacher,
-            dtype,
-            trust_remote_code=allowed.trust_remote_code,
-            drop_unexpected=allowed.drop_unexpected,
-        )
-        original = placed(original)
-        _check_pair(net, original)
-        plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
-        refuse_unprovable(net, plan)
-        reshard(net)
-        context.stage("reading the data")
-        tokenizer = load_tokenizer(model, trust_remote_code=allowed.trust_remote_code)
-        rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
-        rows, held_out = _split(rows, config.batch_size)
+        load_config(teacher, trust_remote_code=context.allowed.trust_remote_code)
+        job = Job(model, teacher, output, config, context, work, f"Go on with: {again}")
+        opened = Opened.by(job, data)
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
-
-        def written(trained: _Trained, write: Callable[[WriteOrder], Pruned]) -> Healed:
-            healing = Healing(
-                teacher=str(teacher),
-                teacher_id=id_of_model(teacher),
-                seed=config.seed,
-                **vars(trained),
-            )
-            record = Changes(healing, made_by=context.made_by, history=work.history)
-            pruned = write(WriteOrder(source, model, plan, output, stored, record))
-            work.remove()
-            if not trained.taken_after:
-                pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
-            steps, taken_after = trained.steps, trained.taken_after
-            return Healed(pruned, trained.before, trained.after, steps, taken_after)
-
-        def in_memory(healed: PreTrainedModel) -> Callable[[WriteOrder], Pruned]:
-            cuts = resolve(plan.model_copy(update={"model": None}), healed, ragged=True)
-            return lambda order: write_changed(healed, cuts, order, context)
-
-        go_on, remedies = f"Go on with: {again}", _remedies(config, bf16)
         if config.by_layer:
-            text = Text.of(rows, held_out, collate, config)
-            healer = LayerHealer(net, original, text, config, bf16)
-            context.stage("measuring before")
-            before = healer.divergence()
-            layers = healer.heal(work, Watch(context, go_on, remedies))
-            context.stage("measuring after")
-            steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
-            if after < before:
-                return written(_Trained(steps, before, after, steps, layers), in_memory(net))
-            return written(_Trained(steps, before, before, 0, layers), in_memory(unhealed()[0]))
-        if config.gradient_checkpointing:
-            enable = getattr(
-                net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": False})
-        student = trainable(net, attention_of(net), config)
-        healed = HealedModel(student, original, bf16)
-        trainer = HealTrainer(
-            held_out,
-            model=healed,
-            remedies=remedies,
-            args=heal_arguments(config, work.checkpoints),
-            train_dataset=rows,
-            data_collator=collate,
+            return _by_layer(job, opened)
+        return _together(job, opened, rerun.resume)
+
+
+def _refuse_unfit(config: HealConfig) -> None:
+    """Refuses settings that do not go together with where models are held.
+
+    Raises:
+        HeadpruneError: Saying what to leave out.
+    """
+    if config.by_layer:
+        refuse_by_layer(in_shards())
+    elif asked_placement() is Placement.LAYERS:
+        raise HeadpruneError(
+            "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
+            "leave out --placement."
         )
-        context.stage("measuring before")
-        before = trainer.held_out()
-        context.stage("healing")
-        with stop_on_interrupt() as stopped:
-            callback = HistoryCallback(trainer, work, context.step, stopped.is_set)
-            train(trainer, work, callback, rerun.resume, go_on, context.stage)
+    if in_shards():
+        refuse_sharded(config)
 
-        def best() -> tuple[int, float]:
-            return trainer.take_best(before) or (0, before)
 
-        taken_after, after = best() if shard else processes.on_main(best)
+def _by_layer(job: Job, opened: Opened) -> Healed:
+    """Trains one layer after the other."""
+    config, context = job.config, job.context
+    text = Text.of(opened.rows, opened.held_out, opened.collate, config)
+    healer = LayerHealer(opened.net, opened.original, text, config, opened.bf16)
+    context.stage("measuring before")
+    before = healer.divergence()
+    watch = Watch(context, job.go_on, _remedies(config, opened.bf16))
+    layers = healer.heal(job.work, watch)
+    context.stage("measuring after")
+    steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
+    if after < before:
+        trained, net = _Trained(steps, before, after, steps, layers), opened.net
+    else:
+        trained, net = _Trained(steps, before, before, 0, layers), job.student()[0]
+    return _written(job, opened, trained, partial(_write, net))
 
-        def result() -> PreTrainedModel:
-            return (merged(student, config) if taken_after else unhealed()[0]).eval()
 
-        sharded: ShardedResult | None = None
-        if shard:
-            context.stage("probing the healed model")
-            checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
-            sharded = ShardedResult.of(result(), skeleton, checkpoint, stored)
+def _together(job: Job, opened: Opened, resume: bool) -> Healed:
+    """Trains all layers at once, in one process or several."""
+    config, context, work = job.config, job.context, job.work
+    if config.gradient_checkpointing:
+        net = opened.net
+        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    student = trainable(opened.net, attention_of(opened.net), config)
+    trainer = HealTrainer(
+        opened.held_out,
+        model=HealedModel(student, opened.original, opened.bf16),
+        remedies=_remedies(config, opened.bf16),
+        args=heal_arguments(config, work.checkpoints),
+        train_dataset=opened.rows,
+        data_collator=opened.collate,
+    )
+    context.stage("measuring before")
+    before = trainer.held_out()
+    context.stage("healing")
+    with stop_on_interrupt() as stopped:
+        callback = HistoryCallback(trainer, work, context.step, stopped.is_set)
+        train(trainer, work, callback, resume, job.go_on, context.stage)
 
-        def finish() -> Healed:
-            trained = _Trained(trainer.state.global_step, before, after, taken_after)
-            if sharded is not None:
-                return written(trained, partial(sharded.write, context=context))
-            return written(trained, in_memory(result()))
+    def best() -> tuple[int, float]:
+        return trainer.take_best(before) or (0, before)
 
-        return processes.on_main(finish)
+    taken_after, after = best() if in_shards() else processes.on_main(best)
+    trained = _Trained(trainer.state.global_step, before, after, taken_after)
+
+    def result() -> PreTrainedModel:
+        return (merged(student, config) if taken_after else job.student()[0]).eval()
+
+    if in_shards():
+        context.stage("probing the healed model")
+        checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
+        skeleton = job.student(weights=False)[0]
+        sharded = ShardedResult.of(result(), skeleton, checkpoint, opened.stored)
+        return processes.on_main(lambda: _written(job, opened, trained, sharded.write))
+    return processes.on_main(lambda: _written(job, opened, trained, partial(_write, result())))
+
+
+def _write(net: PreTrainedModel, order: WriteOrder, context: Context) -> Pruned:
+    """Writes a healed model that is in memory, or runs layer by layer."""
+    cuts = resolve(order.plan.model_copy(update={"model": None}), net, ragged=True)
+    return write_changed(net, cuts, order, context)
+
+
+def _written(
+    job: Job,
+    opened: Opened,
+    trained: _Trained,
+    write: Callable[[WriteOrder, Context], Pruned],
+) -> Healed:
+    """Writes and proves what training came to, and removes its checkpoints."""
+    healing = Healing(
+        teacher=str(job.teacher),
+        teacher_id=id_of_model(job.teacher),
+        seed=job.config.seed,
+        **vars(trained),
+    )
+    record = Changes(healing, made_by=job.context.made_by, history=job.work.history)
+    order = WriteOrder(opened.source, job.model, opened.plan, job.output, opened.stored, record)
+    pruned = write(order, job.context)
+    job.work.remove()
+    if not trained.taken_after:
+        pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
+    return Healed(pruned, trained.before, trained.after, trained.steps, trained.taken_after)
 
 
 def _remedies(config: HealConfig, bf16: bool) -> Remedies:
@@ -300,24 +285,3 @@ def _remedies(config: HealConfig, bf16: bool) -> Remedies:
 def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
     """The settings that are not the usual ones."""
     return {name: value for name, value in config if value != getattr(usual, name)}
-
-
-def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    sizes = [m.config.get_text_config().vocab_size for m in (student, teacher)]
-    if task_of(student) != task_of(teacher) or sizes[0] != sizes[1]:
-        raise HeadpruneError(
-            f"The model to heal is a {type(student).__name__} over {sizes[0]:,} tokens, the "
-            f"teacher a {type(teacher).__name__} over {sizes[1]:,}. Give the model it came from."
-        )
-
-
-def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
-    """Training rows, and a few that are held out."""
-    count = min(HELD_OUT, len(rows) // 4)
-    if len(rows) - count < batch_size or not count:
-        raise DataError(
-            f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
-            "hold some out. Give more text, or a smaller --seq-len."
-        )
-    first = len(rows) - count
-    return rows.select(range(first)), rows.select(range(first, len(rows)))

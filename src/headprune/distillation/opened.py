@@ -1,0 +1,146 @@
+"""What a healing works on: both models, and the text apart into two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from headprune import devices
+from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.data.batches import batches
+from headprune.data.samples import Collate
+from headprune.declaration import Context
+from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
+from headprune.errors import DataError, HeadpruneError
+from headprune.exporting.publish import refuse_unprovable
+from headprune.model.attention import attention_of
+from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.opening import as_it_fits, load, result_dtypes
+from headprune.model.placement import placed, reshard
+from headprune.model.refusals import refuse_without_text
+from headprune.model.stored import StoredDtypes
+from headprune.placements import in_shards
+from headprune.planning.from_scores import plan_from_scores
+from headprune.schemas.plan import ModelIdentity, Plan
+from headprune.tensors.units import Unit
+from headprune.training.work import Work
+
+HELD_OUT = 16  # rows of the text that are not trained on, to judge by
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is healed, by what, and where it is written.
+
+    Attributes:
+        model: The model to heal.
+        teacher: The model to match.
+        output: Folder to write.
+        config: How to train.
+        context: What it runs in.
+        work: Where checkpoints and history are kept.
+        go_on: What the user is told after Ctrl-C.
+    """
+
+    model: str | Path
+    teacher: str | Path
+    output: Path
+    config: HealConfig
+    context: Context
+    work: Work
+    go_on: str
+
+    def student(self, weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
+        """The model to heal as it is on disk."""
+        return load(self.model, Dtype.FLOAT32, self.context.allowed, weights=weights)
+
+    def original(self, dtype: str) -> PreTrainedModel:
+        """The model to match, where it computes."""
+        allowed = self.context.allowed
+        original = as_it_fits(
+            self.teacher,
+            dtype,
+            trust_remote_code=allowed.trust_remote_code,
+            drop_unexpected=allowed.drop_unexpected,
+        )
+        return placed(original)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The models of a job and the text, read.
+
+    Attributes:
+        net: The student.
+        original: The model to match.
+        source: Who the student is.
+        plan: The plan by which it keeps all heads.
+        stored: Element types to write.
+        rows: Sequences to train on.
+        held_out: Sequences to judge by.
+        collate: Makes a batch of some of them.
+        bf16: Whether to compute in bfloat16 (autocast).
+    """
+
+    net: PreTrainedModel
+    original: PreTrainedModel
+    source: ModelIdentity
+    plan: Plan
+    stored: StoredDtypes
+    rows: Dataset
+    held_out: Dataset
+    collate: Collate
+    bf16: bool
+
+    @classmethod
+    def by(cls, job: Job, data: DataConfig) -> Opened:
+        """Reads them.
+
+        Raises:
+            HeadpruneError: If they do not fit together, or the text is too short.
+        """
+        config, context = job.config, job.context
+        context.stage("loading both models")
+        if in_shards():
+            skeleton = job.student(weights=False)[0]
+            refuse_unmapped(skeleton, job.model)
+            refuse_uneven_ties(skeleton, job.model)
+        net, source = job.student()
+        stored = result_dtypes(net, job.model, config.out_dtype)
+        refuse_without_text(net, "heal")
+        bf16 = config.bf16 and devices.computes_bfloat16()
+        original = job.original("bfloat16" if bf16 and not config.by_layer else "float32")
+        _check_pair(net, original)
+        plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
+        refuse_unprovable(net, plan)
+        reshard(net)
+        context.stage("reading the data")
+        remote = context.allowed.trust_remote_code
+        tokenizer = load_tokenizer(job.model, trust_remote_code=remote)
+        rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
+        parts = _split(rows, config.batch_size)
+        return cls(net, original, source, plan, stored, *parts, collate, bf16)
+
+
+def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    sizes = [m.config.get_text_config().vocab_size for m in (student, teacher)]
+    if task_of(student) != task_of(teacher) or sizes[0] != sizes[1]:
+        raise HeadpruneError(
+            f"The model to heal is a {type(student).__name__} over {sizes[0]:,} tokens, the "
+            f"teacher a {type(teacher).__name__} over {sizes[1]:,}. Give the model it came from."
+        )
+
+
+def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
+    """Training rows, and a few that are held out."""
+    count = min(HELD_OUT, len(rows) // 4)
+    if len(rows) - count < batch_size or not count:
+        raise DataError(
+            f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
+            "hold some out. Give more text, or a smaller --seq-len."
+        )
+    first = len(rows) - count
+    return rows.select(range(first)), rows.select(range(first, len(rows)))
