@@ -444,6 +444,12 @@ def test_memory_is_that_of_the_machine_and_the_container(
     assert memory.available() == 7
     (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 2\n")
     assert memory.available() == 9  # what was read of files gives way
+    older = tmp_path / "memory"
+    older.mkdir()
+    (older / "memory.limit_in_bytes").write_text("8\n")
+    (older / "memory.usage_in_bytes").write_text("7\n")
+    (older / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 3\n")
+    assert memory.available() == 4
 
 
 def test_proof_of_tensors_is_refused_where_weights_change(

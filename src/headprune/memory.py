@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (  # of version 2 and of version 1: the folder, limit, use, and what of it can be let go
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def available() -> int | None:
@@ -19,11 +23,13 @@ def available() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(line for line in lines if line.startswith("MemAvailable:"))
         found.append(1024 * int(free.split()[1]))
-    with suppress(OSError, ValueError):  # the limit may be "max"
-        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # pages of files that were read are let go when others need the room
-        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
+    for folder, limited, taken, unused in _LIMITS:
+        with suppress(OSError, ValueError):  # the limit may be "max"
+            place = _CGROUP / folder
+            limit, used = (int((place / name).read_text()) for name in (limited, taken))
+            stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            # pages of files that were read are let go when others need the room
+            found.append(max(0, limit - used + int(stat.get(unused, 0))))
     return min(found, default=None)
 
 
