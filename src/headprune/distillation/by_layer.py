@@ -60,7 +60,7 @@ from headprune.training.work import Work
 
 
 @dataclass(frozen=True)
-class Text:
+class Batched:
     """Sequences in batches.
 
     Attributes:
@@ -72,7 +72,7 @@ class Text:
     held_out: Sequence[Batch]
 
     @classmethod
-    def of(cls, rows: Dataset, held_out: Dataset, collate: Collate, config: HealConfig) -> Text:
+    def of(cls, rows: Dataset, held_out: Dataset, collate: Collate, config: HealConfig) -> Batched:
         """As many batches as there are steps, or all, if the text has fewer."""
         size, drawn = config.batch_size, list(range(len(rows)))
         random.Random(config.seed).shuffle(drawn)
@@ -141,7 +141,7 @@ class LayerHealer:
         self,
         student: PreTrainedModel,
         original: PreTrainedModel,
-        text: Text,
+        text: Batched,
         config: HealConfig,
         bf16: bool,
     ) -> None:

@@ -16,7 +16,7 @@ from headprune import processes
 from headprune.config import DataConfig, HealConfig, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
-from headprune.distillation.by_layer import LayerHealer, Text, Watch, refuse_by_layer
+from headprune.distillation.by_layer import Batched, LayerHealer, Watch, refuse_by_layer
 from headprune.distillation.opened import Job, Opened
 from headprune.distillation.shards import (
     ShardedResult,
@@ -187,7 +187,7 @@ def _refuse_unfit(config: HealConfig) -> None:
 def _by_layer(job: Job, opened: Opened) -> Healed:
     """Trains one layer after the other."""
     config, context = job.config, job.context
-    text = Text.of(opened.rows, opened.held_out, opened.collate, config)
+    text = Batched.of(opened.rows, opened.held_out, opened.collate, config)
     healer = LayerHealer(opened.net, opened.original, text, config, opened.bf16)
     context.stage("measuring before")
     before = healer.divergence()
