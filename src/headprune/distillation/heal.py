@@ -17,7 +17,7 @@ from headprune.config import DataConfig, HealConfig, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.by_layer import Batched, LayerHealer, Watch, refuse_by_layer
-from headprune.distillation.opened import Job, Opened
+from headprune.distillation.pair import HealingJob, Pair
 from headprune.distillation.shards import (
     ShardedResult,
     refuse_sharded,
@@ -158,13 +158,13 @@ def heal(
         refuse_missing_file(data.source)
         refuse_without_peft(config)
         load_config(teacher, trust_remote_code=context.allowed.trust_remote_code)
-        job = Job(model, teacher, output, config, context, work, f"Go on with: {again}")
-        opened = Opened.by(job, data)
+        job = HealingJob(model, teacher, output, config, context, work, f"Go on with: {again}")
+        pair = Pair.by(job, data)
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
         if config.by_layer:
-            return _by_layer(job, opened)
-        return _together(job, opened, rerun.resume)
+            return _by_layer(job, pair)
+        return _together(job, pair, rerun.resume)
 
 
 def _refuse_unfit(config: HealConfig) -> None:
@@ -184,39 +184,39 @@ def _refuse_unfit(config: HealConfig) -> None:
         refuse_sharded(config)
 
 
-def _by_layer(job: Job, opened: Opened) -> Healed:
+def _by_layer(job: HealingJob, pair: Pair) -> Healed:
     """Trains one layer after the other."""
     config, context = job.config, job.context
-    text = Batched.of(opened.rows, opened.held_out, opened.collate, config)
-    healer = LayerHealer(opened.net, opened.original, text, config, opened.bf16)
+    text = Batched.of(pair.rows, pair.held_out, pair.collate, config)
+    healer = LayerHealer(pair.net, pair.original, text, config, pair.bf16)
     context.stage("measuring before")
     before = healer.divergence()
-    watch = Watch(context, job.go_on, _remedies(config, opened.bf16))
+    watch = Watch(context, job.go_on, _remedies(config, pair.bf16))
     layers = healer.heal(job.work, watch)
     context.stage("measuring after")
     steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
     if after < before:
-        trained, net = _Trained(steps, before, after, steps, layers), opened.net
+        trained, net = _Trained(steps, before, after, steps, layers), pair.net
     else:
         trained, net = _Trained(steps, before, before, 0, layers), job.student()[0]
-    return _written(job, opened, trained, partial(_write, net))
+    return _written(job, pair, trained, partial(_write, net))
 
 
-def _together(job: Job, opened: Opened, resume: bool) -> Healed:
+def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
     """Trains all layers at once, in one process or several."""
     config, context, work = job.config, job.context, job.work
     if config.gradient_checkpointing:
-        net = opened.net
+        net = pair.net
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    student = trainable(opened.net, attention_of(opened.net), config)
+    student = trainable(pair.net, attention_of(pair.net), config)
     trainer = HealTrainer(
-        opened.held_out,
-        model=HealedModel(student, opened.original, opened.bf16),
-        remedies=_remedies(config, opened.bf16),
+        pair.held_out,
+        model=HealedModel(student, pair.original, pair.bf16),
+        remedies=_remedies(config, pair.bf16),
         args=heal_arguments(config, work.checkpoints),
-        train_dataset=opened.rows,
-        data_collator=opened.collate,
+        train_dataset=pair.rows,
+        data_collator=pair.collate,
     )
     context.stage("measuring before")
     before = trainer.held_out()
@@ -238,9 +238,9 @@ def _together(job: Job, opened: Opened, resume: bool) -> Healed:
         context.stage("probing the healed model")
         checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
         skeleton = job.student(weights=False)[0]
-        sharded = ShardedResult.of(result(), skeleton, checkpoint, opened.stored)
-        return processes.on_main(lambda: _written(job, opened, trained, sharded.write))
-    return processes.on_main(lambda: _written(job, opened, trained, partial(_write, result())))
+        sharded = ShardedResult.of(result(), skeleton, checkpoint, pair.stored)
+        return processes.on_main(lambda: _written(job, pair, trained, sharded.write))
+    return processes.on_main(lambda: _written(job, pair, trained, partial(_write, result())))
 
 
 def _write(net: PreTrainedModel, order: WriteOrder, context: Context) -> Pruned:
@@ -250,8 +250,8 @@ def _write(net: PreTrainedModel, order: WriteOrder, context: Context) -> Pruned:
 
 
 def _written(
-    job: Job,
-    opened: Opened,
+    job: HealingJob,
+    pair: Pair,
     trained: _Trained,
     write: Callable[[WriteOrder, Context], Pruned],
 ) -> Healed:
@@ -263,7 +263,7 @@ def _written(
         **vars(trained),
     )
     record = Changes(healing, made_by=job.context.made_by, history=job.work.history)
-    order = WriteOrder(opened.source, job.model, opened.plan, job.output, opened.stored, record)
+    order = WriteOrder(pair.source, job.model, pair.plan, job.output, pair.stored, record)
     pruned = write(order, job.context)
     job.work.remove()
     if not trained.taken_after:

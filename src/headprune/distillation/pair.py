@@ -32,7 +32,7 @@ HELD_OUT = 16  # rows of the text that are not trained on, to judge by
 
 
 @dataclass(frozen=True)
-class Job:
+class HealingJob:
     """What is healed, by what, and where it is written.
 
     Attributes:
@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Pair:
     """The models of a job and the text, read.
 
     Attributes:
@@ -96,7 +96,7 @@ class Opened:
     bf16: bool
 
     @classmethod
-    def by(cls, job: Job, data: DataConfig) -> Opened:
+    def by(cls, job: HealingJob, data: DataConfig) -> Pair:
         """Reads them.
 
         Raises:
