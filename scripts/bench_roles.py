@@ -88,7 +88,7 @@ def timed(
 
 def per_head(model: str, data: DataConfig) -> float:
     """Forward passes that it takes to set one head to zero, and to its mean."""
-    net, _ = load(model, Dtype.AUTO, trust_remote_code=False, assume_supported=False)
+    net, _ = load(model, Dtype.AUTO)
     attentions, config = attention_of(net), RolesConfig(ablation_tokens=1024)
     batches = loss_batches(net, load_tokenizer(model), data, config)
     means = head_means(net, attentions, batches)

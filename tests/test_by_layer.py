@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import headprune
 from headprune.errors import HeadpruneError
 from headprune.model.attention import attention_of
+from headprune.placements import Placement, placing
 from headprune.training.divergence import variance_error
 from headprune.training.resumable import Interrupted
 from tests import tiny
@@ -119,6 +120,14 @@ def test_what_brings_it_no_nearer_is_not_taken(llama: Path, tmp_path: Path) -> N
     assert "no nearer" in healed.pruned.warnings[-1]
 
 
+def test_in_a_run_by_layers_all_layers_at_once_are_held_whole(llama: Path, tmp_path: Path) -> None:
+    """As a step of a recipe, whose other steps need that placement."""
+    with placing(Placement.LAYERS):
+        heal(llama, tmp_path / "inherited", by_layer=False, steps=2)
+    with pytest.raises(HeadpruneError, match="layers: training holds the whole model"):
+        heal(llama, tmp_path / "asked", by_layer=False, steps=2, placement="layers")
+
+
 def test_attention_alone(tmp_path: Path) -> None:
     healed = heal(cut("mistral", tmp_path), tmp_path / "healed", train="attention", steps=4)
     before, after = weights(tmp_path / "cut"), weights(tmp_path / "healed")
@@ -132,7 +141,7 @@ def test_attention_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"train": "lora"}, "give train attention"),
+        ({"train": "lora"}, "leave out train lora"),
         ({"gradient_checkpointing": True}, "leave out gradient_checkpointing"),
         ({"save_every": 1}, "leave out save_every"),
         ({"shard": True}, "in one process"),

@@ -75,6 +75,12 @@ def test_a_model_that_finds_no_needle_says_so(tmp_path: Path) -> None:
         assert given(model, tmp_path) is None
 
 
+def test_a_few_contexts_tell_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden, "FEWEST", 151)
+    with pytest.warns(HeadpruneWarning, match="67 of them .* and 151 are needed"):
+        assert given(finder(), tmp_path) is None
+
+
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2"))
 def test_random_heads_do_not_retrieve(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

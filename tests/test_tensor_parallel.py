@@ -15,6 +15,7 @@ from headprune.config import LayoutOption
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of
 from headprune.planning.allocation import PerModule, allocate
+from headprune.planning.choice import equal_shares
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import choose
 from headprune.schemas.plan import Plan
@@ -147,6 +148,24 @@ def test_kv_heads_are_merged_to_what_devices_share(tmp_path: Path) -> None:
     assert all(_kv_heads(part) % 2 == 0 for part in parts) and found.kv_heads == (24, 12)
     assert list(found.devices) == ["2", "4"] and found.devices["2"] == found.planned.cost
     assert found.devices["2"] >= found.free
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.34])
+def test_a_budget_below_what_devices_share_is_refused(budget: float, tmp_path: Path) -> None:
+    model = saved(tmp_path, "llama-mha")  # 6 KV heads: two devices share 2, three share 3
+    asked = {"kv_budget": budget, "output": tmp_path / "out"}
+    with pytest.raises(PlanError, match=r"least is 0\.500"):
+        headprune.convert_gqa(model, tensor_parallel=3, **asked)
+    with pytest.raises(PlanError, match=r"no equal number .* the least is 0\.500"):
+        headprune.convert_gqa(model, tensor_parallel=3, layout="uniform", **asked)
+    assert not (tmp_path / "out").exists()
+
+
+def test_equal_shares_leave_no_layer_out_unasked() -> None:
+    attentions = attention_of(tiny.model("llama-gqa"))  # 4 layers of 6 heads in 3 groups
+    assert equal_shares(attentions, Unit.KV_GROUP, 16, 1, 2) == [4, 4, 4, 4]
+    with pytest.raises(PlanError, match="tensor-parallel 3 leaves .* no heads"):
+        equal_shares(attentions, Unit.KV_GROUP, 12, 0, 3)
 
 
 def _kv_heads(part: Any) -> int:

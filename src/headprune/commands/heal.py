@@ -26,6 +26,8 @@ from headprune.declaration import (
     declare,
     option,
 )
+from headprune.errors import HeadpruneError
+from headprune.placements import Placement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +57,11 @@ def run(options: HealOptions, context: Context) -> Healed:
     """Trains it."""
     from headprune.distillation.heal import heal
 
+    if options.placement is Placement.LAYERS and not options.by_layer:
+        raise HeadpruneError(
+            "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
+            "leave out --placement."
+        )
     return heal(
         options.model,
         options.teacher,

@@ -190,10 +190,11 @@ class _Compression:
 
     def _job(self, work: Path) -> Job:
         config, healing = self.config, self._healing()
-        tokens = config.calibration_tokens
+        trained = 0
         if healing is not None:  # a pass over twice as much text as is needed once does no harm
-            tokens = max(tokens, 2 * healing.steps * healing.batch_size * healing.seq_len)
-        text = texts.write(texts.mixed(self.trained, tokens), work / "text")
+            trained = 2 * healing.steps * healing.batch_size * healing.seq_len
+        some = texts.mixed(self.trained, config.calibration_tokens, trained)
+        text = texts.write(some, work / "text")
         return Job(self.model, self.goal, text, config, work, self.context)
 
     def _best(self, job: Job, selection: Selection) -> Pruned:

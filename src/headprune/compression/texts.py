@@ -95,11 +95,18 @@ def read(sources: Mapping[str, DataConfig]) -> tuple[tuple[Text, ...], tuple[Tex
     return tuple(kept for kept, _ in found), tuple(held for _, held in found)
 
 
-def mixed(texts: Sequence[Text], tokens: int) -> tuple[Text, ...]:
-    """Equal parts of texts, to draw so many tokens from; what one lacks the others make up for."""
+def mixed(texts: Sequence[Text], tokens: int, trained: int = 0) -> tuple[Text, ...]:
+    """Equal parts of texts; what one lacks the others make up for.
+
+    Args:
+        texts: The texts.
+        tokens: How many samples of them have.
+        trained: How many are trained on, all that are written.
+    """
     by_size = sorted(range(len(texts)), key=lambda at: texts[at].size)
     needed, equal = tokens * CHARACTERS, len(texts) * texts[by_size[0]].size
-    left, parts = max(needed, min(equal, _SPREAD * needed)), dict[int, Text]()
+    drawn_from = max(needed, min(equal, _SPREAD * needed))
+    left, parts = max(drawn_from, trained * CHARACTERS), dict[int, Text]()
     for done, at in enumerate(by_size):
         share = left // (len(texts) - done)
         parts[at] = texts[at].spread(share)

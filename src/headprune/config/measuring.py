@@ -132,7 +132,7 @@ class RolesConfig(Options):
     )
     needle_lengths: Batches = option(
         "Also tell retrieval heads: hide a number in contexts of so many tokens, comma-separated "
-        "(1024 will do).",
+        "(1024 will do); as many contexts as --sequences.",
         (),
         Panel.MAIN,
         as_text=True,

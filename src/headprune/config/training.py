@@ -175,7 +175,7 @@ class HealConfig(Options):
     )
     by_layer: bool = option(
         "Train one layer after the other to give what the original's layer gives, so many steps "
-        "each; with --placement layers in the memory of two layers.",
+        "each; with --placement layers in the memory of two layers of each model.",
         False,
         Panel.TRAINING,
     )
@@ -206,7 +206,7 @@ class HealConfig(Options):
     @model_validator(mode="after")
     def _fitting_layers(self) -> HealConfig:
         if self.by_layer and self.train is HealTrain.LORA:
-            raise ValueError("--by-layer trains weights of the model: give --train attention")
+            raise ValueError("--by-layer trains weights of the model: leave out --train lora")
         if self.by_layer and self.gradient_checkpointing:
             raise ValueError("--by-layer holds one layer: leave out --gradient-checkpointing")
         if self.by_layer and self.save_every is not None:

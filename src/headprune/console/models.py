@@ -117,7 +117,7 @@ def evaluation(console: Console, report: Report) -> None:
     """Quality, size and speed, beside the base where there is one."""
     models = [report.model, *([report.against] if report.against else [])]
     compared = {label(one.name): (one.change, one.bounds) for one in report.differences}
-    sure = {f"{one.interval.confidence:.0%} interval" for one in report.differences}
+    sure = {f"{100 * one.interval.confidence:g} % interval" for one in report.differences}
     grid = table("", *map(escape, _headings(models)), *["change", *sure] * bool(compared))
     for number, column in enumerate(grid.columns[1:], 1):
         if number > len(models):

@@ -9,8 +9,8 @@ could not mend is in its inputs when the model is used, and later blocks make up
 Blocks as the unit of reconstruction: BRECQ (Li et al. 2021, arXiv:2102.05426). Outputs of the
 original as targets for inputs of the changed model: AdaRound (Nagel et al. 2020, arXiv:2004.10568).
 
-In memory are one block of each model, where these run layer by layer, the moments of its weights,
-and both streams on the CPU.
+In memory are two blocks of each model, where these run layer by layer (one is read ahead), the
+moments of the weights of one, and both streams on the CPU.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Batched:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Reporting:
     """Who is told how it goes on.
 
     Attributes:
@@ -163,7 +163,7 @@ class LayerHealer:
         batches = (on_device(student, batch) for batch in self.text.held_out)
         return fmean(float(self.pair(batch)) for batch in batches)
 
-    def heal(self, work: Work, watch: Watch) -> dict[str, LayerHealing]:
+    def heal(self, work: Work, reporting: Reporting) -> dict[str, LayerHealing]:
         """Heals every block that has something to train, going on from those kept in ``work``.
 
         Returns:
@@ -175,7 +175,7 @@ class LayerHealer:
             TrainingError: If a number is not finite.
         """
         self.student.net.requires_grad_(False)
-        run = _Run(self, work, watch)
+        run = _Run(self, work, reporting)
         batches = (*self.text.trained, *self.text.held_out)
         states, wanted = (
             [stack.entering(batch) for batch in batches] for stack in (self.student, self.original)
@@ -183,7 +183,7 @@ class LayerHealer:
         streams = Streams(batches, states, wanted)
         with stop_on_interrupt() as stopped:
             for number in range(len(self.student.blocks)):
-                watch.context.stage(f"healing layer {number + 1} of {len(self.student.blocks)}")
+                reporting.context.stage(f"healing layer {number + 1} of {len(self.student.blocks)}")
                 self.original.advance(number, wanted, batches)
                 with present(self.student.blocks[number]):
                     if self.moving[number]:
@@ -217,11 +217,11 @@ class _Run:
     Args:
         healer: What is trained.
         work: Where blocks and steps are kept.
-        watch: Who is told.
+        reporting: Who is told.
     """
 
-    def __init__(self, healer: LayerHealer, work: Work, watch: Watch) -> None:
-        self.healer, self.work, self.watch = healer, work, watch
+    def __init__(self, healer: LayerHealer, work: Work, reporting: Reporting) -> None:
+        self.healer, self.work, self.reporting = healer, work, reporting
         self.healed: dict[str, LayerHealing] = {}
         self._step, self._begun = 0, False
 
@@ -261,7 +261,9 @@ class _Run:
             } or first_infinite(tensors):
                 raise CheckpointError(f"'{place}' is of another training.")
         except (CheckpointError, OSError, SafetensorError):
-            self.watch.context.stage(f"{place.name} is damaged: healing layer {number + 1} again")
+            self.reporting.context.stage(
+                f"{place.name} is damaged: healing layer {number + 1} again"
+            )
             return None
         for name, tensor in tensors.items():
             weights[name].copy_(tensor)
@@ -296,7 +298,7 @@ class _Run:
             if stop():
                 raise Interrupted(
                     f"Stopped in layer {number + 1} of {len(healer.moving)}; those before it are "
-                    f"kept in '{self.work.folder}'. {self.watch.go_on}"
+                    f"kept in '{self.work.folder}'. {self.reporting.go_on}"
                 )
         for weight in weights.values():
             weight.requires_grad_(False)
@@ -313,12 +315,12 @@ class _Run:
             raise self._broken(f"the loss is {loss} at", trained=self._step > 1)
         record = TrainingStep(self._step, self.healer.steps, loss)
         self.work.record(record)
-        self.watch.context.step(record.step, record.steps, record.numbers)
+        self.reporting.context.step(record.step, record.steps, record.numbers)
 
     def _broken(self, what: str, trained: bool) -> TrainingError:
         if not checkpoints.found(self.work.checkpoints):  # nothing to go on from
             self.work.remove()
-        remedies = self.watch.remedies
+        remedies = self.reporting.remedies
         remedy = remedies.trained if trained else remedies.untrained
         return TrainingError(
             f"Training broke down: {what} step {self._step} of {self.healer.steps}. {remedy}"

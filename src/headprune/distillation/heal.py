@@ -16,7 +16,7 @@ from headprune import processes
 from headprune.config import DataConfig, HealConfig, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
-from headprune.distillation.by_layer import Batched, LayerHealer, Watch, refuse_by_layer
+from headprune.distillation.by_layer import Batched, LayerHealer, Reporting, refuse_by_layer
 from headprune.distillation.pair import HealingJob, Pair
 from headprune.distillation.shards import (
     ShardedResult,
@@ -30,7 +30,6 @@ from headprune.distillation.trainer import (
     refuse_without_peft,
     trainable,
 )
-from headprune.errors import HeadpruneError
 from headprune.exporting.publish import (
     Changes,
     Pruned,
@@ -138,6 +137,7 @@ def heal(
     if not processes.is_main():
         context = context.unheard()
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
+    in_layers = config.by_layer and asked_placement() is Placement.LAYERS
     again = command(
         "heal",
         model,
@@ -149,7 +149,7 @@ def heal(
         **vars(context.allowed),
         shard=in_shards(),
         overwrite=rerun.overwrite,
-        placement=Placement.LAYERS.value if asked_placement() is Placement.LAYERS else None,
+        placement=Placement.LAYERS.value if in_layers else None,
         resume=True,
     )
     inputs = [place_of(place) for place in (model, teacher, data)]
@@ -175,11 +175,6 @@ def _refuse_unfit(config: HealConfig) -> None:
     """
     if config.by_layer:
         refuse_by_layer(in_shards())
-    elif asked_placement() is Placement.LAYERS:
-        raise HeadpruneError(
-            "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
-            "leave out --placement."
-        )
     if in_shards():
         refuse_sharded(config)
 
@@ -191,8 +186,8 @@ def _by_layer(job: HealingJob, pair: Pair) -> Healed:
     healer = LayerHealer(pair.net, pair.original, text, config, pair.bf16)
     context.stage("measuring before")
     before = healer.divergence()
-    watch = Watch(context, job.go_on, _remedies(config, pair.bf16))
-    layers = healer.heal(job.work, watch)
+    reporting = Reporting(context, job.go_on, _remedies(config, pair.bf16))
+    layers = healer.heal(job.work, reporting)
     context.stage("measuring after")
     steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
     if after < before:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
@@ -57,7 +58,7 @@ class HealingJob:
         """The model to heal as it is on disk."""
         return load(self.model, Dtype.FLOAT32, self.context.allowed, weights=weights)
 
-    def original(self, dtype: str) -> PreTrainedModel:
+    def original(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model to match, where it computes."""
         allowed = self.context.allowed
         original = as_it_fits(
@@ -112,7 +113,7 @@ class Pair:
         stored = result_dtypes(net, job.model, config.out_dtype)
         refuse_without_text(net, "heal")
         bf16 = config.bf16 and devices.computes_bfloat16()
-        original = job.original("bfloat16" if bf16 and not config.by_layer else "float32")
+        original = job.original(torch.bfloat16 if bf16 and not config.by_layer else torch.float32)
         _check_pair(net, original)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)

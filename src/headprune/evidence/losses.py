@@ -109,7 +109,7 @@ def example_losses(
     told = in_float32(logits)
     # cross_entropy wants the vocabulary second, where its sums are slow and less exact
     right = told.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    mean: Tensor = ((told.logsumexp(-1) - right) * scored).sum(1) / scored.sum(1)
+    mean: Tensor = (told.logsumexp(-1) - right).masked_fill(~scored, 0.0).sum(1) / scored.sum(1)
     return mean
 
 

@@ -226,7 +226,8 @@ def preview(
     budget = round(config.kv_budget * before)
     free = choose(opened.planned.ways, budget, "the budget").cost
     engines = {target.value: ((target,), config.tensor_parallel) for target in Target}
-    devices = {str(n): (config.targets, n) for n in device_counts(opened.net)}
+    several = sorted({*device_counts(opened.net), config.tensor_parallel} - {1})
+    devices = {str(n): (config.targets, n) for n in several}
     costs = (_costs_for(opened, budget, asked) for asked in (engines, devices))
     return KvPreview(plan, (before, after), opened.planned, free, *costs)
 

@@ -113,7 +113,7 @@ def preview(
         tuple(cost for (option, _), cost in costs.items() if option == name)
         for name in ("layout", "for", "tensor parallel")
     )
-    lost = roles_lost(record, chosen.plan)
+    lost = roles_lost(record, chosen.unpadded)
     return Preview(chosen.plan, stored, *sizes, layouts, engines, devices, lost, chosen.padding)
 
 

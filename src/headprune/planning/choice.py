@@ -152,6 +152,12 @@ def equal_shares(
             f"{sum(counts)} can."
         )
     for attention, count in zip(attentions, counts, strict=True):
+        if devices > 1 and attention.query_heads and not count:
+            raise PlanError(
+                f"--per-layer with --tensor-parallel {devices} leaves '{attention.path}' no heads: "
+                "so many devices share whole multiples only. Keep more heads, or leave out "
+                "--per-layer."
+            )
         if attention.query_heads and count < at_least:
             raise PlanError(
                 f"--per-layer leaves {count} heads in '{attention.path}', fewer than "

@@ -127,7 +127,7 @@ def _plan(
     net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, constraints: Constraints
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
     if asked.gates is not None:
-        return from_gates(net, source, asked.gates, asked.keep, constraints)
+        return _from_gates(net, source, asked.gates, asked.keep, constraints)
     if asked.scores is not None:
         return *_from_scores(net, source, asked, constraints), {}
     assert asked.plan is not None
@@ -187,7 +187,7 @@ def _chosen(
     return [float(p in kept) for p in range(len(sizes))], sum(sizes[p] for p in kept)
 
 
-def from_gates(
+def _from_gates(
     net: PreTrainedModel,
     source: ModelIdentity,
     folder: Path,

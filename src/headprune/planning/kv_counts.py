@@ -43,10 +43,21 @@ def stated_counts(
 
 
 def equal_counts(share: float, attentions: Sequence[Attention], devices: int = 1) -> list[int]:
-    """The largest number of KV heads within a budget that all modules can have alike."""
+    """The largest number of KV heads within a budget that all modules can have alike; one at least.
+
+    Raises:
+        PlanError: If devices cannot share any number within the budget.
+    """
     common = set.intersection(*(set(fitting(attention, devices)) for attention in attentions))
-    budget = share * sum(attention.kv_heads for attention in attentions) / len(attentions)
-    return [max([count for count in common if count <= budget], default=devices)] * len(attentions)
+    mean = sum(attention.kv_heads for attention in attentions) / len(attentions)
+    within = [count for count in common if count <= max(share * mean, 1)]
+    if not within:
+        least = f"the least is {min(common) / mean:.3f}" if common else "none is possible"
+        raise PlanError(
+            f"--tensor-parallel {devices}: --kv-budget {share} has no equal number of KV heads per "
+            f"layer that so many devices share; {least}."
+        )
+    return [max(within)] * len(attentions)
 
 
 def fitting(attention: Attention, devices: int = 1) -> list[int]:
@@ -66,14 +77,15 @@ def spread_counts(
         costs: Per module, what each possible number of KV heads costs.
 
     Raises:
-        PlanError: If the budget has fewer than one for each module.
+        PlanError: If the budget has fewer than all modules must keep.
     """
     total = sum(attention.kv_heads for attention in attentions)
     budget = round(share * total)
     try:
         return spread(costs, budget)
     except ValueError:
+        least = sum(map(min, costs))
         raise PlanError(
-            f"--kv-budget {share} keeps {budget} of {total} KV heads, fewer than one for each of "
-            f"the {len(attentions)} attention modules; the least is {len(attentions) / total:.3f}."
+            f"--kv-budget {share} keeps {budget} of {total} KV heads, fewer than the {least} that "
+            f"{len(attentions)} attention modules keep at least; the least is {least / total:.3f}."
         ) from None

@@ -114,7 +114,7 @@ def zero_heads_said(ragged: Sequence[int], empty: Mapping[int, int]) -> Iterator
         )
     if empty:
         yield (
-            f"{_layers([*empty])} without heads: one zero head each, for which the KV cache "
+            f"{_layers([*empty])} without heads: zero heads, for which the KV cache "
             f"holds {sum(empty.values()):,} numbers per token."
         )
 

@@ -19,6 +19,8 @@ from headprune.model.loading import task_of, vocabulary_of
 from headprune.role.inputs import Input
 from headprune.role.spec import Hidden
 
+FEWEST = 10  # contexts that tell more of a head than luck does
+
 
 def hidden_input(
     net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig
@@ -45,10 +47,11 @@ def hidden_input(
     found = [needle for needle, hit in zip(given, hits, strict=True) if hit]
     places = [(needle, _elsewhere(needle, found)) for needle in found]
     rows = [(needle, place) for needle, place in places if place is not None]
-    if not rows:
+    if len(rows) < FEWEST:
         warn(
-            f"The model finds {len(found)} of {len(given)} needles, and none of the same length at "
-            "two depths: retrieval heads are left out. Give shorter --needle-lengths.",
+            f"The model finds {len(found)} of {len(given)} needles, {len(rows)} of them where it "
+            f"also finds one at another depth, and {FEWEST} are needed: retrieval heads are left "
+            "out. Give shorter --needle-lengths, or more --sequences.",
             HeadpruneWarning,
             stacklevel=2,
         )
