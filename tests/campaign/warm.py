@@ -33,8 +33,13 @@ def up() -> None:
     terminal.quiet_libraries()
     for found in pkgutil.walk_packages(headprune.__path__, "headprune."):
         # a script for another process, and one that registers itself with pytest
-        if found.name not in ("headprune.__main__", "headprune.pytest_plugin"):
+        if found.name in ("headprune.__main__", "headprune.pytest_plugin"):
+            continue
+        try:
             importlib.import_module(found.name)
+        except ModuleNotFoundError as missing:
+            if (missing.name or "headprune").startswith("headprune"):
+                raise  # others are of an engine that is not installed
     for name in _LATE:
         try:
             importlib.import_module(name)
