@@ -74,8 +74,12 @@ def command(
     """
 
     def run() -> None:
+        import torch
+
         from headprune.cli import app
 
+        # torch makes its pool anew in a forked process, and two threads at once may find none
+        torch.set_num_threads(1)
         os.environ.update(environment or {})
         words = shlex.split(arguments) if isinstance(arguments, str) else map(str, arguments)
         sys.argv = ["headprune", *words]
