@@ -20,6 +20,7 @@ from tests.campaign.watched import Outcome, Strike, flaw, watched
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="processes are watched by Linux's own means"
 )
+ROOT = Path(__file__).parents[2]
 SAID = """Traceback (most recent call last):
   File "/x/headprune/schemas/plan.py", line 7, in read
 KeyError: 1
@@ -34,12 +35,20 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.process
+def test_every_module_is_imported_whatever_was_before_it() -> None:
+    """In the order of their names, as the campaign does: no circle, nothing that is optional."""
+    run = [sys.executable, "-c", "from tests.campaign import warm; warm.up()"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["kill", "faults", "fuzz", "security", "numeric"])
 def test_nothing_breaks(part: str, originals: Path) -> None:
     run = [sys.executable, "-m", "tests.campaign", part, "--short", "--seed", "0"]
     run += ["--workers", "1", "--originals", str(originals)]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{part}: " in done.stdout and " 0 broken" in done.stdout
 
