@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, TextIO, TypeVar, cast
+from types import FrameType, TracebackType
+from typing import IO, Any, NoReturn, TextIO, TypeVar, cast
 
 import typer
+from pydantic_core import SchemaError
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -244,25 +247,52 @@ def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     if not processes.is_main():  # of several that train together, one reports
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
+    interrupts: list[int] = []
     try:
-        with _made_safe():
+        with _interrupts_noted() as interrupts, _made_safe():
             command()
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
         err.print(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
-        sys.exit(130)
+        _stopped()
     except MemoryError:  # of the host; that of a device is told where its command runs
         err.print(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
-    except Exception:  # a bug: it goes on, shown without markup of what it quotes
-        sys.excepthook = _unexpected  # typer has put its own there
-        raise
+    except Exception as error:
+        if isinstance(error, SchemaError) and interrupts:
+            _stopped()  # while pydantic prepared a class, which says no more than that it could not
+        sys.excepthook = _unexpected  # a bug: shown without markup of what it quotes; typer has
+        raise  # put its own there
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Ctrl-C raises as ever, and is remembered: libraries make other errors of it."""
+    noted: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    usual = before is signal.default_int_handler
+    if usual and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield noted
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
+
+
+def _stopped() -> NoReturn:
+    err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
+    sys.exit(130)
 
 
 @contextmanager

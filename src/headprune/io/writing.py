@@ -109,16 +109,26 @@ def reserved(place: Path) -> Iterator[Path]:
             raise write_error(place, error) from error
         yield new
     finally:
-        with _interrupts_wait():
-            # an earlier output that could not be put back waits there for the next run
-            waits = (work / _OLD).is_dir() and not os.path.lexists(place)
-            if _held.pop(place, None) and not waits:
-                _remove(work)
-            for folder in missing:
-                with suppress(OSError):  # it holds the output
-                    folder.rmdir()
-            if lock is not None:
-                os.close(lock)
+
+        def release() -> None:
+            nonlocal lock
+            with _interrupts_wait():
+                # an earlier output that could not be put back waits there for the next run
+                waits = (work / _OLD).is_dir() and not os.path.lexists(place)
+                if _held.pop(place, None) and not waits:
+                    _remove(work)
+                for folder in missing:
+                    with suppress(OSError):  # it holds the output
+                        folder.rmdir()
+                if lock is not None:
+                    os.close(lock)
+                    lock = None
+
+        try:
+            release()
+        except KeyboardInterrupt:  # it may have come before interrupts waited
+            release()
+            raise
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -196,9 +197,20 @@ class StoredDtypes:
             config.dtype = self.default
 
     def save(self, net: PreTrainedModel, folder: Path, **how: Any) -> None:
-        """Casts a model and writes it; its config names the type of most weights."""
+        """Casts a model and writes it; its config names the type of most weights.
+
+        Raises:
+            CheckpointError: If transformers loads its config and writes it not.
+        """
         self.cast(net)
-        net.save_pretrained(folder, **how)
+        try:
+            net.save_pretrained(folder, **how)
+        except StrictDataclassError as error:
+            why = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+            raise CheckpointError(
+                f"transformers does not write the config of this model: {why}. Correct its "
+                "config.json."
+            ) from None
         path = folder / "config.json"
         config = read_json(path)
         if config.get("dtype") != dtype_name(self.default):  # transformers goes by the first weight
