@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headprune.errors import DataError
 from headprune.model.heads import HeadWeights
 from headprune.surgery.merges.spec import MergeActivations
 from headprune.tensors.least_squares import Moments, fit_held_out, held_out
@@ -61,12 +62,22 @@ def _fitted(
     read: Float[Tensor, "sequences length width"],
     wanted: Tensor,
 ) -> tuple[Float[Tensor, "out width"], Tensor | None]:
-    """Weights and bias, as ``with_fitted_outputs`` fits them."""
+    """Weights and bias, as ``with_fitted_outputs`` fits them.
+
+    Raises:
+        DataError: If the statistics are not finite.
+    """
     held = held_out(len(read))
     fitted, judged = (
         Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
     )
-    fit = fit_held_out((fitted, judged), weight.double(), RIDGES, bias is not None)
+    try:
+        fit = fit_held_out((fitted, judged), weight.double(), RIDGES, bias is not None)
+    except ValueError:
+        raise DataError(
+            "What merged heads give on the calibration text is not finite: the model's weights are "
+            "too large for it. Choose another --merge."
+        ) from None
     return fit.weight.to(weight), None if fit.shift is None else fit.shift.to(bias)
 
 
