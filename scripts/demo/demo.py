@@ -15,13 +15,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import in_onnxruntime
+
+from fetch_demo_model import FetchError, fetch
+
 HERE = Path(__file__).resolve().parent
 SHIPPED = HERE.parents[1] / "src" / "headprune" / "data" / "mixed"
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-import in_onnxruntime  # noqa: E402  (sibling scripts, as the next)
-
-from fetch_demo_model import FetchError, fetch  # noqa: E402
-
 RESULTS = Path("demo-results")
 PLAN = f"""\
 [bold]The demo takes about a quarter of an hour on two cores:[/]

@@ -18,12 +18,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-import command_pages  # noqa: E402  (a sibling script)
-import registry_tables  # noqa: E402  (a sibling script)
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import command_pages
+import registry_tables
 
+ROOT = Path(__file__).resolve().parents[2]
 GENERATED = {
     "families": registry_tables.families,
     "criteria": registry_tables.criteria,

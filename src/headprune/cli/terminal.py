@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, NoReturn, TextIO, TypeVar, cast
+from typing import IO, Any, TextIO, TypeVar, cast
 
 import typer
 from pydantic_core import SchemaError
@@ -247,32 +247,30 @@ def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     if not processes.is_main():  # of several that train together, one reports
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
-    interrupts: list[int] = []
     try:
-        with _interrupts_noted() as interrupts, _made_safe():
+        with _interrupts_noted(), _made_safe():
             command()
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
         err.print(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}", soft_wrap=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        _stopped()
+        err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
+        sys.exit(130)
     except MemoryError:  # of the host; that of a device is told where its command runs
         err.print(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
-    except Exception as error:
-        if isinstance(error, SchemaError) and interrupts:
-            _stopped()  # while pydantic prepared a class, which says no more than that it could not
-        sys.excepthook = _unexpected  # a bug: shown without markup of what it quotes; typer has
-        raise  # put its own there
+    except Exception:  # a bug: it goes on, shown without markup of what it quotes
+        sys.excepthook = _unexpected  # typer has put its own there
+        raise
 
 
 @contextmanager
-def _interrupts_noted() -> Iterator[list[int]]:
-    """Ctrl-C raises as ever, and is remembered: libraries make other errors of it."""
+def _interrupts_noted() -> Iterator[None]:
+    """Ctrl-C raises as ever, also while pydantic prepares a class and makes another error of it."""
     noted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -284,15 +282,14 @@ def _interrupts_noted() -> Iterator[list[int]]:
     if usual and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
     try:
-        yield noted
+        yield
+    except SchemaError:  # which says no more than that the class could not be prepared
+        if noted:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, before)
-
-
-def _stopped() -> NoReturn:
-    err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
-    sys.exit(130)
 
 
 @contextmanager

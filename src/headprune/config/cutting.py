@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from headprune.config.heads import OfKinds
 from headprune.config.values import (
     COMPUTED,
     NUMBER,
@@ -19,7 +20,6 @@ from headprune.config.values import (
     Kept,
     KvHeads,
     Length,
-    Names,
     Place,
     Seed,
     listed,
@@ -88,7 +88,7 @@ class Grouping(str, Enum):
     SIMILAR = "similar"  # those that lose least by it
 
 
-class ConvertConfig(Targeted):
+class ConvertConfig(Targeted, OfKinds):
     """How KV heads are merged. One of ``kv_heads`` and ``kv_budget`` is set."""
 
     kv_heads: KvHeads | None = option(
@@ -109,12 +109,6 @@ class ConvertConfig(Targeted):
     grouping: Grouping = option(
         "Which heads share: neighbours, or those that lose least by it.",
         Grouping.ADJACENT,
-        Panel.CUT,
-    )
-    attention: Names = option(
-        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable). The others stay as they are.",
-        (),
         Panel.CUT,
     )
     calibration_tokens: Count = option(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from headprune.config.data import CalibrationConfig
+from headprune.config.heads import InUnits, OfKinds
 from headprune.config.values import Names
 from headprune.declaration import Panel, option
-from headprune.tensors.units import Unit
 
 
-class ScoreConfig(CalibrationConfig):
+class ScoreConfig(CalibrationConfig, OfKinds, InUnits):
     """By what heads are scored, and which."""
 
     criterion: Names = option(
@@ -16,15 +16,4 @@ class ScoreConfig(CalibrationConfig):
         "confidence, magnitude, random or gates (repeatable: what needs the same pass shares it).",
         ("compensated",),
         Panel.MAIN,
-    )
-    attention: Names = option(
-        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable). The others stay as they are.",
-        (),
-        Panel.CUT,
-    )
-    unit: Unit | None = option(
-        "What is removed, and scored, as one piece. Default: head for MHA, kv-group for GQA.",
-        None,
-        Panel.CUT,
     )

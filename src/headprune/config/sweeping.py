@@ -7,10 +7,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from headprune.config.data import CalibrationConfig
+from headprune.config.heads import InUnits
 from headprune.config.measuring import RecallConfig
 from headprune.config.values import NUMBER, Count, Names
 from headprune.declaration import Panel, option
-from headprune.tensors.units import Unit
 
 
 def _shares(value: object) -> object:
@@ -27,7 +27,7 @@ Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Shares = Annotated[tuple[Share, ...], BeforeValidator(_shares), Field(min_length=1)]
 
 
-class SweepConfig(CalibrationConfig, RecallConfig):
+class SweepConfig(CalibrationConfig, RecallConfig, InUnits):
     """To which sizes a model is cut, by what, and how the results are measured."""
 
     keep: Shares = option(
@@ -38,9 +38,6 @@ class SweepConfig(CalibrationConfig, RecallConfig):
         "Whether W_O is refitted to make up for the heads that go.", True, Panel.CUT
     )
     rounds: Count = option("How often heads are scored per cut.", 1, Panel.CUT)
-    unit: Unit | None = option(
-        "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
-    )
     max_windows: Count | None = option(
         "Measure on the first so many windows or examples only.", None, Panel.INPUT
     )

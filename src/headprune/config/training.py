@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from headprune.config.heads import InUnits, OfKinds
 from headprune.config.values import (
     COMPUTED,
     NUMBER,
@@ -15,14 +16,12 @@ from headprune.config.values import (
     Few,
     Kept,
     Length,
-    Names,
     Positive,
     Seed,
     Steps,
     one_or_all,
 )
 from headprune.declaration import Choice, Options, Panel, option
-from headprune.tensors.units import Unit
 
 
 class Objective(str, Enum):
@@ -56,7 +55,7 @@ class Method(Choice):
         return {"cheapest": "gradual"}
 
 
-class TrainGatesConfig(Options):
+class TrainGatesConfig(OfKinds, InUnits):
     """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
 
     renamed: ClassVar = {"warmup": "sparsity_warmup", "settle": "finetune_fraction"}
@@ -71,15 +70,6 @@ class TrainGatesConfig(Options):
         "Instead of a target: Voita's constant penalty per open head (Voita et al. 2019).",
         None,
         Panel.CUT,
-    )
-    attention: Names = option(
-        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable). The others stay as they are.",
-        (),
-        Panel.CUT,
-    )
-    unit: Unit | None = option(
-        "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
     )
     method: Method = option(
         "How heads are chosen. l0: hard-concrete gates. gradual: gates are plain factors, and "

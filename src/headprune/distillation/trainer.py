@@ -130,9 +130,10 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
 def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
     """The plain model after training."""
     if config.train is HealTrain.LORA:
-        # peft wraps the model; its types know modules only by their base class
-        plain: PreTrainedModel = trained.merge_and_unload()  # type: ignore[operator]
-        return plain
+        from peft import PeftModel
+
+        assert isinstance(trained, PeftModel)
+        trained = trained.merge_and_unload()
     assert isinstance(trained, PreTrainedModel)
     return trained
 

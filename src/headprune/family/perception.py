@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from headprune.family.bert import BERT
 from headprune.family.llama import QKVO
-from headprune.family.spec import Family, Projection
+from headprune.family.spec import Family, Projection, settings
 
 VIT = Family(
     model_type="vit",
@@ -60,12 +60,12 @@ DINOV3 = Family(
     projections=QKVO,
     size_attributes={"num_heads": "query_heads"},
     expects_one_kv_per_query=True,
-    knows=frozenset(
+    knows=settings(
         """
         rope_theta query_bias key_bias value_bias proj_bias layerscale_value drop_path_rate
         use_gated_mlp num_register_tokens pos_embed_shift pos_embed_jitter pos_embed_rescale
         _out_features _out_indices apply_layernorm reshape_hidden_states
-        """.split()  # noqa: SIM905  (a list of names, read as text)
+        """
     ),
 )
 
@@ -81,13 +81,13 @@ DATA2VEC_VISION = Family(
         "use_relative_position_bias": "each layer has a table of position biases with a column per "
         "head, which the table of families has no word for"
     },
-    knows=frozenset(
+    knows=settings(
         """
         use_mask_token use_absolute_position_embeddings use_shared_relative_position_bias
         layer_scale_init_value drop_path_rate use_mean_pooling out_indices pool_scales
         use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs
         auxiliary_concat_input semantic_loss_ignore_index
-        """.split()  # noqa: SIM905  (a list of names, read as text)
+        """
     ),
 )
 
@@ -97,7 +97,7 @@ WAV2VEC2 = Family(
     projections=CLIP.projections,
     size_attributes={"num_heads": "query_heads"},
     min_transformers="5.16",
-    knows=frozenset(
+    knows=settings(
         """
         feat_proj_dropout feat_quantizer_dropout final_dropout feat_extract_norm
         feat_extract_activation conv_dim conv_stride conv_kernel conv_bias num_conv_pos_embeddings
@@ -106,7 +106,7 @@ WAV2VEC2 = Family(
         proj_codevector_dim diversity_loss_weight ctc_loss_reduction ctc_zero_infinity tdnn_dim
         tdnn_kernel tdnn_dilation xvector_output_dim add_adapter adapter_kernel_size adapter_stride
         num_adapter_layers output_hidden_size adapter_attn_dim
-        """.split()  # noqa: SIM905  (a list of names, read as text)
+        """
     ),
 )
 

@@ -27,6 +27,11 @@ def _nothing() -> Any:
     return field(default_factory=lambda: MappingProxyType({}))
 
 
+def settings(names: str) -> frozenset[str]:
+    """Settings of a config, from a text of their names."""
+    return frozenset(names.split())
+
+
 @dataclass(frozen=True)
 class Projection:
     """One projection of an attention module.
@@ -151,7 +156,7 @@ class Family:
 # Settings that many families share and that never touch heads: sizes of other parts, vocabulary,
 # dropout, norms, initialisation, rotary parameters, windows, heads on top. Head counts and head_dim
 # are read off the weights, so their names stand here as well.
-COMMON_SETTINGS = frozenset(
+COMMON_SETTINGS = settings(
     """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim max_position_embeddings type_vocab_size embedding_size
@@ -174,5 +179,5 @@ COMMON_SETTINGS = frozenset(
     mask_feature_min_masks
     architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id
     output_hidden_states problem_type return_dict transformers_version
-    """.split()  # noqa: SIM905  (a list of names, read as text)
+    """
 )
