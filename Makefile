@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign campaign-short coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -74,6 +74,10 @@ test-lowest:
 	echo 'transformers==$(LOWEST)' >> .venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
 	HF_HUB_OFFLINE=1 .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning -W ignore::FutureWarning
+
+## campaign-short: a few attempts of every kind to break headprune
+campaign-short: $(STAMP)
+	$(BIN)/python -m tests.campaign all --short --seed 0 --workers $(WORKERS)
 
 ## campaign: tries to break headprune, and writes what came of it
 SEEDS ?= 1 2 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.campaign.cases import Case, Result, shared_out
 from tests.campaign.mutants import mutator_of
-from tests.campaign.originals import MEASURING, RESUME, SCORING, TRAINING
+from tests.campaign.originals import MEASURING, RESUME, ROLES, SCORING, TRAINING
 from tests.campaign.watched import Outcome, command, flaw, watched
 
 PART = "fuzz"
@@ -65,6 +65,18 @@ def _scores() -> object:
     from headprune.schemas.scores import read_scores
 
     return read_scores(Path("scores"))
+
+
+def _roles() -> object:
+    from headprune.schemas.roles import read_roles
+
+    return read_roles(Path("roles"))
+
+
+def _trees() -> object:
+    from headprune.data.trees import read_trees
+
+    return read_trees("trees.conllu")
 
 
 def _recipe() -> object:
@@ -123,6 +135,7 @@ _SCORED = (
     "prune llama --scores scores --criterion fisher --keep 4 --dry-run",
     "report scores --output out.md",
 )
+_PLANNED = "plan llama --scores scores --criterion fisher --keep 0.5 --roles roles"
 _CHECK = ("check --config check.yaml",)
 _BESIDE_CHECK = ("llama", "text.txt", "baseline.json", "check.yaml")
 _DATA = ("text.txt", "text.txt.gz", "rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.tsv")
@@ -214,6 +227,33 @@ READERS: dict[str, Reader] = {
     "pruned-heads": Reader("legacy/config.json", ("inspect legacy", "migrate legacy out")),
     "pickle": Reader("pickled/pytorch_model.bin", ("import-pickle pickled out",), weight=0.4),
     "pickle-config": Reader("pickled/config.json", ("import-pickle pickled out",), weight=0.2),
+    "roles": Reader(
+        "roles/roles.json",
+        (f"{_PLANNED} --keep-roles broad --output out.json", f"{_PLANNED} --dry-run"),
+        ("llama", "scores"),
+        _roles,
+        weight=3,
+    ),
+    "trees": Reader(
+        "trees.conllu",
+        (f"{ROLES} --trees trees.conllu --output out",),
+        ("llama", "text.txt"),
+        _trees,
+        weight=2,
+    ),
+    "exported": Reader(
+        "exported/*",
+        (f"evaluate exported --data text.txt {_EVALUATE} --engine torch", "inspect exported"),
+        ("text.txt",),
+    ),
+    "gguf": Reader(
+        "spoken/model.gguf",
+        (
+            "export speaking --to gguf --like spoken/model.gguf --prove read-back --output out",
+            "inspect spoken",
+        ),
+        ("speaking",),
+    ),
     "heads": Reader(
         "heads.json",
         ("convert-gqa llama --kv-heads heads.json --output out",),

@@ -20,7 +20,7 @@ from filelock import FileLock
 from tests.campaign.cases import Case, Result, shared_out
 from tests.campaign.facts import facts, link_originals, litter, takes_overwrite
 from tests.campaign.launched import two_processes
-from tests.campaign.originals import GATES, HEAL, MEASURING, REFITTING, SCORING
+from tests.campaign.originals import GATES, HEAL, MEASURING, REFITTING, ROLES, SCORING
 from tests.campaign.trap import Trap
 from tests.campaign.watched import Outcome, Strike, command, flaw
 
@@ -58,6 +58,10 @@ _CHECK = f"check --model llama --data text.txt {MEASURING}"
 _BASELINE = f"{_CHECK} --baseline out.json --update-baseline --allow-other --allow-dirty"
 _SCORE = f"score llama --data text.txt {SCORING} --output out"
 _SWEEP = f"sweep llama --data text.txt {SCORING} --keep 0.5 --no-refit --max-windows 2 --output out"
+_COMPRESS = (
+    f"compress llama --data text.txt --kv-budget 0.5 --heal 2 {SCORING} --held-out-tokens 64"
+)
+_INIT = "init out.yaml --yes --model llama --data text.txt --test-data rows.jsonl"
 _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} --output out.json"
 
 JOBS: dict[str, Job] = {
@@ -80,9 +84,26 @@ JOBS: dict[str, Job] = {
         weight=2,
     ),
     "heal": Job(f"{HEAL} --output out", _OLD_MODEL, resumes=True, weight=2),
+    "compress": Job(f"{_COMPRESS} --output out", _OLD_MODEL, weight=0.5),
     "migrate": Job("migrate legacy out", _OLD_MODEL),
     "sweep": Job(f"{_SWEEP} --criterion magnitude", f"{_SWEEP} --criterion random", gathers=True),
     "run": Job("run job.yaml --set output=out", gathers=True, weight=0.5),
+    "roles": Job(f"{ROLES} --output out", f"{ROLES} --seed 7 --output out"),
+    "attention": Job(
+        "attention llama --text 'w1 w2 w3' --output out.html",
+        "attention llama --text 'w4 w5' --output out.html",
+        "out.html",
+        weight=0.5,
+    ),
+    "export-folder": Job(
+        "export result --to vllm --output out", "export llama --to vllm --output out", weight=0.5
+    ),
+    "export-file": Job(
+        "export speaking --to gguf --prove read-back --output out",
+        "export llama --to vllm --output out",
+        weight=0.5,
+    ),
+    "init": Job(f"{_INIT} --goal kv-cache", f"{_INIT} --goal study", "out.yaml", weight=0.5),
     "import-pickle": Job("import-pickle pickled out", _OLD_MODEL),
     "evaluate": Job(_EVALUATE, f"{_EVALUATE} --seed 7", "out.json"),
     "report": Job(

@@ -19,7 +19,7 @@ from filelock import FileLock
 from transformers import PreTrainedModel
 
 from headprune.declaration import Context
-from tests import tiny
+from tests import gguf_words, tiny
 from tests.campaign.watched import command, watched
 
 # settings that make a command short
@@ -27,8 +27,10 @@ REFITTING = "--calibration-tokens 64 --seq-len 16"
 SCORING = f"{REFITTING} --batch-size 2"
 TRAINING = "--steps 6 --batch-size 2 --save-every 2 --seq-len 16"
 MEASURING = "--max-windows 2 --seq-len 16 --batch-size 2"
+TELLING = "--sequences 4 --seq-len 16 --batch-size 2 --resamples 20"
 
 GATES = f"train-gates llama --data text.txt --target-heads 0.5 {TRAINING}"
+ROLES = f"roles llama --data text.txt {TELLING}"
 HEAL = f"heal gqa --teacher mha --data text.txt {TRAINING}"
 # what goes on with the trainings that were killed
 RESUME = {"gates": f"{GATES} --output out --resume", "heal": f"{HEAL} --output out --resume"}
@@ -57,6 +59,11 @@ CHECK = {
     }
 }
 TRAIN = {"train_gates": {"target_heads": 0.5, "rounds": 1, "gate_lr": 0.5, "objective": "lm"}}
+# a parsed sentence per line: word, its head, the relation to it
+_TREES = (
+    (("w1", 2, "nsubj"), ("w2", 0, "root"), ("w3", 2, "obj"), ("w4", 3, "amod")),
+    (("w5", 3, "det"), ("w6", 3, "amod"), ("w7", 4, "nsubj"), ("w8", 0, "root")),
+)
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 
 
@@ -87,9 +94,18 @@ def _models(place: Path) -> None:
         tiny.save(small(name), place / name)
     small("llama-gqa").save_pretrained(place / "sharded", max_shard_size="40KB")
     tiny.tokenizer().save_pretrained(place / "sharded")
+    _speaking(place / "speaking")
     _pickled(place)
     _legacy(place / "legacy")
     _data(place)
+
+
+def _speaking(folder: Path) -> None:
+    """A model whose tokenizer llama.cpp has."""
+    model = small("llama-gqa")
+    model.resize_token_embeddings(gguf_words.SIZE)
+    model.save_pretrained(folder)
+    gguf_words.words().save_pretrained(folder)
 
 
 def _pickled(place: Path) -> None:
@@ -122,6 +138,15 @@ def _data(place: Path) -> None:
     (place / "train.yaml").write_text(yaml.safe_dump(TRAIN, sort_keys=False))
     (place / "short.json").write_text(json.dumps({"model.layers.0.self_attn": [0, 1]}))
     (place / "heads.json").write_text("[3, 1]")
+    (place / "trees.conllu").write_text("".join(map(_sentence, _TREES * 8)))
+
+
+def _sentence(words: tuple[tuple[str, int, str], ...]) -> str:
+    rows = [
+        f"{at}\t{word}\t_\tNOUN\t_\t_\t{head}\t{relation}\t_\t_\n"
+        for at, (word, head, relation) in enumerate(words, 1)
+    ]
+    return f"# text = {' '.join(word for word, _, _ in words)}\n{''.join(rows)}\n"
 
 
 def _commands(place: Path) -> None:
@@ -134,6 +159,9 @@ def _commands(place: Path) -> None:
         "convert-gqa mha --kv-heads 2 --output gqa",
         f"{GATES} --train attention --output gates",
         f"{HEAL} --output healed",
+        f"{ROLES} --output roles",
+        "export result --to vllm --output exported",
+        "export speaking --to gguf --prove read-back --output spoken",
         f"evaluate result --data text.txt --against llama --no-speed {MEASURING} "
         "--output report.json",
         "check --config check.yaml --update-baseline --allow-dirty",

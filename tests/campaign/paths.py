@@ -13,7 +13,7 @@ from tests.campaign.facts import facts, link_originals, takes_overwrite
 from tests.campaign.kill import JOBS, reference
 from tests.campaign.watched import command, flaw
 
-_MODELS = ("llama", "mha", "gqa", "legacy", "pickled", "result")
+_MODELS = ("llama", "mha", "gqa", "legacy", "pickled", "result", "speaking")
 _INPUTS = (*_MODELS, "scores", "gates", "plan.json", "text.txt", "job.yaml")
 WRITERS = [name for name, job in JOBS.items() if name != "report"]
 NAMES = (

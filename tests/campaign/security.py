@@ -24,14 +24,16 @@ SECRET = "the secret of the machine"
 
 
 def cases(seed: int, short: bool) -> list[Case]:
-    """The attacks of a seed; each seed turns to other commands."""
-    counts = {
-        **{"code": 4 * len(CARRIERS), "resume": 8, "paths": len(_PATHS), "links": len(_LINKS)},
-        **{"strings": 2 * len(STRINGS), "pages": len(PAGES), "actions": len(ACTIONS)},
+    """The attacks of a seed; what depends on nothing drawn is shared out among seeds."""
+    numbers = {
+        **{"code": range(4 * len(CARRIERS)), "resume": range(8)},
+        **{"paths": range(seed % 3, len(_PATHS), 3), "links": range(seed % 3, len(_LINKS), 3)},
+        **{"strings": range(2 * len(STRINGS)), "pages": range(len(PAGES))},
+        "actions": range(len(ACTIONS)),
     }
     if short:
-        counts = {name: max(2, count // 8) for name, count in counts.items()}
-    return [Case(PART, seed, name, at) for name, count in counts.items() for at in range(count)]
+        numbers = {name: every[: max(2, len(every) // 8)] for name, every in numbers.items()}
+    return [Case(PART, seed, name, at) for name, every in numbers.items() for at in every]
 
 
 def act(case: Case, place: Path, originals: Path) -> Result:
