@@ -68,19 +68,20 @@ test, and the mean cosine of embeddings with those of the original.
 
 ## SmolLM2-135M-Instruct
 
-Cut at random, as a test of shapes and not of quality: other counts in every layer, one without
-heads. Greedy tokens are {greedy} after a prompt of 64; perplexity is that of four windows of 256
-tokens.
+Made without text, as a test of shapes and not of quality: cut at random, with other counts in every
+layer and one without heads; and all KV heads of a layer merged into one, by their mean. Greedy
+tokens are {greedy} after a prompt of 64; perplexity is that of four windows of 256 tokens.
 
 {smollm}
 
 ## SmolLM2-135M-Instruct in llama.cpp
 
 Numbers of float32 files: 64 greedy tokens, and the largest difference of the log-probabilities of
-the 20 most probable tokens of each of these steps. Speed and KV cache are those at {context:,}
-tokens, of a process that serves the file as `llama-server` does, with a cache in float16; "ideal"
-is the speed-up if a token took as long as reading weights and cache. Models are timed one after the
-other.
+the 20 most probable tokens of each of these steps, over the largest of them. "q8_0": perplexity of
+the file in q8_0 over that of the file in float32, on four windows of 256 tokens. Speed and KV cache
+are those at {context:,} tokens, of a process that serves the file as `llama-server` does, with a
+cache in float16; "ideal" is the speed-up if a token took as long as reading weights and cache.
+Models are timed one after the other.
 
 {llama}
 """
@@ -194,13 +195,13 @@ def unevenly_cut(model: Path, output: Path) -> Path:
     return output
 
 
-def smollm_rows(model: Path, text: Path, work: Path) -> list[list[str]]:
-    """Original and an uneven cut, in torch and in each engine."""
-    cuts = {"original": model, "cut": unevenly_cut(model, work / "smollm-cut")}
+def smollm_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[str]]:
+    """Original, an uneven cut and one KV head, in torch and in each engine."""
+    model = models["original"]
     data = DataConfig(source=str(text))
     windows = packed_sequences(read_examples(data), load_tokenizer(model), 256, need=2)
     ids, rows = torch.tensor(windows[:2]["input_ids"]), []
-    for name, folder in cuts.items():
+    for name, folder in models.items():
         net = headprune.from_pretrained(folder, dtype=torch.float32)
         with torch.no_grad():
             wanted = net(input_ids=ids).logits
@@ -248,22 +249,30 @@ def half_of_groups(model: Path, output: Path) -> Path:
     return output
 
 
-def llama_rows(model: Path, work: Path) -> list[list[str]]:
+def one_kv_head(model: Path, output: Path) -> Path:
+    """The KV heads of every layer merged into one."""
+    headprune.convert_gqa(model, kv_heads=1, merge="mean", output=output)
+    return output
+
+
+def llama_perplexity(folder: Path, dtype: str, text: Path, work: Path) -> float:
+    """Of a file with such an element type, in llama.cpp."""
+    place = work / "measured-gguf"
+    headprune.export(folder, place, to="gguf", out_dtype=dtype, prove="read-back", overwrite=True)
+    report = headprune.evaluate(
+        place,
+        **{"data": text, "engine": "llama.cpp", "seq_len": 256, "max_windows": 4},
+        **{"speed": False, "copying": 0, "last_words": 0},
+    )
+    return report.model.metrics[0].value
+
+
+def llama_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[str]]:
     """Original and cuts in llama.cpp: the same numbers, and speed and cache at a long context."""
-    one_head = work / "one-kv-head"
-    headprune.convert_gqa(model, kv_heads=1, merge="mean", output=one_head)
-    models = {
-        "original": model,
-        "cut, a layer empty": work / "smollm-cut",
-        "half of the KV groups": half_of_groups(model, work / "half"),
-        "one KV head": one_head,
-    }
-    if not models["cut, a layer empty"].is_dir():
-        unevenly_cut(model, models["cut, a layer empty"])
     rows: list[list[str]] = []
     first: tuple[float, int] | None = None
     for name, folder in models.items():
-        place = work / f"{one_head.name}-gguf"
+        place = work / "timed-gguf"
         done = headprune.export(folder, place, to="gguf", out_dtype="float32", overwrite=True)
         proof = done.record.proof
         graph = open_graph(place / "model.gguf")
@@ -273,12 +282,14 @@ def llama_rows(model: Path, work: Path) -> list[list[str]]:
         predicted = cost.kv_heads * 2 * 64 * 2  # K and V of 64 numbers in float16
         rate, read = 32 / once.decode, 4 * cost.parameters + CONTEXT * predicted
         first = first or (rate, read)
+        whole, q8_0 = (llama_perplexity(folder, dtype, text, work) for dtype in ("float32", "q8_0"))
         measured = once.cache_bytes_per_token
         assert measured is not None
         rows.append(
             [
                 *(name, heads(folder), f"{proof.difference:.1e}"),
                 f"{int(proof.details['greedy tokens equal'])} of {GREEDY}",
+                f"{q8_0 / whole:.4f}",
                 f"{measured * CONTEXT / 2**20:.2f}",
                 f"{measured / predicted:.2f}",
                 *(f"{CONTEXT / once.prefill:,.0f}", f"{rate:.1f}"),
@@ -291,7 +302,7 @@ def llama_rows(model: Path, work: Path) -> list[list[str]]:
 
 def llama_table(rows: list[list[str]]) -> str:
     """Markdown."""
-    head = ["model", "heads", "difference", "greedy tokens equal", "KV cache, MiB"]
+    head = ["model", "heads", "difference", "greedy tokens equal", "q8_0", "KV cache, MiB"]
     head += ["measured / predicted", "prefill", "decode", "speed-up", "ideal"]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
@@ -310,10 +321,13 @@ def main(
         work = Path(place)
         sts = with_header(pairs, work / "pairs.csv", 400)
         of_train = with_header(sentences, work / "sentences.csv", 2000)
+        models = {"original": smollm, "cut, a layer empty": unevenly_cut(smollm, work / "uneven")}
+        models["one KV head"] = one_kv_head(smollm, work / "one-kv-head")
+        more = {"half of the KV groups": half_of_groups(smollm, work / "half")}
         tables = {
             "minilm": table(COLUMNS["minilm"], minilm_rows(minilm, sts, of_train, work)),
-            "smollm": table(COLUMNS["smollm"], smollm_rows(smollm, text, work)),
-            "llama": llama_table(llama_rows(smollm, work)),
+            "smollm": table(COLUMNS["smollm"], smollm_rows(models, text, work)),
+            "llama": llama_table(llama_rows(models | more, text, work)),
         }
     packages = ("torch", "transformers", *FORMATS, "xllamacpp")
     versions = ", ".join(f"{package} {version(package)}" for package in packages)

@@ -2,8 +2,8 @@
 
 Makes Llamas in bfloat16 with random weights in a temporary folder (TMPDIR), of 12 and of 40 layers:
 1.5 GB and 4.4 GB. Half of the heads are cut, with gate values folded in, beside ``cp -r`` of the
-model, in turns; then the commands run, each as a process of its own. Prints tables: the most
-resident memory of each process (VmHWM) and seconds.
+model, in turns; then the commands run, each as a process of its own, and ``cp`` of the file that
+export wrote. Prints tables: the most resident memory of each process (VmHWM) and seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def make(folder: Path, layers: int) -> None:
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
         hidden_size=2048,
@@ -56,6 +57,10 @@ def make(folder: Path, layers: int) -> None:
         save_file(shard, folder / file, metadata={"format": "pt"})
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    known = sorted(pre_tokenizers.ByteLevel.alphabet())  # a file for llama.cpp needs a tokenizer
+    words = Tokenizer(models.BPE({piece: at for at, piece in enumerate(known)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def plan(folder: Path, file: Path) -> None:
@@ -168,15 +173,22 @@ def measured(layers: int, home: Path) -> tuple[str, list[str]]:
     )
     what = f"{size / 1e9:.2f} GB"
     dry = ("prune", str(model), "--plan", str(file))
+    exported = ("export", str(model), "--to", "gguf", "--prove", "read-back", "--output", str(out))
     commands = {
         "inspect": ("inspect", str(model)),
         "prune --dry-run": (*dry, "--dry-run"),
         "prune --proof tensors": (*dry, "--proof", "tensors", "--output", str(out)),
+        "export --to gguf --prove read-back": exported,
     }
     rows = []
     for name, arguments in commands.items():
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
         seconds, peak = child("command", *arguments)
         rows.append(f"| {what} | `{name}` | {peak:.0f} MB | {seconds:.1f} |")
+    os.sync()
+    copy = [copied(out / "model.gguf", home / "copy") for _ in range(ROUNDS)]
+    rows.append(f"| {what} | `cp` of that file | - | {_spread(copy)} |")
     return row, rows
 
 

@@ -61,7 +61,7 @@ _SWEEP = f"sweep llama --data text.txt {SCORING} --keep 0.5 --no-refit --max-win
 _COMPRESS = (
     f"compress llama --data text.txt --kv-budget 0.5 --heal 2 {SCORING} --held-out-tokens 64"
 )
-_INIT = "init out.yaml --yes --model llama --data text.txt --test-data rows.jsonl"
+_INIT = "init out.yaml --yes --model llama --data text.txt --test-data rows.jsonl --output run"
 _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} --output out.json"
 
 JOBS: dict[str, Job] = {
