@@ -69,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert_gqa(folder / "model", folder / "gqa", ConvertConfig(kv_heads=2, merge="mean"))
     for name, seed in (("untied", 0), ("tied", 1)):
         tiny.save(even(seed), folder / name)
+    tiny.save(tiny.model("llama-mha").bfloat16(), folder / "half")
+    convert_gqa(folder / "half", folder / "half-gqa", ConvertConfig(kv_heads=2, merge="mean"))
     short = {"model.layers.0.self_attn": [1, 4], "model.layers.1.self_attn": [0]}
     (folder / "plan.json").write_text(json.dumps(short))
     prune(folder / "model", folder / "uneven", CutRequest(plan=folder / "plan.json"))
@@ -144,6 +146,7 @@ def in_two(function: Callable[..., None], *arguments: str) -> None:
 HEALED: dict[str, dict[str, Any]] = {
     "gqa": {"train": HealTrain.ALL},
     "tied": {"train": HealTrain.ALL},
+    "half-gqa": {"train": HealTrain.ALL, "bf16": True},
     "uneven": {"train": HealTrain.ATTENTION, "gradient_checkpointing": True},
 }
 
@@ -151,9 +154,9 @@ HEALED: dict[str, dict[str, Any]] = {
 def healed(folder: Path, student: str, output: str, shard: bool = False, seed: int = 0) -> Any:
     """Heals a student, in this process or together with others."""
     settings = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, "bf16": False}
-    config = HealConfig(**settings, **HEALED[student], seed=seed)
+    config = HealConfig(**settings | HEALED[student], seed=seed)
     text = DataConfig(source=str(folder / "text.txt"))
-    teacher = folder / ("untied" if student == "tied" else "model")
+    teacher = folder / {"tied": "untied", "half-gqa": "half"}.get(student, "model")
     with placements.sharding(shard):
         return heal(folder / student, teacher, text, folder / output, config)
 
@@ -171,6 +174,7 @@ def heal_in_shards(folder: str, student: str, rank: int, port: int) -> None:
         shares.append(share_of(trainer.model._teacher[0].parameters()))
         shares.append(share_of(m for each in moments for m in each.values() if m.dim()))
 
+    devices.computes_bfloat16 = lambda: True
     HealTrainer._save_checkpoint = saved  # type: ignore[method-assign]
     with devices.running_on("cpu"):
         healed(Path(folder), student, f"{student}-two", shard=True)
@@ -186,20 +190,34 @@ def furthest(one: Path, other: Path) -> float:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "student", ["gqa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "uneven"))]
+    ("student", "near", "near_losses"),
+    [
+        ("gqa", 1e-5, 1e-5),  # rounding, as Adam magnifies it
+        pytest.param("tied", 1e-5, 1e-5, marks=pytest.mark.slow),
+        pytest.param("uneven", 1e-5, 1e-5, marks=pytest.mark.slow),
+        # of 8 bits: 6e-3 and 3e-4 were measured, and 3e-2 and 0.4 with other batches
+        pytest.param("half-gqa", 1e-2, 1e-3, marks=pytest.mark.slow),
+    ],
 )
-def test_a_model_in_shards_is_healed_as_in_one_process(folder: Path, student: str) -> None:
+def test_a_model_in_shards_is_healed_as_in_one_process(
+    folder: Path,
+    student: str,
+    near: float,
+    near_losses: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "computes_bfloat16", lambda: True)
     in_two(heal_in_shards, str(folder), student)
     alone = healed(folder, student, f"{student}-one")
     healed(folder, student, f"{student}-other", seed=1)
     one, two, other = (folder / f"{student}-{name}" for name in ("one", "two", "other"))
-    assert furthest(one, two) < 1e-5  # rounding, as Adam magnifies it
-    assert furthest(one, other) > 1e-3  # other batches would show
+    assert furthest(one, two) < near
+    assert furthest(one, other) > max(1e-3, 2 * near)  # other batches would show
     told = [torch.tensor(losses(place, "heal.jsonl")) for place in (one, two)]
-    torch.testing.assert_close(*told, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*told, rtol=near_losses, atol=0)
     done = read_manifest(two).done
     assert isinstance(done, Healing)
-    assert done.after == pytest.approx(alone.after, rel=1e-5)
+    assert done.after == pytest.approx(alone.after, rel=near_losses)
     assert done.taken_after == alone.taken_after > 0
     assert verify(two).passed
     shares = [json.loads((folder / f"{student}-{rank}.json").read_text()) for rank in (0, 1)]
