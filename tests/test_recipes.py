@@ -24,6 +24,7 @@ from headprune.declaration import COMMANDS, Context
 from headprune.errors import HeadpruneError, RecipeError
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
+from headprune.recipes.init import Answers, init
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.run import run as run_recipe
 from headprune.recipes.steps import kinds
@@ -657,6 +658,14 @@ def test_init_writes_a_recipe_that_runs(
     assert (code, "Nothing was run" in text) == (0, True), err
     code, _, err = run(capsys, "init", path, "--yes", *answers)
     assert (code, "replace it with --overwrite" in err) == (2, True), err
+
+
+def test_a_strange_name_stays_in_its_comment(tmp_path: Path) -> None:
+    path = tmp_path / "new\nmodel: evil\u2028'# x.yaml"
+    recipe = init(path, Answers(model="org/name", data="org/text"))
+    assert recipe.model == "org/name"
+    comments = [line for line in path.read_text().split("\n") if "headprune run" in line]
+    assert len(comments) == 2 and all(r"'new\nmodel: evil\u2028" in line for line in comments)
 
 
 @pytest.mark.process

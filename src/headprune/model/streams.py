@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from headprune.errors import PlanError
 from headprune.model.batch import Batch
 from headprune.model.forward import run_model
+from headprune.model.pieces import in_pieces
 from headprune.runtime.modeling_headprune import Attention
 
 
@@ -148,5 +149,6 @@ def in_sequence(
             if attention.query_heads:
                 hooks = entering(attention.output_projection, partial(once, attention))
                 stack.enter_context(hooks)
+        stack.enter_context(in_pieces(model, attentions))
         stack.enter_context(torch.no_grad())
         run_model(model, batch)

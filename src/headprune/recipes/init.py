@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 from headprune.declaration import Options
 from headprune.errors import RecipeError
+from headprune.io.markup import printable
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import RECIPE
 from headprune.io.writing import write_whole
@@ -95,7 +97,7 @@ def recipe_text(answers: Answers, file: str) -> str:
     )
     steps = _STEPS[answers.goal].format(**_SIZES[answers.hardware])
     return _HEAD.format(
-        file=file,
+        file=printable(shlex.quote(file)),  # in comments, which end with the line
         model=_quoted(answers.model),
         output=_quoted(answers.output),
         train=_quoted(answers.data),

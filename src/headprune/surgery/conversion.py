@@ -20,6 +20,7 @@ from headprune.errors import PlanError
 from headprune.model.batch import Batch, doubled
 from headprune.model.forward import eager_attention, run_without_cache
 from headprune.model.heads import HeadWeights, project_output, read_heads, write_heads
+from headprune.model.pieces import in_pieces
 from headprune.model.recording import AttentionRecorder, RecordedCall
 from headprune.model.rotation import found_rotation
 from headprune.model.streams import OneStream, Order, RunsTwice, Stream, entering
@@ -56,6 +57,7 @@ def convert_in_sequence(
                 enter = partial(conversion.enter, projection)
                 stack.enter_context(entering(projection.module, enter))
         stack.enter_context(AttentionRecorder(conversion.attend).recording(attentions))
+        stack.enter_context(in_pieces(model, attentions))
         stack.enter_context(torch.no_grad())
         run_without_cache(model, doubled(batch))
 

@@ -1,0 +1,115 @@
+"""Calibration on all sequences at once, of which what is beside attention sees a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.model import pieces
+from headprune.model.attention import attention_of
+from headprune.model.forward import run_model
+from headprune.model.pieces import in_pieces
+from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "TOKENS", 32)  # two sequences of 16
+
+
+@contextmanager
+def counted(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[dict[str, list[int]]]:
+    """How many sequences every module of a kind is given, call by call."""
+    seen: dict[str, list[int]] = {}
+
+    def note(name: str) -> Any:
+        def called(module: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], Tensor):
+                seen.setdefault(name, []).append(len(args[0]))
+
+        return called
+
+    handles = [
+        module.register_forward_pre_hook(note(name))
+        for name, module in model.named_modules()
+        if isinstance(module, kind)
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def batch() -> Any:
+    return {"input_ids": torch.randint(5, 60, (5, 16), generator=torch.Generator().manual_seed(0))}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm", "mixtral", "gemma2"])
+def test_states_are_those_of_all_at_once(case: str) -> None:
+    model = tiny.model(case)
+    attentions = attention_of(model)
+    inside = {n for a in attentions for n, m in model.named_modules() if m is a.module}
+    wanted: Tensor = run_model(model, batch())[0]
+    with in_pieces(model, attentions), counted(model, nn.Module) as seen:
+        found: Tensor = run_model(model, batch())[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert all(seen[name] == [5] for name in inside if name in seen)
+    assert any(len(calls) == 3 for calls in seen.values())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@torch.no_grad()
+def test_a_piece_in_the_wrong_place_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama-gqa")
+    wanted: Tensor = run_model(model, batch())[0]
+    split = Tensor.split
+    monkeypatch.setattr(Tensor, "split", lambda x, size: split(x.flip(0), size))
+    with in_pieces(model, attention_of(model)):
+        assert not torch.allclose(run_model(model, batch())[0], wanted, rtol=1e-3)
+
+
+class Told(nn.Module):
+    """Tells more than states, as some experts do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, states: Tensor) -> tuple[Tensor, int]:
+        self.calls += 1
+        return self.inner(states), len(states)
+
+
+@torch.no_grad()
+def test_a_module_that_tells_more_sees_all_sequences() -> None:
+    told = Told(nn.Linear(4, 4))
+    states, number = pieces._piecewise(told.forward, torch.ones(5, 16, 4))
+    assert (states.shape, number, told.calls) == ((5, 16, 4), 5, 2)
+
+
+def test_a_refit_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(600))
+    (tmp_path / "plan.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
+    results = []
+    for tokens in (32, 10_000):
+        monkeypatch.setattr(pieces, "TOKENS", tokens)
+        out = tmp_path / f"out-{tokens}"
+        headprune.prune(
+            tmp_path / "model",
+            plan=tmp_path / "plan.json",
+            refit=tmp_path / "text.txt",
+            **{"seq_len": 16, "calibration_tokens": 256, "output": out},
+        )
+        results.append(headprune.from_pretrained(out).state_dict())
+    one, other = results
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
