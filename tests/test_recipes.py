@@ -466,6 +466,20 @@ def _with(record: dict[str, Any], step: str, **changed: Any) -> dict[str, Any]:
     return record | {"steps": {**record["steps"], step: {**record["steps"][step], **changed}}}
 
 
+@pytest.mark.parametrize("file", ["run.json", "recipe.yaml", "requirements.lock"])
+def test_a_run_that_died_at_its_first_file_is_no_other_s(
+    file: str, job: Path, tmp_path: Path, capsys: Any
+) -> None:
+    begun = tmp_path / "out" / f".{file}.partial" / "new"
+    begun.mkdir(parents=True)
+    (begun / file).write_text("half")
+    code, _, err = run(capsys, "run", job, "--set", "steps.train-gates.steps=1", "--dry-run")
+    assert code == 0, err
+    begun.parent.rename(begun.parent.with_name(".thesis.tex.partial"))
+    code, _, err = run(capsys, "run", job, "--dry-run")
+    assert (code, "holds other files ('.thesis.tex.partial')" in err) == (2, True), err
+
+
 def test_folders_of_others_are_left_alone(
     job: Path, finished: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -23,7 +23,7 @@ from headprune.io.folders import digest_of
 from headprune.io.markup import sentence
 from headprune.io.outputs import refuse_input
 from headprune.io.ownership import is_ours, part_of
-from headprune.io.writing import adopt, put, write_error, write_whole
+from headprune.io.writing import adopt, put, work_folder, write_error, write_whole
 from headprune.model.loading import load_config
 from headprune.recipes.recipe import Recipe, options_of
 from headprune.recipes.steps import LOADING, ORIGINAL, Step
@@ -156,7 +156,8 @@ def open_run(recipe: Recipe) -> RunRecord:
         raise CheckpointError(f"The output '{output}' is a file; give a folder name.")
     record = read_run(output)
     if record is None:
-        ours = {PARTIAL, RECIPE, LOCK, _lock(output).name}
+        begun = (work_folder(output / name).name for name in (RECORD, RECIPE, LOCK))
+        ours = {PARTIAL, RECIPE, LOCK, _lock(output).name, *begun}
         others = output.is_dir() and {file.name for file in output.iterdir()} - ours
         if others:
             raise CheckpointError(
