@@ -608,7 +608,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real, real_copy, room = os.write, os.copy_file_range, [60_000]
+    real, room = os.write, [60_000]
 
     def left(count: int) -> int:
         """A full disk takes what fits first."""
@@ -621,13 +621,9 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(
     def write(file: int, content: memoryview) -> int:
         return real(file, content[: left(len(content))])
 
-    def copy(source: int, file: int, count: int, start: int) -> int:
-        return real_copy(source, file, left(count), start)
-
     plan.write(tmp_path / "plan.json")
     before = sorted(p.name for p in tmp_path.iterdir())
     monkeypatch.setattr(shards.os, "write", write)
-    monkeypatch.setattr(shards.os, "copy_file_range", copy)
     command = ["prune", model, "--plan", tmp_path / "plan.json", "--output", tmp_path / "out"]
     code, _, err = run(capsys, *command)
     assert code == 2 and room == [0]

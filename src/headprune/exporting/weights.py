@@ -12,11 +12,15 @@ from headprune.io.shards import StoredTensor, rows_of
 from headprune.model.base_names import either_way
 from headprune.model.stored import stored_tensors
 
-_PIECE = 2**24  # numbers
+_PIECE = 2**19  # numbers; a MB or two stays in a processor's cache until it is written
 
 
 class Weights(Mapping[str, Tensor]):
     """Tensors by name, each read anew whenever it is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a tensor; that of Mapping would read it."""
+        return any(name == one for one in self)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The rows of a tensor, some at a time."""

@@ -5,7 +5,6 @@ Files are read with pread: a mapped file would count as memory of the process.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import math
@@ -27,9 +26,9 @@ from headprune.io.streaming import bytes_of, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
 
-BLOCK = 4 << 20  # bytes
-# what says that two file systems are too different to copy from one to the other
-_UNABLE = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+# bytes; as many as stay in a processor's cache, from which they are written faster than the system
+# copies parts of files that begin at other offsets of a page
+BLOCK = 1 << 20
 SHARD = "50GB"  # the largest file, as transformers has it
 
 
@@ -301,35 +300,9 @@ def _write(file: Path, pieces: Mapping[str, Piece], on_tensor: Callable[[], None
     with file.open("wb", buffering=0) as out:
         _write_all(out.fileno(), memoryview(text))
         for name in order:
-            if not (pieces[name].copied and _copied(pieces[name], out.fileno())):
-                for block in pieces[name].blocks():
-                    _write_all(out.fileno(), bytes_of(block).numpy().data)
+            for block in pieces[name].blocks():
+                _write_all(out.fileno(), bytes_of(block).numpy().data)
             on_tensor()
-
-
-def _copied(piece: Piece, out: int) -> bool:
-    """Has the system copy from file to file; False where it cannot, and nothing is done."""
-    source = piece.source
-    assert isinstance(source, StoredTensor)
-    width = source.bytes // max(source.shape[0] if source.shape else 1, 1)
-    if not hasattr(os, "copy_file_range"):
-        return False
-    with _opened(source) as file:
-        for number, (first, rows) in enumerate(piece.runs):
-            start, left = source.start + first * width, rows * width
-            while left:
-                try:
-                    count = os.copy_file_range(file, out, left, start)
-                except OSError as error:
-                    if number or left < rows * width or error.errno not in _UNABLE:
-                        raise
-                    return False
-                if not count:
-                    raise CheckpointError(
-                        f"'{source.file}' is damaged: it ends too early. Get it again."
-                    )
-                start, left = start + count, left - count
-    return True
 
 
 def _write_all(file: int, view: memoryview) -> None:
