@@ -13,6 +13,8 @@ import headprune
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.exporting import export as exporting
 from headprune.exporting.formats import FORMATS
+from headprune.exporting.source import open_source
+from headprune.io import shards
 from headprune.registry import Registry
 from headprune.schemas.exports import read_export
 from tests import tiny
@@ -122,3 +124,18 @@ def test_an_export_is_measured_in_its_own_engine_alone(
     (tmp_path / "out" / "export.json").write_text(json.dumps({**record, "format": "onnx"}))
     with pytest.raises(HeadpruneError, match="torch cannot run it. Give engine onnxruntime"):
         headprune.evaluate(tmp_path / "out", text_file)
+
+
+def test_asking_for_a_tensor_by_name_reads_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = open_source(tiny.save(tiny.model("llama-gqa"), tmp_path)).weights
+    name = next(iter(weights))
+
+    def read(*_: object) -> None:
+        raise AssertionError("it is read")
+
+    monkeypatch.setattr(shards, "_fill", read)
+    assert name in weights and "other" not in weights
+    with pytest.raises(AssertionError, match="it is read"):
+        weights[name]

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headprune.errors import CheckpointError
-from headprune.io.streaming import bytes_of, header
+from headprune.io.streaming import bytes_of, equal_bytes, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
 
@@ -232,7 +232,7 @@ def same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
         return False
     starts = range(0, one.bytes, BLOCK)
     parts = ((start, min(start + BLOCK, one.bytes)) for start in starts)
-    return all(torch.equal(bytes_between(one, *part), bytes_between(two, *part)) for part in parts)
+    return all(equal_bytes(bytes_between(one, *part), bytes_between(two, *part)) for part in parts)
 
 
 def rows_of(source: StoredTensor, start: int = 0, end: int | None = None) -> Tensor:

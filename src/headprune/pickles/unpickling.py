@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headprune.errors import CheckpointError
 from headprune.io.markup import sentence
-from headprune.io.streaming import DTYPES, bytes_of, write
+from headprune.io.streaming import DTYPES, bytes_of, equal_bytes, write
 from headprune.io.writing import write_error
 from headprune.pickles.sandbox import Say, confine
 
@@ -196,7 +196,7 @@ def _leave_out_tied(holders: dict[str, dict[str, Tensor]], tied: dict[str, str])
 
 def _same(one: Tensor, other: Tensor) -> bool:
     same_view = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return same_view or torch.equal(bytes_of(one), bytes_of(other))
+    return same_view or equal_bytes(bytes_of(one), bytes_of(other))
 
 
 def _refuse_larger(unpacked: int, packed: int) -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from headprune.errors import CheckpointError, ProofError
 from headprune.io.shards import Piece, StoredTensor, bytes_between
-from headprune.io.streaming import DTYPES, bytes_of
+from headprune.io.streaming import DTYPES, bytes_of, equal_bytes
 from headprune.model.loading import from_pretrained
 from headprune.model.stored import stored_tensors
 from headprune.schemas.proofs import TensorProof
@@ -63,7 +61,7 @@ def _same(piece: Piece, found: StoredTensor) -> bool:
                 "cannot hold it. Get it again."
             )
         raw = bytes_of(block)
-        if not torch.equal(raw, bytes_between(found, start, start + len(raw))):
+        if not equal_bytes(raw, bytes_between(found, start, start + len(raw))):
             return False
         start += len(raw)
     return start == found.bytes
