@@ -19,6 +19,7 @@ from headprune.io.shell import command
 from headprune.model import attention
 from tests import tiny
 from tests.dying import write
+from tests.marks import slow_unless
 from tests.test_cli import run
 
 SMALL = ["--seq-len", "16", "--calibration-tokens", "512"]
@@ -107,7 +108,9 @@ def test_score_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[s
     assert again[again.index("--output") + 1] == "its scores-pruned-2"  # the first is still there
 
 
-@pytest.mark.parametrize("criterion", ["compensated", "reconstruction", "fisher"])
+@pytest.mark.parametrize(
+    "criterion", slow_unless("fisher".__ne__, ["compensated", "reconstruction", "fisher"])
+)
 def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     criterion: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,19 +18,10 @@ from tests.campaign.watched import Outcome, Strike, flaw, watched
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="processes are watched by Linux's own means"
 )
-ROOT = Path(__file__).parents[2]
 SAID = """Traceback (most recent call last):
   File "/x/headprune/schemas/plan.py", line 7, in read
 KeyError: 1
 """
-
-
-@pytest.mark.process
-def test_every_module_is_imported_whatever_was_before_it() -> None:
-    """In the order of their names, as the campaign does: no circle, nothing that is optional."""
-    run = [sys.executable, "-c", "from tests.campaign import warm; warm.up()"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

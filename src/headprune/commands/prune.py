@@ -178,12 +178,15 @@ def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> N
 
 
 def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
-    """Loaded, let go, cut on disk and read back."""
+    """Loaded, perhaps refitted, let go, cut on disk and read back."""
     from headprune.estimates import Estimate
 
     stored, weights = sizes.stored(options.out_dtype), sizes.computed(options.dtype)
-    seconds = sizes.writing(options.out_dtype)
-    return Estimate(seconds, weights, stored, weights, sizes.by_layers(weights))
+    tokens = options.calibration_tokens if options.refit is not None else 0
+    seconds = sizes.writing(options.out_dtype) + 2 * sizes.forward(tokens)
+    held = sizes.calibration(tokens, options.dtype)
+    layers = sizes.by_layers(weights) + held
+    return Estimate(seconds, weights + held, stored, weights, layers)
 
 
 def _summary(result: Pruned | Preview) -> str:

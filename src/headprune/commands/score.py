@@ -108,13 +108,19 @@ def _as_json(result: Scores) -> str:
 def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
     """Forward and backward over the calibration text."""
     from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, Estimate
+    from headprune.evidence.score import needs_of
 
     batch = options.batch_size * options.seq_len
-    held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True)
     tokens = options.calibration_tokens if options.data else 0
     seconds = OVERHEAD_SECONDS + 2 * sizes.forward(tokens)
     weights, itemsize = sizes.computed(options.dtype), sizes.computed_itemsize(options.dtype)
-    layers = sizes.by_layers(weights) + sizes.activations(batch, itemsize, trained=False)
+    at_once = "gram" in needs_of(options.criterion)
+    whole = sizes.calibration(tokens, options.dtype) if at_once else 0
+    held, by_layer = (
+        max(whole, sizes.activations(batch, itemsize, trained=all_layers))
+        for all_layers in (True, False)
+    )
+    layers = sizes.by_layers(weights) + by_layer
     return Estimate(seconds, weights + held, RECORD_BYTES, weights, layers)
 
 
