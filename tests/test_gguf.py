@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -25,6 +27,7 @@ from tests.cutting import ragged_plan, uneven_plan
 from tests.test_cli import run
 
 gguf = pytest.importorskip("gguf")
+file = pytest.importorskip("headprune.exporting.llama_cpp.file")
 engine = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="llama.cpp is not installed")
 
 CUTS: dict[str, Callable[[PreTrainedModel], Any] | None] = {
@@ -185,6 +188,17 @@ def test_what_is_read_back_is_what_was_written(case: str, dtype: str, tmp_path: 
     (out / "model.gguf").write_bytes(damaged)
     config = headprune.export.options(model=folder, output=out, **settings)
     assert not FORMATS["gguf"].prove(net, out, config).passed
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-4, 1e-5, 1e-6])
+def test_small_weights_are_proven_in_q8_0_as_large_ones(size: float) -> None:
+    kind, weights = file.Type.Q8_0, size * torch.randn(64, 96, generator=torch.manual_seed(0))
+    raw = np.frombuffer(file._encoded(weights, kind, "w"), np.uint8).copy()
+    read = file._decoded(raw, kind, weights.shape)
+    assert file._gap(read, weights, kind) <= file._Q8_STEP
+    if size >= 1e-4:  # below, the largest number of a block is a few steps of its scale
+        assert file._gap(read.roll(1, 0), weights, kind) > 10 * file._Q8_STEP
+    assert math.isnan(file._gap(read * math.nan, weights, kind))
 
 
 def test_a_tensor_is_permuted_by_the_heads_of_its_own_layer() -> None:
