@@ -559,3 +559,17 @@ def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
     config = HealConfig(steps=1, seq_len=16)
     with pytest.raises(HeadpruneError, match="Give the model it came from"):
         heal(folder / "out", folder / "bert", text, folder / "healed", config)
+
+
+@pytest.mark.parametrize("case", ["llama-mha", "gpt2"])
+def test_a_layer_whose_attention_is_zero_is_merged(case: str, folder: Path) -> None:
+    model = tiny.model(case)
+    with torch.no_grad():
+        for weight in attention_of(model)[0].module.parameters():
+            weight.zero_()
+    tiny.save(model, folder / "model")
+    done = convert(folder, case, 2, merge="lowrank")
+    assert done.pruned.manifest.kv_heads[1] == 2 * len(attention_of(model))
+    converted = headprune.from_pretrained(folder / "out")
+    assert all(bool(weight.isfinite().all()) for weight in converted.parameters())
+    assert verify(folder / "out").passed

@@ -87,6 +87,7 @@ def refusal(error: type[HeadpruneError], call: Callable[[], object]) -> str:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a number for a class": ({"architectures": [[1.5]]}, "architectures.0: Input should be"),
+    "a part of a module": ({"architectures": ["__class__"]}, "architectures"),
     "text for classes": ({"architectures": "LlamaModel"}, "architectures: Input should be"),
     "no model type": ({"model_type": ["llama"]}, "model_type: Input should be"),
     "code": ({"auto_map": ["x"]}, "auto_map: Input should be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,7 +24,9 @@ from headprune.io import ownership, writing
 from headprune.io.figures import heat_map, save
 from headprune.io.leftovers import clean, survey
 from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
-from headprune.io.writing import beside, reserved, work_folder, write_whole
+from headprune.io.writing import beside, reserved, work_folder, write_whole, write_yaml
+from headprune.schemas.plan import Plan
+from headprune.tensors.units import Unit
 from tests import tiny
 from tests.dying import FILES, state, write
 from tests.test_cli import run
@@ -264,6 +267,33 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     assert names(tmp_path / "there") == ["out", "plan.json"]
 
 
+RECORDS: dict[str, Callable[[Path], None]] = {
+    "a plan": Plan(unit=Unit.HEAD, attentions={}).write,
+    "settings": lambda path: write_yaml({"steps": 3}, path),
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+def test_on_a_full_disk_an_old_file_stays(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("old")
+
+    def half(path: Path, content: str | bytes, **_: object) -> None:
+        with path.open("w") as stream:
+            stream.write(str(content)[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", half)
+        full.setattr(Path, "write_bytes", half)
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            RECORDS[what](tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "old" and names(tmp_path) == ["file"]
+    RECORDS[what](tmp_path / "file")
+    assert (tmp_path / "file").read_text() != "old"
+
+
 def test_links_that_lead_nowhere_or_to_others_things_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
@@ -279,7 +309,11 @@ def test_links_that_lead_nowhere_or_to_others_things_are_refused(tmp_path: Path)
     (tmp_path / "to-mine").symlink_to(tmp_path / "mine")
     with pytest.raises(CheckpointError, match="'precious' in"):
         write(tmp_path / "to-mine", 1)
-    assert names(tmp_path) == ["circle", "dangling", "mine", "to-mine"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to-empty").symlink_to(tmp_path / "empty")
+    write(tmp_path / "to-empty", 1)
+    assert (tmp_path / "to-empty").is_symlink() and state(tmp_path / "empty") == 1
+    assert names(tmp_path) == ["circle", "dangling", "empty", "mine", "to-empty", "to-mine"]
 
 
 # ----------------------------------------------------------------- ownership
@@ -403,6 +437,8 @@ FOLDERS = [
     f"sweep {M} --data text.txt --test zoo/text.txt --output OUT --overwrite",
     f"import-pickle {M} OUT --overwrite",
     f"migrate {M} OUT --overwrite",
+    f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 --output OUT --overwrite",
+    f"heal {M} --teacher {M} {TEXT} --steps 1 --output OUT --overwrite",
 ]
 
 

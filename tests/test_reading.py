@@ -101,6 +101,32 @@ def test_text_that_a_model_cannot_read(kind: str) -> None:
     assert rows(documents((known,)), kind, 9)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "evaluate m --data t.txt --no-speed --seq-len 16",
+        "score m --data t.txt --criterion fisher --seq-len 16 --output out",
+        "score m --data t.txt --criterion compensated --seq-len 16 --output out",
+        "train-gates m --data t.txt --target-heads 0.5 --steps 1 --seq-len 16 --output out",
+        "heal m --teacher m --data t.txt --steps 1 --seq-len 16 --output out",
+    ],
+)
+def test_ids_that_a_model_does_not_embed(
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tiny.model("llama-gqa")
+    model.resize_token_embeddings(40)
+    tiny.save(model, tmp_path / "m")
+    (tmp_path / "t.txt").write_text(tiny.text(600))
+    code, _, err = run(capsys, *line.split())
+    assert (code, "40 tokens, 0 to 39" in " ".join(err.split())) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
 def test_padding_without_an_embedding() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<later>"})

@@ -466,6 +466,21 @@ def _with(record: dict[str, Any], step: str, **changed: Any) -> dict[str, Any]:
     return record | {"steps": {**record["steps"], step: {**record["steps"][step], **changed}}}
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_step_that_died_between_its_two_moves_is_put_in_its_place(
+    whole: bool, done_job: Path, tmp_path: Path
+) -> None:
+    step, work = tmp_path / "out" / "prune", tmp_path / "out" / ".partial"
+    before = {file.name: file.read_bytes() for file in step.iterdir()}
+    work.mkdir()
+    if whole:
+        shutil.copytree(step, work / "prune")
+    step.rename(work / "prune.old")
+    assert did(done_job) == []
+    assert {file.name: file.read_bytes() for file in step.iterdir()} == before
+    assert not work.exists()
+
+
 @pytest.mark.parametrize("file", ["run.json", "recipe.yaml", "requirements.lock"])
 def test_a_run_that_died_at_its_first_file_is_no_other_s(
     file: str, job: Path, tmp_path: Path, capsys: Any
