@@ -79,7 +79,8 @@ test-lowest:
 campaign-short: $(STAMP)
 	$(BIN)/python -m tests.campaign all --short --seed 0 --workers $(WORKERS)
 
-## campaign: tries to break headprune, and writes what came of it
+## campaign: tries to break headprune, and writes what came of it; three seeds in a row go to
+## every strange place, path and link
 SEEDS ?= 1 2 3
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign all --seeds $(SEEDS) --workers $(WORKERS) --output docs/benchmarks/reliability.md

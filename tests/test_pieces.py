@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ def counted(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[dict[str,
     seen: dict[str, list[int]] = {}
 
     def note(name: str) -> Any:
-        def called(module: nn.Module, args: Any) -> None:
-            if args and isinstance(args[0], Tensor):
-                seen.setdefault(name, []).append(len(args[0]))
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            if tensors:
+                seen.setdefault(name, []).append(len(tensors[0]))
 
         return called
 
     handles = [
-        module.register_forward_pre_hook(note(name))
+        module.register_forward_pre_hook(note(name), with_kwargs=True)
         for name, module in model.named_modules()
         if isinstance(module, kind)
     ]
@@ -48,21 +49,33 @@ def counted(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[dict[str,
 
 
 def batch() -> Any:
-    return {"input_ids": torch.randint(5, 60, (5, 16), generator=torch.Generator().manual_seed(0))}
+    ids = torch.randint(5, 60, (5, 16), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm", "mixtral", "gemma2"])
-def test_states_are_those_of_all_at_once(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "inner"),
+    [
+        ("llama-gqa", "layers.0.mlp.up_proj"),
+        ("gpt2", "h.1.mlp.c_proj"),
+        ("gemma2", "layers.2.mlp.down_proj"),
+        ("t5", "block.0.layer.1.DenseReluDense.wo"),
+        ("bert-mlm", "layer.0.intermediate.dense"),
+    ],
+)
+def test_states_are_those_of_all_at_once(case: str, inner: str) -> None:
     model = tiny.model(case)
     attentions = attention_of(model)
-    inside = {n for a in attentions for n, m in model.named_modules() if m is a.module}
-    wanted: Tensor = run_model(model, batch())[0]
+    watched = {p.module for a in attentions for p in a.projections}
+    inside = {name for name, module in model.named_modules() if module in watched}
+    given = batch() | ({"decoder_input_ids": batch()["input_ids"]} if case == "t5" else {})
+    wanted: Tensor = run_model(model, given)[0]
     with in_pieces(model, attentions), counted(model, nn.Module) as seen:
-        found: Tensor = run_model(model, batch())[0]
+        found: Tensor = run_model(model, given)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    assert all(seen[name] == [5] for name in inside if name in seen)
-    assert any(len(calls) == 3 for calls in seen.values())
+    assert inside and all(seen[name] == [5] for name in inside)
+    assert next(calls for name, calls in seen.items() if name.endswith(inner)) == [2, 2, 1]
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -74,6 +87,15 @@ def test_a_piece_in_the_wrong_place_would_show(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Tensor, "split", lambda x, size: split(x.flip(0), size))
     with in_pieces(model, attention_of(model)):
         assert not torch.allclose(run_model(model, batch())[0], wanted, rtol=1e-3)
+
+
+def test_the_model_is_as_before_after_an_error() -> None:
+    model = tiny.model("llama-gqa")
+    patched = False
+    with suppress(RuntimeError), in_pieces(model, attention_of(model)):
+        patched = any("forward" in vars(module) for module in model.modules())
+        raise RuntimeError
+    assert patched and not any("forward" in vars(module) for module in model.modules())
 
 
 class Told(nn.Module):

@@ -72,7 +72,8 @@ class Sizes:
     def calibration(self, tokens: int, dtype: str = _AUTO) -> int:
         """Bytes that a pass over so many tokens holds, of which every layer sees all at once.
 
-        In a Llama of width 2,048 they were 8.5 states of that width for each token.
+        Scores of a Llama of width 2,048 took 8.5 states of that width for each token; refits and
+        merges, which run every sequence twice, take more of some and less of others.
         """
         return 10 * tokens * self.hidden * self.computed_itemsize(dtype)
 

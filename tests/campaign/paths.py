@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from headprune.recipes.reading import read_recipe
 from tests.campaign.cases import Case, Result
 from tests.campaign.facts import facts, link_originals, takes_overwrite
 from tests.campaign.kill import JOBS, reference
@@ -58,8 +59,11 @@ def names(case: Case, place: Path, originals: Path) -> Result:
         (place / strange).rename(plain)
         found, wanted = facts(plain), reference(writer, originals).new_facts
         found = {name.removeprefix("made-"): fact for name, fact in found.items()}
-        # the records of a run tell where it is, and a recipe how it is run
-        same = found.keys() == wanted.keys() if writer in ("run", "init") else found == wanted
+        # the records of a run tell where it is
+        same = found.keys() == wanted.keys() if writer == "run" else found == wanted
+        if writer == "init":  # a recipe tells how it is run
+            made_of = read_recipe(plain).model_dump()
+            same = made_of == read_recipe(originals / "kill-init" / job.out).model_dump()
         if not same or made != [Path(strange).parts[0]]:
             broken = f"it ends with 0, and there is {made}"
     elif not broken and made:

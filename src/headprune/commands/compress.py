@@ -99,7 +99,10 @@ def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
     passes = 3 * options.calibration_tokens + options.held_out_tokens
     seconds = candidates * (sizes.forward(passes) + sizes.writing(options.out_dtype))
     batch = options.batch_size * options.seq_len
-    held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True)
+    held = max(
+        sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True),
+        sizes.calibration(options.calibration_tokens, options.dtype),
+    )
     weights, stored = 2 * sizes.computed(options.dtype), sizes.stored(options.out_dtype)
     return Estimate(OVERHEAD_SECONDS + seconds, weights + held, 2 * stored, weights)
 

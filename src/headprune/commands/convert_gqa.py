@@ -210,7 +210,8 @@ def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
     if options.calibrate is not None:
         weighed = options.kv_budget is not None and options.merge is None
         seconds += (9 if weighed else 3) * sizes.forward(options.calibration_tokens)
-    held = sizes.calibration(options.calibration_tokens) if options.calibrate is not None else 0
+    tokens = options.calibration_tokens if options.calibrate is not None else 0
+    held = sizes.calibration(tokens, options.dtype)
     weights, stored = sizes.computed(options.dtype), sizes.stored(options.out_dtype)
     layers = sizes.by_layers(weights) + held
     return Estimate(seconds, 2 * weights + held, stored, weights, layers)

@@ -22,5 +22,7 @@ class InUnits(Options):
     """In what pieces."""
 
     unit: Unit | None = option(
-        "What is removed as one piece. Default: head for MHA, kv-group for GQA.", None, Panel.CUT
+        "What is scored and removed as one piece. Default: head for MHA, kv-group for GQA.",
+        None,
+        Panel.CUT,
     )

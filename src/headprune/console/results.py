@@ -226,8 +226,9 @@ def exported(console: Console, result: Exported) -> None:
 def verification(console: Console, result: Verification) -> None:
     """What was looked at, and what was found."""
     grid = table("", "check", "found", numbers_from=3)
-    longest = max((len(word) for check in result.checks for word in check.name.split()), default=0)
-    grid.columns[1].width = min(longest, console.width // 2)  # a call breaks between its words
+    if console.width < 100:  # a call breaks between its words
+        words = [word for check in result.checks for word in check.name.split()]
+        grid.columns[1].width = min(max(map(len, words), default=5), console.width // 2)
     for check in result.checks:
         mark = Text("passed", "green") if check.passed else Text("FAILED", "bold red")
         grid.add_row(mark, escape(check.name), escape(check.found))

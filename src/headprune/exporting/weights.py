@@ -55,13 +55,17 @@ class StoredWeights(Weights):
         """
         return rows_of(self._found[name])
 
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._found
+
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The rows of a tensor, some at a time."""
         source = self._found[name]
         if len(source.shape) < 2:
             yield self[name]
             return
-        step = max(1, _PIECE // max(source.shape[1], 1))
+        step = max(1, _PIECE * source.shape[0] // max(source.elements, 1))
         for start in range(0, source.shape[0], step):
             yield rows_of(source, start, start + step)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,13 +68,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def equal_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether bytes are the same; Python tells it in a fifth of the time that torch takes.
+    """Whether bytes are the same; NumPy tells it much faster than torch does.
 
     Args:
         one: Some bytes, on the CPU.
         other: As many.
     """
-    return bool(one.numpy().tobytes() == other.numpy().tobytes())
+    return np.array_equal(one.numpy(), other.numpy())
 
 
 def describe(tensor: Tensor, raw: Tensor) -> list[Any]:

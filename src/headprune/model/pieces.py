@@ -1,14 +1,15 @@
-"""All sequences of a calibration at once, and yet a few at a time where nothing asks for all.
+"""Calibration on all sequences at once, in which modules beside attention see a few at a time.
 
-What lies beside attention in a layer (norms, the MLP, experts) makes of a sequence what it would
-make of it alone. It runs on a few sequences after the other, so that its inner states, several
-times as wide as the layer, are in memory for those only.
+A norm, an MLP or experts make of a sequence what they would make of it alone. Where such a module
+takes hidden states and returns them (in Llama and its like, GPT-2, T5), it runs on a few sequences
+after the other, so that its inner states, several times as wide as the layer, are in memory for
+those only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from headprune.model.residency import blocks_of
 from headprune.model.skeleton import Unmapped
 from headprune.runtime.modeling_headprune import Attention
 
-TOKENS = 2048  # at a time, as far as sequences are no longer
+TOKENS = 2048  # at a time; a longer sequence runs alone
 
 
 @contextmanager
@@ -27,21 +28,21 @@ def in_pieces(model: PreTrainedModel, attentions: Sequence[Attention]) -> Iterat
     """Has what lies beside attention run on some sequences at a time, in a ``with`` block.
 
     Args:
-        model: The model. One that does not name its layers runs as ever.
+        model: The model. One that does not name its layers runs unchanged.
         attentions: Its attention modules, in which all sequences stay together.
     """
     watched = {a.module for a in attentions} | {p.module for a in attentions for p in a.projections}
     blocks: list[nn.Module] = []
     with suppress(Unmapped):
         blocks = blocks_of(model)
-    found = [module for block in blocks for module in _beside(block, watched)]
-    for module in found:
-        module.forward = partial(_piecewise, module.forward)
-    try:
-        yield
-    finally:
+    found = dict.fromkeys(
+        module for block in blocks if block not in watched for module in _beside(block, watched)
+    )
+    with ExitStack() as stack:
         for module in found:
-            del module.forward
+            module.forward = partial(_piecewise, module.forward)
+            stack.callback(delattr, module, "forward")
+        yield
 
 
 def _beside(module: nn.Module, watched: Set[nn.Module]) -> Iterator[nn.Module]:
@@ -65,7 +66,7 @@ def _piecewise(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for number, piece in enumerate(pieces):
         made = forward(piece)
         if not isinstance(made, Tensor) or made.shape[:2] != piece.shape[:2]:
-            return forward(states)  # it tells more than states, such as where experts were sent
+            return forward(states)  # it returns more than states, such as the scores of experts
         if outputs is None:
             outputs = made.new_empty(len(states), *made.shape[1:])
         start = number * len(pieces[0])

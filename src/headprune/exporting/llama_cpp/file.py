@@ -45,8 +45,9 @@ _FILE_TYPES = {
 }
 # of the largest number of its block: half a step of 1/127, and the rounding of the scale to float16
 _Q8_STEP = 0.5 / 127 + 2**-10
-# of a number, where the scale is so small that float16 has it in steps of 2**-24 (subnormal)
-_Q8_LEAST = 127 * 2**-25
+# of a number, where the scale is so small that float16 has it in steps of 2**-24 (subnormal):
+# half a step, 127 times; a block of nothing larger may as well be zeros
+_Q8_SMALL, _Q8_LEAST = 127 * 2**-14, 127 * 2**-25
 
 
 def type_of(source: ExportSource, dtype: ExportDtype) -> Type:
@@ -222,8 +223,10 @@ def _gap(read: Tensor, piece: Tensor, kind: Type) -> float:
         same = torch.equal(read, piece.to(_TORCH[kind]))
         return 0.0 if same else float((read.double() - piece.double()).abs().nan_to_num(1).max())
     blocks = piece.float().unflatten(-1, (-1, 32))
-    off = (read.unflatten(-1, (-1, 32)) - blocks).abs().amax(-1) - _Q8_LEAST
-    return float((off.clamp(min=0) / blocks.abs().amax(-1).clamp(min=1e-30)).max())
+    off = (read.unflatten(-1, (-1, 32)) - blocks).abs().amax(-1)
+    largest = blocks.abs().amax(-1)
+    off = torch.where(largest < _Q8_SMALL, (off - _Q8_LEAST).clamp(min=0), off)
+    return float((off / largest.clamp(min=1e-30)).max())
 
 
 def _check_keys(reader: gguf.GGUFReader, arch: str, wanted: Mapping[str, Any]) -> None:
