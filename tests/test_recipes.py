@@ -20,8 +20,9 @@ import yaml
 from safetensors.torch import load_file
 
 from headprune.config import DataConfig
-from headprune.declaration import COMMANDS, Context
+from headprune.declaration import COMMANDS, Context, build
 from headprune.errors import HeadpruneError, RecipeError
+from headprune.estimates import Sizes
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
 from headprune.recipes.init import Answers, init
@@ -760,3 +761,30 @@ def test_the_shipped_check_runs(
     for more in (["--update-baseline"], []):
         code, _, err = run(capsys, "check", "--config", CI_CHECK, *places, *more)
         assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("score", {"data": "text", "criterion": "compensated"}),
+        ("prune", {"plan": "plan", "refit": "text"}),
+        ("convert-gqa", {"kv_heads": 1, "calibrate": "text"}),
+    ],
+)
+def test_memory_follows_a_calibration_that_runs_at_once(
+    command: str, given: dict[str, Any]
+) -> None:
+    facts = {"parameters": 10**9, "attention_parameters": 10**8, "layers": 20, "hidden": 2048}
+    model = Sizes(**facts, vocabulary=32_000, causal=True, itemsize=2, flops=1e11)
+    declared, step = COMMANDS[command], COMMANDS[command].step
+    assert step is not None
+
+    def held(tokens: int, **others: Any) -> int:
+        values = {"model": "m", "output": "out", "calibration_tokens": tokens, **given, **others}
+        estimate = step.estimate(build(declared.options, values), model)
+        assert estimate.layers_bytes is not None
+        return estimate.layers_bytes
+
+    assert held(65_536) - held(32_768) == 10 * 32_768 * 2048 * 4
+    if command == "prune":
+        assert held(65_536, refit=None) == held(32_768, refit=None)

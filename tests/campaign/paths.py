@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headprune.recipes.reading import read_recipe
 from tests.campaign.cases import Case, Result
@@ -62,14 +63,19 @@ def names(case: Case, place: Path, originals: Path) -> Result:
         # the records of a run tell where it is
         same = found.keys() == wanted.keys() if writer == "run" else found == wanted
         if writer == "init":  # a recipe tells how it is run
-            made_of = read_recipe(plain).model_dump()
-            same = made_of == read_recipe(originals / "kill-init" / job.out).model_dump()
+            other = originals / "kill-init" / job.out
+            same = _settings(plain) == _settings(other)
         if not same or made != [Path(strange).parts[0]]:
             broken = f"it ends with 0, and there is {made}"
     elif not broken and made:
         broken = f"it failed and left {made}"
     told = f"{words}: ended with {done.code}\n{done.out}{done.err}"
     return Result(case, "broken" if broken else "failed" if done.code else "done", broken, told)
+
+
+def _settings(recipe: Path) -> dict[str, Any]:
+    """What a recipe says, apart from its own name."""
+    return read_recipe(recipe).model_dump(exclude={"name"})
 
 
 def inputs_named(case: Case, place: Path, originals: Path) -> Result:
