@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -64,8 +65,9 @@ def batch() -> Any:
         ("bert-mlm", "layer.0.intermediate.dense"),
     ],
 )
-def test_states_are_those_of_all_at_once(case: str, inner: str) -> None:
-    model = tiny.model(case)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_those_of_all_at_once(case: str, inner: str, dtype: torch.dtype) -> None:
+    model = tiny.model(case).to(dtype)
     attentions = attention_of(model)
     watched = {p.module for a in attentions for p in a.projections}
     inside = {name for name, module in model.named_modules() if module in watched}
@@ -117,21 +119,35 @@ def test_a_module_that_tells_more_sees_all_sequences() -> None:
     assert (states.shape, number, told.calls) == ((5, 16, 4), 5, 2)
 
 
-def test_a_refit_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    (tmp_path / "text.txt").write_text(tiny.text(600))
-    (tmp_path / "plan.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
-    results = []
-    for tokens in (32, 10_000):
+COMMANDS: dict[str, dict[str, Any]] = {
+    "prune": {"plan": "plan.json", "refit": "text.txt"},
+    "convert-gqa": {"kv_heads": 1, "calibrate": "text.txt"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_result_is_the_same_in_pieces_and_layer_by_layer(
+    command: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model("llama-gqa").to(dtype), tmp_path / "model")
+    Path("text.txt").write_text(tiny.text(600))
+    Path("plan.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
+
+    def made(name: str, tokens: int, **others: Any) -> dict[str, Tensor]:
         monkeypatch.setattr(pieces, "TOKENS", tokens)
-        out = tmp_path / f"out-{tokens}"
-        headprune.prune(
-            tmp_path / "model",
-            plan=tmp_path / "plan.json",
-            refit=tmp_path / "text.txt",
-            **{"seq_len": 16, "calibration_tokens": 256, "output": out},
-        )
-        results.append(headprune.from_pretrained(out).state_dict())
-    one, other = results
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
+        settings = {"seq_len": 16, "calibration_tokens": 256, **COMMANDS[command], **others}
+        getattr(headprune, command.replace("-", "_"))("model", output=name, **settings)
+        return load_file(Path(name, "model.safetensors"))
+
+    whole, split = made("whole", 10_000), made("split", 32)
+    layers = made("layers", 32, placement="layers")
+    # near 1, bfloat16 has a step of 8e-3
+    rounding = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0, "atol": 1e-2}
+    for name, tensor in split.items():
+        assert torch.equal(tensor, layers[name])
+        torch.testing.assert_close(tensor, whole[name], **rounding)
+    Path("text.txt").write_text(tiny.text(600, 1))
+    other = made("other", 32)
+    assert any((other[name] - split[name]).abs().max() > 0.05 for name in split)

@@ -43,8 +43,8 @@ def callback(command: Command[Any, Any]) -> Callable[..., None]:
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *parameters_of(command)]
-    # typer builds its options from it; the types of functions do not know the attribute
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    # typer builds its options from it
+    call.__dict__["__signature__"] = inspect.Signature(parameters)
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     call.__doc__ = command.options.__doc__
     call.__name__ = command.name

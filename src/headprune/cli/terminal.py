@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -245,10 +245,8 @@ def show_traceback(error: BaseException) -> None:
 
 def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
-    if not processes.is_main():  # of several that train together, one reports
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (until the process ends)
     try:
-        with _interrupts_noted(), _made_safe():
+        with _one_reports(), _interrupts_noted(), _made_safe():
             command()
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
@@ -266,6 +264,16 @@ def run(command: Callable[[], None]) -> None:
     except Exception:  # a bug: it goes on, shown without markup of what it quotes
         sys.excepthook = _unexpected  # typer has put its own there
         raise
+
+
+@contextmanager
+def _one_reports() -> Iterator[None]:
+    """Of several processes that train together, all but one write to stdout in vain."""
+    if processes.is_main():
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 @contextmanager

@@ -114,13 +114,12 @@ def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
     tokens = options.calibration_tokens if options.data else 0
     seconds = OVERHEAD_SECONDS + 2 * sizes.forward(tokens)
     weights, itemsize = sizes.computed(options.dtype), sizes.computed_itemsize(options.dtype)
-    at_once = "gram" in needs_of(options.criterion)
-    whole = sizes.calibration(tokens, options.dtype) if at_once else 0
-    held, by_layer = (
-        max(whole, sizes.activations(batch, itemsize, trained=all_layers))
-        for all_layers in (True, False)
+    at_once = sizes.calibration(
+        tokens if "gram" in needs_of(options.criterion) else 0, options.dtype
     )
-    layers = sizes.by_layers(weights) + by_layer
+    held = max(at_once, sizes.activations(batch, itemsize, trained=True))
+    of_a_layer = max(at_once, sizes.activations(batch, itemsize, trained=False))
+    layers = sizes.by_layers(weights) + of_a_layer
     return Estimate(seconds, weights + held, RECORD_BYTES, weights, layers)
 
 

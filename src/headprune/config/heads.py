@@ -1,4 +1,4 @@
-"""Which heads a stage is about, and in what pieces."""
+"""Options of stages that are about some heads of a model, or about heads in groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headprune.tensors.units import Unit
 
 
 class OfKinds(Options):
-    """Of which kinds of attention."""
+    """A stage that looks at some kinds of attention only."""
 
     attention: Names = option(
         "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
@@ -19,7 +19,7 @@ class OfKinds(Options):
 
 
 class InUnits(Options):
-    """In what pieces."""
+    """A stage that takes heads one by one, or several as one."""
 
     unit: Unit | None = option(
         "What is scored and removed as one piece. Default: head for MHA, kv-group for GQA.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -49,8 +49,14 @@ class GateOptimizer(torch.optim.AdamW):
             groups.append({"params": weights, "lr": weight_lr})
         super().__init__(groups, betas=betas, weight_decay=0.01)
 
-    @torch.no_grad()  # torch overloads ``step`` by whether a closure is given; this takes both
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step; AdamW passes over the gates because it is not shown their gradient."""
         group = self.param_groups[0]
         (gates,) = group["params"]

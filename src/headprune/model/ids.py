@@ -12,6 +12,8 @@ from headprune.runtime import MANIFEST
 from headprune.runtime.modeling_headprune import Attention, find_attention
 from headprune.schemas.records import Heads
 
+_IDS = "headprune_ids"  # of an attention module: ids of its query heads and of its KV heads
+
 
 def restore_ids(
     net: PreTrainedModel, layout: Mapping[str, Heads], family: Mapping[str, object]
@@ -39,13 +41,12 @@ def restore_ids(
                 f"'{attention.path}', and the weights hold {attention.query_heads} and "
                 f"{attention.kv_heads}: they do not belong together. Get the folder again."
             )
-        # torch's types know tensors and modules only as attributes
-        attention.module.headprune_ids = (heads.query_heads, heads.kv_heads)  # type: ignore[assignment]
+        vars(attention.module)[_IDS] = (heads.query_heads, heads.kv_heads)
 
 
 def with_restored_ids(attention: Attention) -> Attention:
     """Gives an attention module the ids that its model was told, if they fit."""
-    ids = getattr(attention.module, "headprune_ids", None)
+    ids = vars(attention.module).get(_IDS)
     if ids and tuple(map(len, ids)) == (attention.query_heads, attention.kv_heads):
         attention.query_ids, attention.kv_ids = ids
     return attention

@@ -26,6 +26,7 @@ from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
 
 SAMPLE = 64  # numbers of every output projection that tell models apart
+_SAMPLE = "headprune_sample"  # of a weight that is not there: these numbers
 
 
 class Unmapped(HeadpruneError):
@@ -84,7 +85,7 @@ def _tie_same(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None
 def sample_of(weight: Tensor) -> Tensor:
     """The first numbers of a weight, which a model without weights has noted."""
     if weight.is_meta:
-        noted: Tensor = weight.headprune_sample  # type: ignore[attr-defined]
+        noted: Tensor = vars(weight)[_SAMPLE]
         return noted
     return weight.detach().flatten()[:SAMPLE]
 
@@ -102,7 +103,7 @@ def _sample_outputs(
         path = next(p.path for p in attention.projections if p.holds == "o")
         source = names.source(net, f"{path}.weight", tensors)
         weight = attention.output_projection.get_parameter("weight")
-        weight.headprune_sample = first_numbers(source, SAMPLE)  # type: ignore[attr-defined]
+        vars(weight)[_SAMPLE] = first_numbers(source, SAMPLE)
 
 
 @dataclass(frozen=True)
