@@ -27,13 +27,9 @@ from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
 from headprune.regression.actions import annotation, step_summary, workflow_commands
 from headprune.regression.baseline import Baseline, read_baseline
-from headprune.regression.check import (
-    CheckReport,
-    check,
-    counted,
-    update_baseline,
-)
+from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.regression.git import git_state
+from headprune.regression.judging import counted
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import KNOWN, Comparison, parse_limit
 from headprune.regression.verdicts import (

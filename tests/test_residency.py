@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import headprune
 from headprune import placements
+from headprune.compression.compress import Compressed
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.io import hub
@@ -284,12 +285,47 @@ def test_a_block_that_changes_while_others_run(sharded: Path) -> None:
     assert torch.equal(read_output(attention)[0], heads + 1)
 
 
-def test_healing_has_the_whole_model_in_memory(sharded: Path, tmp_path: Path) -> None:
-    given = {"calibrate": sharded / "text.txt", "kv_heads": 1, "merge": "mean", "seq_len": 16}
-    with pytest.raises(HeadpruneError, match="trains the whole model"):
-        headprune.convert_gqa(
-            sharded, output=tmp_path / "out", heal_steps=2, placement="layers", **given
+@pytest.mark.parametrize("keep", [0.5, 0.75])
+def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
+    written, choices = {}, []
+    for placement in ("whole", "layers"):
+        out = tmp_path / placement
+        result = headprune.compress(
+            sharded,
+            [sharded / "text.txt"],
+            out,
+            keep=keep,
+            seq_len=16,
+            calibration_tokens=256,
+            held_out_tokens=128,
+            placement=placement,
         )
+        assert isinstance(result, Compressed)
+        written[placement] = _weights(out)
+        choices.append(
+            [(one.name, one.held_out, one.copying_nll) for one in result.choice.contenders]
+        )
+    assert choices[0] == choices[1] and len(choices[0]) == 5
+    whole, layers = written.values()
+    assert _same(whole, layers)
+    next(iter(layers.values())).view(torch.int16).view(-1)[0] += 1
+    assert not _same(whole, layers)
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("convert_gqa", {"kv_heads": 1, "merge": "mean"}),
+        ("compress", {"keep": 0.5}),
+    ],
+)
+def test_healing_has_the_whole_model_in_memory(
+    sharded: Path, tmp_path: Path, command: str, given: dict[str, Any]
+) -> None:
+    text, healed = sharded / "text.txt", {"heal_steps": 2, "placement": "layers"}
+    takes = {"convert_gqa": {"calibrate": text}, "compress": {"data": (text,)}}[command]
+    with pytest.raises(HeadpruneError, match="trains the whole model"):
+        getattr(headprune, command)(sharded, output=tmp_path / "out", **takes, **healed, **given)
     assert not list(tmp_path.iterdir())
 
 

@@ -10,9 +10,10 @@ from headprune.commands.shared import (
     DATA,
     Columns,
     Cutting,
-    OnDevice,
     OneModel,
+    Placed,
     output,
+    refuse_healing_by_layers,
 )
 from headprune.config import AnyDomains, CompressConfig, Replacing
 from headprune.declaration import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from headprune.estimates import Estimate, Sizes
 
 
-class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting, OnDevice):
+class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting, Placed):
     """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
 
     data: AnyDomains = option(
@@ -55,6 +56,8 @@ def run(options: CompressOptions, context: Context) -> Compressed | Outline:
     """Compresses, or says how."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("compress needs --output, the folder to write (or --dry-run).")
+    if options.heal_steps is not None:
+        refuse_healing_by_layers(options)
     from headprune.compression.compress import compress
 
     return compress(
@@ -104,7 +107,9 @@ def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
         sizes.calibration(options.calibration_tokens, options.dtype),
     )
     weights, stored = 2 * sizes.computed(options.dtype), sizes.stored(options.out_dtype)
-    return Estimate(OVERHEAD_SECONDS + seconds, weights + held, 2 * stored, weights)
+    healed = options.heal_steps is not None
+    layers = None if healed else sizes.by_layers(weights) + held
+    return Estimate(OVERHEAD_SECONDS + seconds, weights + held, 2 * stored, weights, layers)
 
 
 declare(

@@ -13,6 +13,7 @@ from headprune.commands.shared import (
     OneModel,
     Placed,
     output,
+    refuse_healing_by_layers,
 )
 from headprune.config import (
     ConvertConfig,
@@ -123,11 +124,8 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPre
         return _preview(options, context)
     inputs = (options.model, options.calibrate)
     healed_after = options.heal_steps is not None
-    if healed_after and options.placement is Placement.LAYERS:
-        raise HeadpruneError(
-            "--heal trains the whole model, which --placement layers has not in memory: convert "
-            "without --heal, or leave out --placement."
-        )
+    if healed_after:
+        refuse_healing_by_layers(options)
     place = placing(Placement.WHOLE) if healed_after else nullcontext()
     with place, claimed(options.output, options.overwrite, inputs):
         if options.heal_steps is None or options.calibrate is None:

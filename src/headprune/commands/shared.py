@@ -13,6 +13,7 @@ from headprune.config import (
 )
 from headprune.declaration import Options, Panel, Slot, option
 from headprune.devices import AUTO
+from headprune.errors import HeadpruneError
 from headprune.placements import Placement
 
 DATA = (
@@ -73,6 +74,19 @@ class Placed(OnDevice):
         Placement.AUTO,
         in_recipes=False,
     )
+
+
+def refuse_healing_by_layers(options: Placed) -> None:
+    """Refuses to heal what a command makes layer by layer.
+
+    Raises:
+        HeadpruneError: If that was asked for.
+    """
+    if options.placement is Placement.LAYERS:
+        raise HeadpruneError(
+            "--heal trains the whole model, which --placement layers has not in memory: leave out "
+            "one of the two; 'headprune heal --by-layer' heals the result layer by layer."
+        )
 
 
 class Trust(Options):

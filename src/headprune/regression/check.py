@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import time
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig, EngineName
 from headprune.declaration import Allowed
-from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.evaluation.comparison import Interval, Statistic, bootstrap
-from headprune.evaluation.evaluate import EvaluationRun, run
+from headprune.errors import HeadpruneError
+from headprune.evaluation.evaluate import run
 from headprune.evaluation.loaded import Loaded, load
 from headprune.evaluation.metrics import METRICS, is_score, parted
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import Identified, Metric
-from headprune.evaluation.samples import Samples
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
 from headprune.model import speed
-from headprune.model.cost import ModelCost, model_cost
+from headprune.model.cost import model_cost
 from headprune.model.residency import residency_of
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.git import GitState, git_state
-from headprune.regression.limits import (
-    ROLES_LOST,
-    ROUTE,
-    SPEED,
-    STRUCTURE,
-    Comparison,
-    Limit,
-    parse_limit,
-)
+from headprune.regression.judging import judge_limit, load_route, structure_of
+from headprune.regression.limits import ROLES_LOST, SPEED, Limit, parse_limit
 from headprune.regression.roles import lost_roles
-from headprune.regression.verdicts import (
-    Judged,
-    Verdict,
-    compared,
-    judge,
-    judge_exact,
-    overall,
-    with_rare_errors,
-)
-from headprune.schemas.plan import Shape
+from headprune.regression.verdicts import Judged, Verdict, overall
 from headprune.schemas.values import Digest
 
-_SHARES = ("accuracy", "needle_accuracy")  # of what is right or wrong
 _OF_TWO = {name for name, spec in METRICS.items() if spec.of_two}  # whatever the limit
 
 
@@ -134,7 +111,7 @@ def check(
     judged = tuple(
         lost.judge(one, config)
         if lost is not None and one.metric == ROLES_LOST
-        else _judge(one, loaded, evaluation, baseline, ratios, config)
+        else judge_limit(one, loaded, evaluation, baseline, ratios, config)
         for one in limits
     )
     verdict = overall(judged)
@@ -221,8 +198,8 @@ def _record(
         settings=report.provenance.settings,
         limits=config.limits,
         metrics={metric.name: metric.value for metric in report.model.metrics},
-        structure=_structure(report.model.cost),
-        load_route=_load_route(loaded.nets[0]),
+        structure=structure_of(report.model.cost),
+        load_route=load_route(loaded.nets[0]),
         samples={k: tuple(v.tolist()) for k, v in evaluation.samples[0].columns.items()},
     )
 
@@ -302,106 +279,3 @@ def _subject(net: PreTrainedModel) -> Subject:
         layers=layers,
         vocab_size=vocabulary,
     )
-
-
-def _structure(cost: ModelCost) -> dict[str, int]:
-    return {name: getattr(cost, name) for name in STRUCTURE}
-
-
-def _load_route(net: PreTrainedModel) -> str:
-    shape = Shape.RUNTIME if getattr(net.config, "headprune", None) else Shape.NATIVE
-    return str(shape.value)
-
-
-def _judge(
-    limit: Limit,
-    loaded: Loaded,
-    evaluation: EvaluationRun,
-    baseline: Baseline | None,
-    ratios: dict[str, Any],
-    config: CheckConfig,
-) -> Judged:
-    report = evaluation.report
-    if limit.metric == ROUTE:
-        return judge_exact(limit, _load_route(loaded.nets[0]))
-    if limit.metric in STRUCTURE:
-        then = baseline.structure if baseline is not None else {}
-        other = _structure(report.against.cost) if report.against is not None else {}
-        reference = other if limit.needs_original else then
-        value = _structure(report.model.cost)[limit.metric]
-        return judge_exact(limit, counted(limit, value, reference.get(limit.metric)))
-    if limit.metric in SPEED:
-        faster = ratios[limit.metric]  # the median, as a machine stumbles now and then
-        interval = _interval(lambda i: np.median(faster[i], axis=-1), len(faster), config)
-        return judge(limit, interval)
-    ours = evaluation.samples[0]
-    if limit.metric not in ours.metrics():
-        raise DataError(_not_measured(limit, ours))
-    theirs = None
-    if limit.needs_baseline:
-        assert baseline is not None
-        theirs = baseline.as_samples()
-        baseline.refuse_metric(Path(str(config.baseline)), limit.metric)
-        if theirs.count(limit.metric) != ours.count(limit.metric):
-            raise CheckpointError(
-                f"The baseline '{config.baseline}' holds {theirs.count(limit.metric)} windows or "
-                f"examples for {limit.metric}, and this run made {ours.count(limit.metric)} of the "
-                "same data: the file was edited. Write it anew with --update-baseline."
-            )
-    elif limit.needs_original:
-        theirs = evaluation.samples[1]
-    if limit.percent and theirs is not None:
-        _refuse_share_of_nothing(limit, theirs)
-    statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
-    interval = _interval(statistic, count, config)
-    if parted(limit.metric)[0] in _SHARES and limit.kind is Comparison.ABSOLUTE:
-        interval = with_rare_errors(interval, config.confidence)
-    return judge(limit, interval)
-
-
-def _not_measured(limit: Limit, ours: Samples) -> str:
-    if not is_score(limit.metric):
-        return (
-            f"The limit '{limit.text}': the data has no sequence of which {limit.metric} could be "
-            "measured. Give more text, or a larger --seq-len."
-        )
-    known = ", ".join(filter(is_score, ours.metrics())) or "none; see --tasks"
-    return (
-        f"The limit '{limit.text}': no task gives {limit.metric} example by example. Scores that "
-        f"can be limited: {known}."
-    )
-
-
-def _refuse_share_of_nothing(limit: Limit, theirs: Samples) -> None:
-    every = np.arange(theirs.count(limit.metric))
-    reference = float(theirs.statistic(limit.metric)(every))
-    if not (math.isfinite(reference) and reference > 0):
-        raise HeadpruneError(
-            f"The limit '{limit.text}' is a share of {reference:.4g}: write a difference, such as "
-            f"'{limit.metric} >= -0.01'."
-        )
-
-
-def counted(limit: Limit, value: int, reference: int | None) -> Fraction:
-    """What a count comes to in the terms of a limit, exactly.
-
-    Raises:
-        HeadpruneError: If there is nothing to compare with.
-    """
-    if limit.kind is Comparison.ABSOLUTE:
-        return Fraction(value)
-    if reference is None:
-        raise CheckpointError(
-            f"The baseline has no {limit.metric}. Write it anew with --update-baseline."
-        )
-    if limit.kind is Comparison.DIFFERENCE:
-        return Fraction(value - reference)
-    if reference == 0:
-        raise HeadpruneError(
-            f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
-        )
-    return Fraction(value, reference) - (1 if limit.kind is Comparison.CHANGE else 0)
-
-
-def _interval(statistic: Statistic, n: int, config: CheckConfig) -> Interval:
-    return bootstrap(statistic, n, config.resamples, config.confidence, config.seed)
