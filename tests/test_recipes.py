@@ -764,15 +764,16 @@ def test_the_shipped_check_runs(
 
 
 @pytest.mark.parametrize(
-    ("command", "given"),
+    ("command", "given", "streams"),
     [
-        ("score", {"data": "text", "criterion": "compensated"}),
-        ("prune", {"plan": "plan", "refit": "text"}),
-        ("convert-gqa", {"kv_heads": 1, "calibrate": "text"}),
+        ("score", {"data": "text", "criterion": "compensated"}, 1),
+        ("prune", {"plan": "plan", "refit": "text"}, 2),
+        ("convert-gqa", {"kv_heads": 1, "calibrate": "text"}, 2),
+        ("compress", {"keep": 0.5, "batch_size": 1}, 2),
     ],
 )
 def test_memory_follows_a_calibration_that_runs_at_once(
-    command: str, given: dict[str, Any]
+    command: str, given: dict[str, Any], streams: int
 ) -> None:
     facts = {"parameters": 10**9, "attention_parameters": 10**8, "layers": 20, "hidden": 2048}
     model = Sizes(**facts, vocabulary=32_000, causal=True, itemsize=2, flops=1e11)
@@ -785,6 +786,6 @@ def test_memory_follows_a_calibration_that_runs_at_once(
         assert estimate.layers_bytes is not None
         return estimate.layers_bytes
 
-    assert held(65_536) - held(32_768) == 10 * 32_768 * 2048 * 4
+    assert held(65_536) - held(32_768) == 11 * streams * 32_768 * 2048 * 4
     if command == "prune":
         assert held(65_536, refit=None) == held(32_768, refit=None)

@@ -104,7 +104,7 @@ def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
     batch = options.batch_size * options.seq_len
     held = max(
         sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True),
-        sizes.calibration(options.calibration_tokens, options.dtype),
+        sizes.calibration(options.calibration_tokens, options.dtype, streams=2),
     )
     weights, stored = 2 * sizes.computed(options.dtype), sizes.stored(options.out_dtype)
     healed = options.heal_steps is not None

@@ -209,7 +209,7 @@ def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
         weighed = options.kv_budget is not None and options.merge is None
         seconds += (9 if weighed else 3) * sizes.forward(options.calibration_tokens)
     tokens = options.calibration_tokens if options.calibrate is not None else 0
-    held = sizes.calibration(tokens, options.dtype)
+    held = sizes.calibration(tokens, options.dtype, streams=2)
     weights, stored = sizes.computed(options.dtype), sizes.stored(options.out_dtype)
     layers = sizes.by_layers(weights) + held
     return Estimate(seconds, 2 * weights + held, stored, weights, layers)

@@ -184,7 +184,7 @@ def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
     stored, weights = sizes.stored(options.out_dtype), sizes.computed(options.dtype)
     tokens = options.calibration_tokens if options.refit is not None else 0
     seconds = sizes.writing(options.out_dtype) + 2 * sizes.forward(tokens)
-    held = sizes.calibration(tokens, options.dtype)
+    held = sizes.calibration(tokens, options.dtype, streams=2)
     layers = sizes.by_layers(weights) + held
     return Estimate(seconds, weights + held, stored, weights, layers)
 
