@@ -10,6 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
+import headprune
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples
 from headprune.errors import CheckpointError, DataError
@@ -99,6 +100,24 @@ def test_text_that_a_model_cannot_read(kind: str) -> None:
     with pytest.raises(DataError, match="the token 'w5' the id 10, .* 10 tokens, 0 to 9"):
         rows(documents((f"{known} w5",)), kind, 10)
     assert rows(documents((known,)), kind, 9)
+
+
+def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path: Path) -> None:
+    """As one of a vocabulary of pieces does, without a token for what is unknown."""
+    model = shutil.copytree(llama_folder, tmp_path / "m")
+    letters = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
+    assert len(packed_sequences(documents(("abba" * 4,)), tokenizer, 4)) == 4
+    message = "makes no tokens of the text, which begins 'слово за словом', so"
+    with pytest.raises(DataError, match=message):
+        packed_sequences(documents((" \n",), ("\nслово за словом",)), tokenizer, 4)
+    with pytest.raises(DataError, match="which makes 0 sequences"):
+        packed_sequences(documents((" \n",)), tokenizer, 4)
+    tokenizer.save_pretrained(model)
+    text = tmp_path / "text.txt"
+    text.write_text("слово за словом " * 200, encoding="utf-8")
+    with pytest.raises(DataError, match="makes no tokens of the text, which begins 'слово за"):
+        headprune.compress(model, [text], tmp_path / "out", keep=0.5, seq_len=16)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ class Seen:
             also: Ids that the model is given besides.
 
         Raises:
-            DataError: If the text is mostly unknown tokens, or nothing but special ones, or has an
-                id that the model has no embedding for.
+            DataError: If the text is mostly unknown tokens, nothing but special ones or none at
+                all, or has an id that the model has no embedding for.
         """
         tokenizer, found = self.tokenizer, self.found
         special = set(tokenizer.all_special_ids)
@@ -67,6 +67,14 @@ class Seen:
                 f"The tokenizer makes nothing but special tokens of the text ({names}), so the "
                 "model would read none of it. Give other text, or the tokenizer that it was "
                 "trained with."
+            )
+        begins = "" if found else next(filter(str.strip, texts), "").strip()[:20]
+        if begins:
+            raise DataError(
+                f"The tokenizer makes no tokens of the text, which begins {begins!r}, so the model "
+                f"would read none of it: as a {type(tokenizer).__name__}, it may have been read "
+                "as of another kind than it is. Give the model the tokenizer that it was trained "
+                "with."
             )
         padded = [tokenizer.pad_token_id] if len(self._lengths) > 1 else []
         refuse_beyond((*found, *also, *padded), tokenizer, self.vocabulary)
