@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 
@@ -10,3 +12,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     config.pluginmanager.import_plugin("tests.fixtures")
+
+
+def pytest_runtest_logfinish() -> None:
+    """What a test has imported stays: collections, one per training, need not look through it.
+
+    A tenth of the suite's time goes with it, for some MB that a test leaves in cycles.
+    """
+    gc.freeze()

@@ -221,7 +221,7 @@ def test_dry_run_counts_and_writes_nothing(
     assert prune["disk_bytes"] == 4 * built.num_parameters()
     assert all(s["estimate"]["seconds"] > 0 for s in ahead["steps"])
 
-    monkeypatch.setattr(sizes, "_flops", lambda: 1e9)  # whatever this machine reaches
+    monkeypatch.setattr(sizes, "_flops", lambda device: 1e9)  # whatever this machine reaches
 
     def seconds(*overrides: str) -> float:
         (gates, *_) = forecast(read_recipe(job, overrides)).steps

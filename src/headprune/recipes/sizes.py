@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -29,13 +30,13 @@ def sizes_of(recipe: Recipe) -> Sizes:
         vocabulary=text.vocab_size,
         causal=task_of(net) == "causal-lm",
         itemsize=(getattr(config, "dtype", None) or torch.float32).itemsize,
-        flops=_flops(),
+        flops=_flops(devices.chosen()),
     )
 
 
-def _flops(seconds: float = 0.3) -> float:
-    """FLOP/s that matrix products reach on the device that would be used."""
-    device = devices.chosen()
+@cache
+def _flops(device: torch.device, seconds: float = 0.3) -> float:
+    """FLOP/s that matrix products reach on a device."""
     width = 1024 if device.type == "cpu" else 8192
     a = torch.ones(width, width, device=device)  # what most steps compute in is float32
     float((a @ a)[0, 0])  # the first one is slow
