@@ -20,3 +20,8 @@ def pytest_runtest_logfinish() -> None:
     A tenth of the suite's time goes with it, for some MB that a test leaves in cycles.
     """
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What is imported after the tests may look for who holds its objects."""
+    gc.unfreeze()
