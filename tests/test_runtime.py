@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+import headprune
 from headprune.runtime import modeling_headprune
-from headprune.runtime.modeling_headprune import EmptyLinear, Positions, pruned_class
+from headprune.runtime.modeling_headprune import (
+    REPEATING,
+    EmptyLinear,
+    Positions,
+    pruned_class,
+)
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
@@ -95,6 +101,29 @@ def test_results_of_two_schemas_live_in_one_process(monkeypatch: pytest.MonkeyPa
     assert torch.equal(model(IDS).logits, before)
     exec(source, vars(other))  # of the same schema: the last one registered answers
     assert not torch.equal(model(IDS).logits, before)
+
+
+def test_the_file_beside_another_result_serves_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the implementation of attention: every result has a file of its own."""
+    folder = tiny.save(tiny.model("t5"), tmp_path / "t5")
+    headprune.convert_gqa(folder, output=tmp_path / "out", kv_heads=2, merge="mean")
+    model = headprune.from_pretrained(tmp_path / "out")
+    model.set_attn_implementation("eager")
+    ids = {"input_ids": IDS, "decoder_input_ids": IDS}
+    before = model(**ids).logits
+    other = types.ModuleType("another_modeling_headprune")
+    monkeypatch.setitem(__import__("sys").modules, other.__name__, other)
+    monkeypatch.setattr(
+        AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping)
+    )
+    exec(Path(modeling_headprune.__file__).read_text(encoding="utf-8"), vars(other))
+    assert AttentionInterface._global_mapping[REPEATING] is vars(other)["repeating_attention"]
+    assert torch.equal(model(**ids).logits, before)
+    monkeypatch.setitem(vars(other), "stock_class", type)  # had it taken the class as it is
+    with pytest.raises(TypeError):
+        model(**ids)
 
 
 def test_positions_are_copied_to_a_device_once() -> None:

@@ -20,9 +20,21 @@ from headprune.data.sequences import masked, packed_sequences, tokenized_rows, t
 from headprune.data.sources import read_examples
 from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError
-from headprune.model.batch import Batch
+from headprune.model.batch import Batch, decoder_inputs
 from headprune.model.lengths import usable_length
 from headprune.model.loading import task_of, vocabulary_of
+
+
+def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
+    """Makes a batch of pairs: source, target as labels, and what the decoder reads for them."""
+    padded = DataCollatorForSeq2Seq(tokenizer)
+
+    def collate(features: list[dict[str, Any]]) -> Batch:
+        batch = cast(Batch, dict(padded(features)))
+        batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
+        return batch
+
+    return collate
 
 
 def batches(
@@ -75,7 +87,7 @@ def batches(
         return rows, collate
     if task_of(net) == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
-        collator: Any = DataCollatorForSeq2Seq(tokenizer, model=net)
+        collator: Any = pairs_of(net, tokenizer)
     else:
         labels = net.config.label2id if objective is Objective.TASK else None
         rows = tokenized_rows(examples, tokenizer, seq_len, labels, vocabulary)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorForSeq2Seq, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from headprune.data.batches import pairs_of
 from headprune.data.sequences import masked
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
@@ -113,7 +114,7 @@ def translation_losses(
     Raises:
         DataError: If a loss is not finite; the row is named.
     """
-    collate, found = DataCollatorForSeq2Seq(tokenizer, model=model), _Scored(tokenizer)
+    collate, found = pairs_of(model, tokenizer), _Scored(tokenizer)
     for start in range(0, len(rows), batch_size):
         part = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
         batch = on_device(model, collate(part))

@@ -7,6 +7,9 @@ from typing import Any, TypedDict, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from headprune.errors import CheckpointError
 
 
 class _Needed(TypedDict):
@@ -46,6 +49,29 @@ def doubled(batch: Batch) -> Batch:
         for name, value in batch.items()
     }
     return cast(Batch, both)
+
+
+def decoder_inputs(
+    model: PreTrainedModel, labels: Int[Tensor, "sequences target_length"]
+) -> Int[Tensor, "sequences target_length"]:
+    """What the decoder of an encoder-decoder reads to give the labels: each one place later.
+
+    Raises:
+        CheckpointError: If its config does not say which token comes first.
+    """
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        read: Tensor = prepare(labels)
+        return read
+    config = model.config.get_text_config(decoder=True)
+    first, pad = config.decoder_start_token_id, config.pad_token_id
+    if first is None:
+        raise CheckpointError(
+            f"The config of this {type(model).__name__} has no decoder_start_token_id, the token "
+            "that its decoder begins with. Add it to its config.json."
+        )
+    before = labels.masked_fill(labels == -100, first if pad is None else pad)[:, :-1]
+    return torch.cat([torch.full_like(labels[:, :1], first), before], dim=1)
 
 
 def token_mask(batch: Batch, kind: str) -> Bool[Tensor, "sequences length"] | None:

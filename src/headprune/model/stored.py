@@ -278,9 +278,13 @@ def _names_on_disk(net: PreTrainedModel, name: str, tensor: Tensor) -> list[str]
 
 
 def _floating(net: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that are saved, that hold floating-point numbers."""
+    """Parameters and buffers that are saved, and hold floating-point numbers.
+
+    Sinusoids of positions, which some models (Marian) work out anew when they are loaded, are not.
+    """
+    passed_over = set(net._keys_to_ignore_on_save or ())
     for name, tensor in net.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and name not in passed_over:
             yield name, tensor
 
 

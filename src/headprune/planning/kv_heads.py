@@ -133,7 +133,8 @@ def plan_kv_heads(
         context: What it runs in.
 
     Raises:
-        PlanError: If no choice comes to the budget, or a module's attention cannot be recorded.
+        PlanError: If no choice comes to the budget, or a module does not run, or its attention
+            cannot be recorded.
         DataError: If a cost is not finite.
     """
     budget = round((config.kv_budget or 1.0) * sum(a.kv_heads for a in attentions))
@@ -157,6 +158,13 @@ def plan_kv_heads(
         return heads
 
     convert_in_sequence(model, attentions, texts.plain, measured)
+    idle = next((a for a in attentions if a.path not in found), None)
+    if idle is not None:
+        kinds = dict.fromkeys(a.kind for a in attentions if a.path in found)
+        raise PlanError(
+            f"--kv-budget: '{idle.path}' does not run on the calibration text, so that it cannot "
+            f"be weighed. Leave it out with {' '.join(f'--attention {kind}' for kind in kinds)}."
+        )
     ways = {a.path: found[a.path] for a in attentions}
     return choose(ways, budget, f"--kv-budget {config.kv_budget}", constraints)
 

@@ -24,7 +24,7 @@ from headprune.role.contribution import Contributions
 from headprune.role.inputs import Input
 from headprune.role.spec import Attended, Counted, Hidden, Parsed, Role
 from headprune.role.writing import Written
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, stock_class
 
 Tallies = dict[tuple[int, str], Counted]
 """By module and role: sums of all sequences, shape (sequences, heads, variants), and counts."""
@@ -203,12 +203,12 @@ class _Watcher:
 
 def _asks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Asks a module for its weights, where it returns them on demand only."""
-    signature = inspect.signature(module.forward)
+    signature = inspect.signature(stock_class(module).forward)
     if "output_attentions" not in signature.parameters:
         return None
-    bound = signature.bind(*args, **kwargs)
+    bound = signature.bind(module, *args, **kwargs)
     bound.arguments["output_attentions"] = True
-    return bound.args, bound.kwargs
+    return bound.args[1:], bound.kwargs
 
 
 def _weights(outputs: Any, attention: Attention) -> Tensor:

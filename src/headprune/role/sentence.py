@@ -16,7 +16,7 @@ from headprune.config import Dtype
 from headprune.declaration import Context
 from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.model.batch import Batch
+from headprune.model.batch import Batch, decoder_inputs
 from headprune.model.forward import run_model
 from headprune.model.head_names import layer_names
 from headprune.model.lengths import most_tokens
@@ -200,7 +200,7 @@ def _read(
         return batch, source, None
     if target is not None:
         labels, left_out = _ids(net, tokenizer, target, "--target", text_target=True)
-        read = net.prepare_decoder_input_ids_from_labels(labels)
+        read = decoder_inputs(net, labels)
     elif net.can_generate():
         inputs = on_device(net, {**batch})
         written = net.generate(**inputs, max_new_tokens=MOST_TOKENS, num_beams=1, do_sample=False)

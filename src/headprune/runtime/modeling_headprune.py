@@ -789,6 +789,7 @@ def _mixed(mixin: type, native: Any) -> type:
         "__module__": __name__,
         "__doc__": mixin.__doc__,
         "headprune_parameters": parameters[2:],  # those after self and hidden_states
+        "headprune_stock": native,
     }
     return _made_once(f"{mixin.__name__}{native.__name__}", (mixin, native), body)
 
@@ -797,10 +798,10 @@ def _change_class(module: nn.Module, mixin: type) -> None:
     module.__class__ = _mixed(mixin, stock_class(module))
 
 
-def stock_class(module: nn.Module) -> type:
-    """The class of transformers behind a module that may have been changed."""
-    cls = type(module)
-    return cls.__bases__[1] if issubclass(cls, _Changed) else cls
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class of transformers behind a module that may have been changed, by any such file."""
+    cls: type[nn.Module] = getattr(module, "headprune_stock", type(module))
+    return cls
 
 
 def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None:

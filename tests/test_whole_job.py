@@ -1,0 +1,76 @@
+"""The whole job on tiny models of every family that reads text, in bfloat16."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headprune
+from headprune.errors import PlanError
+from tests import tiny
+from tests.marks import slow_unless
+
+LENGTH = {"seq_len": 16}
+SAMPLE = {**LENGTH, "calibration_tokens": 256}
+TASKS = ("causal-lm", "masked-lm", "seq2seq-lm")
+# transformers takes the tiny tokenizer for another where a Qwen2 has it
+CASES = [c for c in tiny.FAMILY_CASES if tiny.task(c) in TASKS and c != "qwen2"]
+# sinusoids that are not stored; no preparation of decoder inputs; weights on demand only
+ODD = {"marian", "m2m_100", "mpnet"}
+SHARED = {"albert"}  # one module is all layers: there is no place to fit a W_O at
+NOT_MERGED = (
+    "cannot have fewer KV heads|hand its queries and keys|of its own for every KV head|"
+    "runs in more than one layer|does not run on the calibration text"
+)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Text for models that read one, and pairs for those that translate."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "text.txt").write_text(tiny.text(4_000))
+    pairs = (f"{tiny.text(8, row)},{tiny.text(8, row + 1_000)}" for row in range(200))
+    (folder / "pairs.csv").write_text("\n".join(["source,target", *pairs]))
+    of_pairs = {"data": folder / "pairs.csv", "text_column": "source,target"}
+    return {task: {"data": folder / "text.txt"} for task in TASKS} | {"seq2seq-lm": of_pairs}
+
+
+def looked_into(result: Path, original: Path, text: dict[str, Any]) -> None:
+    """Verifies a result, evaluates it, tells its roles, and scores it to be cut again."""
+    name = result.name
+    read = {**text, "data": str(text["data"])}
+    assert headprune.verify(result, against=original).passed
+    several = {**read, "data": (read["data"],), "split": "train", "max_windows": 8}
+    report = headprune.evaluate(result, against=str(original), speed=False, **LENGTH, **several)
+    assert math.isfinite(report.model.metrics[0].value)
+    told = result.with_name(f"roles-{name}")
+    headprune.roles(result, output=told, against=original, sequences=8, **LENGTH, **read)
+    assert (told / "roles.json").is_file()
+    headprune.score(result, output=result.with_name(f"scores-{name}"), **SAMPLE, **read)
+
+
+@pytest.mark.parametrize("case", slow_unless(ODD.__contains__, CASES))
+def test_the_whole_job(case: str, tmp_path: Path, texts: dict[str, dict[str, Any]]) -> None:
+    original = tiny.save(tiny.model(case, torch.bfloat16), tmp_path / "original")
+    text = texts[tiny.task(case)]
+    columns = {name: value for name, value in text.items() if name != "data"}
+    scores, cut, shared = (tmp_path / name for name in ("scores", "cut", "shared"))
+    headprune.score(original, output=scores, unit="head", criterion=("fisher",), **SAMPLE, **text)
+    refit = {} if case in SHARED else {"refit": text["data"]}
+    headprune.prune(original, cut, scores=scores, keep=0.6, **refit, **SAMPLE, **columns)
+    looked_into(cut, original, text)
+    budget = {"kv_budget": 0.5, "calibrate": text["data"]}
+    refused = ""
+    try:
+        headprune.convert_gqa(original, shared, **budget, **SAMPLE, **columns)
+    except PlanError as why:
+        refused = str(why)
+    if refused:
+        assert re.search(NOT_MERGED, refused) and not shared.exists()
+    else:
+        looked_into(shared, original, text)
