@@ -312,7 +312,7 @@ def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "cut", "config", "message"),
     [
-        ("bert-mlm", "whole", {}, "it is a bert, and GGUF is written of llama"),
+        ("bert-mlm", "whole", {}, "its model_type is bert, and GGUF is written of llama"),
         ("mistral", "whole", {"sliding_window": 8}, "sliding window"),
         ("llama-gqa", "whole", {"hidden_act": "gelu"}, "activation gelu"),
         ("qwen3", "whole", {}, "has biases"),

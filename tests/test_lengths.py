@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, T5Config
+from transformers import BertConfig, LlamaConfig, MptConfig, T5Config
 
 from headprune.config import (
     CalibrationConfig,
@@ -59,6 +59,7 @@ def test_the_smaller_of_what_model_and_tokenizer_say(
 def test_models_without_positions_have_the_limit_of_their_tokenizer() -> None:
     assert most_tokens(T5Config()) is None
     assert most_tokens(BertConfig(max_position_embeddings=40)) == 40
+    assert most_tokens(MptConfig(max_seq_len=40)) == 40
     assert most_tokens(T5Config(), SimpleNamespace(model_max_length=512)) == 512
 
 

@@ -37,6 +37,35 @@ def test_the_folder_computes_the_same_and_dispatches_every_layer(
     assert (out / "modeling_headprune.py").is_file() == (shape != "whole")
 
 
+@pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "mixtral", "granitemoe", "llava"])
+def test_other_families(case: str, tmp_path: Path) -> None:
+    """No KV heads in the config, other names on disk, experts that are fused on the way, images."""
+    model = tiny.model(case).double()
+    folder = tiny.save(model, tmp_path / "m")
+    assert headprune.export(folder, tmp_path / "out", to="vllm").record.proof.passed
+    served = type(model).from_pretrained(tmp_path / "out")
+    written, wanted = served.state_dict(), model.state_dict()
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], wanted[name].float()) for name in wanted)
+    wanted[next(iter(wanted))].view(-1)[0] += 1
+    assert not all(torch.equal(written[name], wanted[name].float()) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("gptj", "attention interface is called, and a gptj does not call it"),
+        ("deepseek_v3", "made of one latent .MLA."),
+        ("bert-mlm", "a BertForMaskedLM generates no text"),
+    ],
+)
+def test_what_the_backend_cannot_run_is_refused(case: str, message: str, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "m")
+    with pytest.raises(PlanError, match=message):
+        headprune.export(folder, tmp_path / "out", to="vllm")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("shape", ["ragged", "empty"])
 def test_what_vllm_stops_at_is_no_proof(shape: str, tmp_path: Path) -> None:
     cut(tmp_path, "llama-gqa", *([0, 2] if shape == "empty" else []), ragged=shape == "ragged")

@@ -60,7 +60,7 @@ def test_the_whole_job(case: str, tmp_path: Path, texts: dict[str, dict[str, Any
     text = texts[tiny.task(case)]
     columns = {name: value for name, value in text.items() if name != "data"}
     scores, cut, shared = (tmp_path / name for name in ("scores", "cut", "shared"))
-    headprune.score(original, output=scores, unit="head", criterion=("fisher",), **SAMPLE, **text)
+    headprune.score(original, output=scores, criterion=("fisher",), **SAMPLE, **text)
     refit = {} if case in SHARED else {"refit": text["data"]}
     headprune.prune(original, cut, scores=scores, keep=0.6, **refit, **SAMPLE, **columns)
     looked_into(cut, original, text)

@@ -46,7 +46,7 @@ def refusal(config: PreTrainedConfig) -> str | None:
     """Why no architecture of llama.cpp holds a model of this config; None if one may."""
     kind = config.model_type
     if kind not in ARCHES:
-        return f"it is a {kind}, and GGUF is written of {', '.join(ARCHES)}."
+        return f"its model_type is {kind}, and GGUF is written of {', '.join(ARCHES)}."
     if config.num_hidden_layers > _MOST_LAYERS:
         return f"it has {config.num_hidden_layers} layers, and llama.cpp takes {_MOST_LAYERS}."
     windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.exporting.source import ExportSource
+from headprune.exporting.weights import WithFused
 from headprune.io.folders import copy_companions
 from headprune.io.parsing import read_json
 from headprune.model.loading import uneven_heads_are_known
@@ -32,7 +34,8 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
     generation = source.folder / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
-    write_weights(source, folder, on_step)
+    weights = WithFused(source.weights, source.folder, source.net)
+    write_weights(replace(source, weights=weights), folder, on_step)
 
 
 def write_facts(source: ExportSource, folder: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from headprune.io.shards import StoredTensor, rows_of
 from headprune.model.base_names import either_way
+from headprune.model.skeleton import Names
 from headprune.model.stored import stored_tensors
 
 _PIECE = 2**19  # numbers; a MB or two stays in a processor's cache until it is written
@@ -36,14 +37,15 @@ class StoredWeights(Weights):
 
     Args:
         folder: The folder.
-        net: The model, whose names may differ from those on disk by the base model's prefix.
+        net: The model, whose names may differ from those on disk.
     """
 
     def __init__(self, folder: Path, net: PreTrainedModel) -> None:
-        stored = stored_tensors(folder)
+        stored, renamed = stored_tensors(folder), Names.of(net).disk
         self._found: dict[str, StoredTensor] = {}
         for name in net.state_dict():
-            on_disk = next((one for one in either_way(net, name) if one in stored), None)
+            called = (renamed.get(name, name), *either_way(net, name))
+            on_disk = next((one for one in called if one in stored), None)
             if on_disk is not None:
                 self._found[name] = stored[on_disk]
 
@@ -78,3 +80,38 @@ class StoredWeights(Weights):
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+class WithFused(Weights):
+    """Weights, and the tensors on disk that transformers fuses or splits when it loads them.
+
+    Args:
+        weights: Those that are tensors of the model, by their names there.
+        folder: The model's folder.
+        net: The model.
+
+    Attributes:
+        missing: Names of tensors that are neither.
+    """
+
+    def __init__(self, weights: Weights, folder: Path, net: PreTrainedModel) -> None:
+        names, stored = Names.of(net), stored_tensors(folder)
+        made = names.tensors.keys() - set(names.disk.values())
+        self._weights = weights
+        self._fused = {name: stored[name] for name in sorted(made) if name in stored}
+        left = (made - self._fused.keys()) | (names.disk.keys() - weights)
+        self.missing = tuple(sorted(left))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return rows_of(self._fused[name]) if name in self._fused else self._weights[name]
+
+    def bytes(self, name: str) -> int:
+        """About how many bytes a tensor takes."""
+        return self._fused[name].bytes if name in self._fused else self._weights.bytes(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        yield from self._fused
+
+    def __len__(self) -> int:
+        return len(self._weights) + len(self._fused)

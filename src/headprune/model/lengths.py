@@ -13,12 +13,14 @@ from headprune.errors import HeadpruneWarning
 def most_tokens(config: PreTrainedConfig, tokenizer: Any = None) -> int | None:
     """The longest sequence that a model and its tokenizer take; None where neither says.
 
-    The smaller of ``max_position_embeddings`` of the config's text part and the tokenizer's
-    ``model_max_length``: some families count fewer positions than their embeddings have rows
-    (RoBERTa: 512 of 514), which only the tokenizer knows.
+    The smaller of ``max_position_embeddings`` (MPT: ``max_seq_len``) of the config's text part and
+    the tokenizer's ``model_max_length``: some families count fewer positions than their embeddings
+    have rows (RoBERTa: 512 of 514), which only the tokenizer knows.
     """
+    text = config.get_text_config()
     stated = (
-        getattr(config.get_text_config(), "max_position_embeddings", None),
+        getattr(text, "max_position_embeddings", None),
+        getattr(text, "max_seq_len", None),
         getattr(tokenizer, "model_max_length", None),
     )
     return min((int(number) for number in stated if number), default=None)

@@ -12,6 +12,7 @@ from headprune.exporting.checkpoint import write_checkpoint
 from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.regularise import regularise
 from headprune.exporting.source import ExportSource, open_source
+from headprune.exporting.weights import WithFused
 from headprune.model import probes
 from headprune.proof import equivalence
 from headprune.runtime.modeling_headprune import REPEATING
@@ -21,6 +22,16 @@ from headprune.schemas.exports import ExportProof
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
     if source.task != "causal-lm":
         return f"a {type(source.net).__name__} generates no text; vLLM was tried with what does."
+    if not source.net.is_backend_compatible():
+        return (
+            "vLLM's backend puts its own attention where transformers' attention interface is "
+            f"called, and a {source.config.model_type} does not call it."
+        )
+    if getattr(source.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return "its keys and values are made of one latent (MLA), which the backend does not cache."
+    missing = WithFused(source.weights, source.folder, source.net).missing
+    if missing:
+        return f"its '{missing[0]}' is no tensor of the folder, but made of some when it is loaded."
     try:
         regularise(source)
     except PlanError as error:
@@ -63,14 +74,16 @@ def _refuse_unserved(written: ExportSource) -> None:
     annotations = inspect.get_annotations(type(written.net).__init__).values()
     if any(isinstance(kind, str) for kind in annotations):
         raise ProofError("vLLM asks isinstance of the annotations of __init__, which are strings.")
-    own = getattr(written.config, "per_layer_config", None)
+    config = written.config.get_text_config(decoder=True)
+    own = getattr(config, "per_layer_config", None)
     for layer, attention in enumerate(written.attentions):
-        shown = getattr(attention.module, "config", written.config)
+        shown = getattr(attention.module, "config", config)
         dispatched = attention.query_heads and shown._attn_implementation != REPEATING
         if not dispatched:
             raise ProofError(f"{attention.path} does not go through the attention interface.")
-        said = written.config if own is None else own[layer]
-        counts = said.num_attention_heads, said.num_key_value_heads
+        said = config if own is None else own[layer]
+        heads = said.num_attention_heads
+        counts = heads, getattr(said, "num_key_value_heads", heads)  # as vLLM counts them
         if counts != (attention.query_heads, attention.kv_heads):
             raise ProofError(
                 f"{attention.path} has {attention.query_heads} query heads and "
