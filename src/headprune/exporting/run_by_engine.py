@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from rich.text import Text
 from transformers import PreTrainedModel
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
@@ -59,7 +60,8 @@ def write_graphs(
         except (OSError, MemoryError):  # a full disk is no limit of the exporter
             raise
         except Exception as error:  # whatever an exporter raises at what it does not know
-            why = " ".join(str(error).split())[:400] or type(error).__name__
+            plain = Text.from_ansi(str(error)).plain  # PyTorch colours what it says
+            why = " ".join(plain.split())[:400] or type(error).__name__
             raise PlanError(
                 f"The exporter cannot make a graph of this {type(net).__name__} ({why}). Give "
                 "another --to."
