@@ -160,7 +160,7 @@ def test_a_plan_that_an_engine_cannot_hold_is_refused(
 @pytest.mark.parametrize(
     ("case", "target", "message"),
     [
-        ("bert-mlm", "llama.cpp", "it is a bert.*there are plans for onnx, openvino"),
+        ("bert-mlm", "llama.cpp", "its model_type is bert.*there are plans for onnx, openvino"),
         ("bert-mlm", "vllm", "generates no text"),
         ("vit", "onnx", "takes pixel_values"),
     ],
@@ -263,7 +263,7 @@ def test_compressed_for_an_engine(tmp_path: Path) -> None:
     assert {one.kv_heads for one in made.choice.contenders} <= {4, 8}
     (tmp_path / "bert").mkdir()
     bert = saved(tmp_path / "bert", "bert-mlm")
-    with pytest.raises(PlanError, match="it is a bert"):
+    with pytest.raises(PlanError, match="its model_type is bert"):
         headprune.compress(bert, keep=0.5, dry_run=True, targets=["llama.cpp"])
 
 
