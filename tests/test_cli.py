@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
+from headprune._version import __version__
 from headprune.cli import app as cli
 from headprune.model.attention import attention_of
 from tests import forked, tiny
@@ -422,6 +423,23 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(
     history = tmp_path / "g" / "history.jsonl"
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
     assert steps == list(range(1, 201))
+
+
+def test_ctrl_c_is_told_whatever_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], llama_folder: Path
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("headprune.model.opening.load", interrupted)
+    monkeypatch.setattr("headprune.model.inspection.inspect", interrupted)
+    code, _, err = run(capsys, "inspect", llama_folder)
+    assert code == 130 and "stopped by Ctrl-C; nothing half-written was left" in err
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert (code, out.split()) == (0, ["headprune", __version__])
 
 
 def test_an_option_wins_over_the_file(

@@ -23,14 +23,20 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"headprune {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _main(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
-    if version:
-        typer.echo(f"headprune {__version__}")
-        raise typer.Exit
     asked = str(context.invoked_subcommand)
     if processes.count() > 1 and asked in COMMANDS and not COMMANDS[asked].together:
         together = " and ".join(name for name in COMMANDS if COMMANDS[name].together)

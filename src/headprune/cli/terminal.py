@@ -37,6 +37,8 @@ from headprune.io.markup import inert, json_safe, sentence
 
 A = TypeVar("A")
 
+_STOPPED = 130  # the exit code of what Ctrl-C ends
+
 
 class _Line:
     """The line that is being written, as a command to a CI runner may come in parts."""
@@ -254,7 +256,7 @@ def run(command: Callable[[], None]) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
-        sys.exit(130)
+        sys.exit(_STOPPED)
     except MemoryError:  # of the host; that of a device is told where its command runs
         err.print(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
@@ -278,7 +280,10 @@ def _one_reports() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_noted() -> Iterator[None]:
-    """Ctrl-C raises as ever, also while pydantic prepares a class and makes another error of it."""
+    """Ctrl-C raises as ever, whatever else is made of it.
+
+    Pydantic, while it prepares a class, makes another error of it, and typer a silent exit.
+    """
     noted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -291,8 +296,8 @@ def _interrupts_noted() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except SchemaError:  # which says no more than that the class could not be prepared
-        if noted:
+    except (SchemaError, SystemExit) as end:
+        if noted and getattr(end, "code", _STOPPED) == _STOPPED:
             raise KeyboardInterrupt from None
         raise
     finally:

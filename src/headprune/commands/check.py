@@ -47,7 +47,9 @@ class CheckOptions(CheckConfig, Trust, Placed):
         "Write it although tracked files are not committed.", False, in_recipes=False
     )
     allow_other: bool = option(
-        "Replace a baseline of other data, settings or another model.", False, in_recipes=False
+        "Replace a baseline of other data, settings or another kind of model.",
+        False,
+        in_recipes=False,
     )
     output: Path | None = option(
         "Write the report as JSON, also over an earlier one.", None, Panel.OUTPUT, in_recipes=False

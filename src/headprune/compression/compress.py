@@ -169,7 +169,7 @@ class _Compression:
             config.held_out_tokens,
             config.batch_size,
         )
-        selection = Selection(held_out, config.dtype, config.seed, self.context.step)
+        selection = Selection(held_out, config.dtype, config.seed, self.context.step, self.goal)
         self.context.stage("measuring the original")
         selection.begin(self.net, self.model)
         del self.net  # candidates load their own
@@ -180,7 +180,7 @@ class _Compression:
             best = self._named(best)
             if config.heal_steps is not None:
                 best = self._healed(best, job, selection, config.heal_steps)
-            choice = selection.concluded(self.goal.said)
+            choice = selection.concluded()
             manifest = amend_manifest(best.output, choice=choice)
             write_card(best.output, output.name, best.plan, manifest)
             with whole_folder(output) as folder:
@@ -224,8 +224,11 @@ class _Compression:
             if loser is not None:
                 shutil.rmtree(loser.output)
             best = made if better else best
-        if best is None:
+        if best is None and errors:
             raise errors[0]
+        if best is None:
+            name, why = next(iter(selection.failed.items()))
+            raise PlanError(f"No candidate comes to the goal, {job.goal.said}. {name}: {why}")
         return best
 
     def _named(self, best: Pruned) -> Pruned:

@@ -13,6 +13,7 @@ from headprune.config import BudgetConfig, CompressConfig
 from headprune.errors import PlanError
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.records import Contender
 from headprune.tensors.units import Unit
 
 
@@ -32,6 +33,17 @@ class SizeGoal:
     budget: BudgetConfig
     units: tuple[Unit, ...]
     kv_share: float | None
+
+    def missed(self, found: Contender) -> str | None:
+        """Why a model does not meet a goal in bytes or parameters; None if it does."""
+        cached, parameters = found.kv_cache_bytes_per_token, found.parameters
+        for most, size, what in (
+            (self.budget.max_kv_bytes, cached, "bytes of KV cache per token"),
+            (self.budget.max_params, parameters, "parameters"),
+        ):
+            if most is not None and size > most:
+                return f"It has {size:,} {what}, and {most:,} were asked for."
+        return None
 
 
 def goal_of(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from headprune.compression.goals import SizeGoal
 from headprune.compression.heldout import HeldOut, Measure
 from headprune.config import Dtype
 from headprune.declaration import Allowed
@@ -36,10 +37,13 @@ class Selection:
         dtype: Element type that they compute in.
         seed: Seed of what is random.
         progress: Called with sequences done and sequences in all.
+        goal: What may stay.
     """
 
-    def __init__(self, held_out: HeldOut, dtype: Dtype, seed: int, progress: Progress) -> None:
-        self.held_out, self.measure = held_out, held_out.measure
+    def __init__(
+        self, held_out: HeldOut, dtype: Dtype, seed: int, progress: Progress, goal: SizeGoal
+    ) -> None:
+        self.held_out, self.measure, self._goal = held_out, held_out.measure, goal
         self._dtype, self._seed, self._progress = dtype, seed, progress
         self.contenders: list[Contender] = []
         self._rows: dict[str, Floats] = {}  # by contender: how near it comes, by sequence
@@ -51,7 +55,7 @@ class Selection:
         self.original = self._measured(ORIGINAL, net, place, 0.0)
 
     def add(self, name: str, folder: Path, seconds: float, allowed: Allowed) -> bool:
-        """Measures a model, and says whether it is better than all before.
+        """Measures a model, and says whether it meets the goal and is better than all before.
 
         Args:
             name: What it is.
@@ -61,14 +65,18 @@ class Selection:
         """
         net, _ = load(folder, self._dtype, allowed)
         found = self._measured(name, net, folder, seconds)
+        missed = self._goal.missed(found)
+        if missed is not None:
+            self.failed[name] = missed
+            return False
         self.contenders.append(found)
         self.contenders.sort(key=self._cost)  # of equals, the first stays before the others
         return self.contenders[0] is found
 
-    def concluded(self, goal: str) -> ModelChoice:
+    def concluded(self) -> ModelChoice:
         """The record of it."""
         return ModelChoice(
-            goal=goal,
+            goal=self._goal.said,
             measure=self.measure.name,
             higher_is_better=self.measure.higher_is_better,
             held_out_tokens=self.held_out.tokens,

@@ -34,7 +34,8 @@ def compressed(console: Console, result: Compressed) -> None:
     contenders(console, choice)
     if choice.lead is not None:
         low, high = choice.lead
-        console.print(f"Better than the next by {low:.4f} to {high:.4f} (95 % of resamples).")
+        told = "Better than the next by" if low > 0 else "Not told apart from the next:"
+        console.print(f"{told} {low:.4f} to {high:.4f} (95 % of resamples).")
     by_text(console, choice)
     for name, reason in choice.failed.items():
         console.print(f"[yellow]note:[/] {escape(name)} was not possible: {escape(reason)}")

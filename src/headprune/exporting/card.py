@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headprune.exporting.engines import serving
 from headprune.exporting.role_rows import ROLE_COLUMNS, role_rows
-from headprune.io.markup import printable, xml_safe
+from headprune.io.markup import inert, printable, xml_safe
 from headprune.io.writing import write_whole
 from headprune.schemas.manifest import CARD, Manifest, read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
@@ -149,7 +149,7 @@ def load_needs(manifest: Manifest) -> str:
 def serve_section(manifest: Manifest, folder: Path, title: str) -> str:
     """The commands that serve it, as a part of the card; nothing where no engine takes it."""
     lines = [f"# {engine}\n{line}" for engine, line in serving(manifest, folder, Path(title))]
-    code = printable("\n\n".join(lines))
+    code = inert("\n\n".join(lines))
     return f"## Serve it\n\n```bash\n{code}\n```\n\n" if lines else ""
 
 
