@@ -65,6 +65,20 @@ def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"vLLM:\n  vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
 
 
+def test_what_changes_nothing_or_leaves_nothing_is_said(tmp_path: Path) -> None:
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
+    same = headprune.convert_gqa(model, output=tmp_path / "same", kv_heads=3, merge="mean").pruned
+    assert same.warnings == (
+        "Nothing was removed or merged: the result has all heads of its source.",
+    )
+    fewer = headprune.convert_gqa(model, output=tmp_path / "out", kv_heads=1, merge="mean").pruned
+    assert fewer.warnings == ()
+    every = range(tiny.LAYERS)
+    plan = uneven_plan(headprune.from_pretrained(model), *every).model_copy(update={"model": None})
+    found = headprune.prune(model, tmp_path / "empty", plan=plan)
+    assert found.warnings == ("No head is left: the result has no attention at all.",)
+
+
 def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:
     tiny.save(tiny.model("bert-mlm"), tmp_path / "m")
     model = headprune.from_pretrained(tmp_path / "m")

@@ -30,7 +30,7 @@ from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
 from headprune.proof import equivalence
 from headprune.schemas.manifest import HISTORY, Manifest, read_lineage, write_manifest
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Done, Refit
+from headprune.schemas.records import Done, Merging, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.transfer import native_twin
 
@@ -218,7 +218,13 @@ def finished(
 
 
 def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
-    """What a user of the result should know of its weights."""
+    """What a user of the result should know of it."""
+    heads, kv_heads = manifest.query_heads, manifest.kv_heads
+    same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
+    if same and isinstance(manifest.done, Pruning | Merging):
+        yield "Nothing was removed or merged: the result has all heads of its source."
+    if heads[0] and not heads[1]:
+        yield "No head is left: the result has no attention at all."
     if left_out:
         yield (
             f"Not in the result: {len(left_out)} of the checkpoint's tensors, which the class of "
