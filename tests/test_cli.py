@@ -431,9 +431,12 @@ def test_ctrl_c_is_told_whatever_runs(
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("headprune.model.opening.load", interrupted)
     monkeypatch.setattr("headprune.model.inspection.inspect", interrupted)
-    code, _, err = run(capsys, "inspect", llama_folder)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, _, err = run(capsys, "inspect", llama_folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 130 and "stopped by Ctrl-C; nothing half-written was left" in err
 
 
