@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import headprune
 from headprune.errors import PlanError, ProofError
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.source import open_source
+from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
+from tests.cutting import ragged_plan, uneven_plan
 from tests.test_regularise import IDS, cut
 
 
@@ -49,6 +52,38 @@ def test_other_families(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(written[name], wanted[name].float()) for name in wanted)
     wanted[next(iter(wanted))].view(-1)[0] += 1
     assert not all(torch.equal(written[name], wanted[name].float()) for name in wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", ["ragged", "empty"])
+def test_experts_of_a_cut_model_are_copied(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.model("mixtral", dtype)
+    plan = ragged_plan(model) if shape == "ragged" else uneven_plan(model, 0, 2)
+    cut_heads(model, resolve(plan, model, ragged=True))
+    model.save_pretrained(tmp_path / "m")
+    record = headprune.export(tmp_path / "m", tmp_path / "out", to="vllm").record
+    assert record.proof.passed and record.changes
+    given, served = (
+        headprune.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("m", "out")
+    )
+    difference = (served(IDS).logits - given(IDS).logits).abs().max()
+    assert difference < 1e-5
+    experts = given.get_submodule("model.layers.1.mlp.experts")
+    with torch.no_grad():
+        experts.down_proj.copy_(experts.down_proj.roll(1, 0))
+    assert (served(IDS).logits - given(IDS).logits).abs().max() > 1e-3
+
+
+def test_a_folder_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("mixtral"), tmp_path / "m")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "experts.0" in name)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(PlanError, match=f"its folder has no '{name}'"):
+        headprune.export(folder, tmp_path / "out", to="vllm")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

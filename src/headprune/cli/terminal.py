@@ -297,7 +297,8 @@ def _interrupts_noted() -> Iterator[None]:
     try:
         yield
     except (SchemaError, SystemExit) as end:
-        if noted and getattr(end, "code", _STOPPED) == _STOPPED:
+        stopped = isinstance(end, SchemaError) or end.code == _STOPPED
+        if noted and stopped:
             raise KeyboardInterrupt from None
         raise
     finally:

@@ -72,9 +72,8 @@ class Seen:
         if begins:
             raise DataError(
                 f"The tokenizer makes no tokens of the text, which begins {begins!r}, so the model "
-                f"would read none of it: as a {type(tokenizer).__name__}, it may have been read "
-                "as of another kind than it is. Give the model the tokenizer that it was trained "
-                "with."
+                f"would read none of it. It was loaded as a {type(tokenizer).__name__}; give text "
+                "in a language that it knows, or the tokenizer that the model was trained with."
             )
         padded = [tokenizer.pad_token_id] if len(self._lengths) > 1 else []
         refuse_beyond((*found, *also, *padded), tokenizer, self.vocabulary)

@@ -63,8 +63,10 @@ def decoder_inputs(
     if prepare is not None:
         read: Tensor = prepare(labels)
         return read
-    config = model.config.get_text_config(decoder=True)
-    first, pad = config.decoder_start_token_id, config.pad_token_id
+    # The model's own config: the decoder's part of it (`get_text_config(decoder=True)`) is made
+    # anew, with its class's first token instead of this checkpoint's.
+    first = getattr(model.config, "decoder_start_token_id", None)
+    pad = getattr(model.config, "pad_token_id", None)
     if first is None:
         raise CheckpointError(
             f"The config of this {type(model).__name__} has no decoder_start_token_id, the token "

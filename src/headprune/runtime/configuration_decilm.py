@@ -11,7 +11,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 
-class Block(dict):  # type: ignore[type-arg]
+class Block(dict[str, Any]):
     """Settings by attribute, which stay JSON."""
 
     def __getattr__(self, name: str) -> Any:
@@ -22,7 +22,7 @@ class Block(dict):  # type: ignore[type-arg]
         return Block(value) if isinstance(value, dict) else value
 
 
-class DeciLMConfig(LlamaConfig):  # type: ignore[misc]
+class DeciLMConfig(LlamaConfig):  # type: ignore[misc]  # its decorators leave it without a type
     """Llama's config, and one block per layer."""
 
     model_type = "nemotron-nas"

@@ -332,22 +332,24 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
     for name, role in family["per_head"].items():
         _resize_per_head(attention.module, name, counts[role])
     for name, role in family["whole_norms"].items():
-        norm = attention.module.get_submodule(name)
+        norm: Any = attention.module.get_submodule(name)
         ids = attention.query_ids if role == "q" else attention.kv_ids
         _change_class(norm, NarrowedNorm)
-        norm.headprune_heads = Positions(ids), attention.head_dim  # type: ignore[assignment]
+        norm.headprune_heads = Positions(ids), attention.head_dim
     _write_sizes(attention, family)
+    module: Any = attention.module
     mixin = _mixin(attention, family)
     if mixin is None:
-        attention.module.__class__ = stock_class(attention.module)
+        module.__class__ = stock_class(module)
     else:
-        _change_class(attention.module, mixin)
-        attention.module.headprune = _Facts(attention, family)  # type: ignore[assignment]
+        _change_class(module, mixin)
+        module.headprune = _Facts(attention, family)
 
 
 def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     """Tells the module, and the config that it reads, how many heads it has."""
-    module, queries, kv_heads = attention.module, attention.query_heads, attention.kv_heads
+    module: Any = attention.module
+    queries, kv_heads = attention.query_heads, attention.kv_heads
     repeated = _repeated_here(attention, family)
     sizes = {
         "query_heads": queries,
@@ -361,9 +363,9 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     own: dict[str, Any] = {key: sizes[size] for key, size in family["config_follows"].items()}
     if repeated:
         own["_attn_implementation"] = REPEATING
-        module.headprune_kv_of_query = Positions(_owners(attention))  # type: ignore[assignment]
+        module.headprune_kv_of_query = Positions(_owners(attention))
     if own or isinstance(getattr(module, "config", None), LayerConfig):
-        module.config = LayerConfig(module.config, own)  # type: ignore[assignment]
+        module.config = LayerConfig(module.config, own)
 
 
 def _owners(attention: Attention) -> list[int]:

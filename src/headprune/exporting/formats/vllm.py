@@ -31,7 +31,7 @@ def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
         return "its keys and values are made of one latent (MLA), which the backend does not cache."
     missing = WithFused(source.weights, source.folder, source.net).missing
     if missing:
-        return f"its '{missing[0]}' is no tensor of the folder, but made of some when it is loaded."
+        return f"its folder has no '{missing[0]}'. It is incomplete or damaged; get it again."
     try:
         regularise(source)
     except PlanError as error:
