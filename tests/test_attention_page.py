@@ -203,9 +203,8 @@ def test_the_keyboard_shows_heads_and_tells_of_tokens(browser: Browser, page: Pa
 
 def test_tokens_are_text(browser: Browser, tmp_path: Path) -> None:
     place = tiny.save(tiny.model("llama-gqa"), tmp_path / "<b>model")
-    page = headprune.attention_picture(place, "</script><script>alert(1)</script> w1").save(
-        tmp_path / "page.html"
-    )
+    hostile = "</script><script>alert(1)</script>" + " w1" * 20  # most tokens are known ones
+    page = headprune.attention_picture(place, hostile).save(tmp_path / "page.html")
     browser.open(page)
     assert browser.complaints() == []
     assert "<script>alert(1)" in browser.find(".asked").text
@@ -243,6 +242,7 @@ def test_the_command_writes_the_page(
         (["--target", "w1"], "--target is for encoder-decoders, and this is a"),
         (["--attention", "cross"], "no 'cross' attention"),
         (["--text", ""], "--text '' has no token"),
+        (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
         (["--output", "page.pdf"], "the output is a page; name an .html file"),
     ],
 )

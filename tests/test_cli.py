@@ -277,7 +277,7 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "nothing").mkdir()
     for source, options, message in (
         ("empty.txt", [], "holds no text"),
-        ("short.txt", [], "has 3 tokens, which makes 0 sequences of 16; 2 are needed"),
+        ("short.txt", [], "has 3 tokens, which makes 0 sequences of 16; at least 2 must be"),
         ("rows.jsonl", [], "say which one holds the text with --text-column"),
         ("rows.jsonl", ["--text-column", "bdy"], "no such column. Did you mean 'body'?"),
         ("rows.jsonl", ["--text-column", "body", "--label-column", "l"], "--label-column l"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.console.models import evaluation
 from headprune.data.sequences import masked, packed_sequences
 from headprune.data.sources import read_examples
 from headprune.errors import DataError, HeadpruneError
@@ -250,6 +253,22 @@ def test_a_report_round_trips_and_is_strict(text_file: Path, tmp_path: Path) -> 
     assert report.model.speed.decode_tokens_per_s is not None
     assert set(report.provenance.versions) > {"torch", "transformers", "headprune"}
     assert all(f in Report.__doc__ for f in Report.model_fields)  # documented, field by field
+
+
+def test_models_of_other_dtypes_are_told_apart(text_file: Path, tmp_path: Path) -> None:
+    """Half of the cache's bytes is no gain then."""
+    full = tiny.save(tiny.model("llama-gqa"), tmp_path / "full")
+    half = tiny.save(tiny.model("llama-gqa", torch.bfloat16), tmp_path / "half")
+    config = EvaluateConfig(seq_len=16, max_windows=4, speed=False)
+
+    def shown(*names: Path) -> str:
+        console = Console(record=True, width=120, file=StringIO())
+        data = DataConfig(source=str(text_file))
+        evaluation(console, evaluate(str(names[0]), data, config, against=str(names[1])))
+        return " ".join(console.export_text().split())
+
+    assert "computed in bfloat16 float32 KV bytes" in shown(half, full)
+    assert "computed in" not in shown(full, full)
 
 
 def test_a_classifier_is_scored_on_its_labels(tmp_path: Path) -> None:

@@ -733,3 +733,17 @@ def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_pa
     assert not strange.exists()
     with claimed(tmp_path / "é", overwrite=False):
         pass
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_output_to_a_full_disk_is_told(tmp_path: Path, words: list[str]) -> None:
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    asked = [sys.executable, "-m", "headprune", "inspect", str(tmp_path / "model"), *words]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2
+    assert "the disk that the output goes to is full" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr

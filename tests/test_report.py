@@ -565,3 +565,17 @@ def test_figures_draw_whatever_numbers_and_names_they_get(tmp_path: Path) -> Non
         for suffix in figures.SUFFIXES:
             path = figures.save(figure, tmp_path / f"{number}{suffix}")
             assert 0 < path.stat().st_size < 3_000_000
+
+
+def test_what_is_unfinished_is_left_out_and_told(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = shutil.copytree(place / "cut", tmp_path / "runs")
+    (runs / "other-checkpoints").mkdir()
+    shutil.copy(runs / "gates" / "config.yaml", runs / "other-checkpoints")
+    code, out, err = command(capsys, "report", runs, "--output", tmp_path / "page.html", "--json")
+    told = "Not in the report: The training in"
+    assert code == 0 and told in err and "other-checkpoints' is not finished" in err
+    assert json.loads(out)["warnings"][0].startswith(told)
+    code, out, err = command(capsys, "report", place / "cut", "--output", tmp_path / "b.html")
+    assert code == 0 and told not in err

@@ -16,7 +16,6 @@ from rich.markup import escape
 from headprune.cli import terminal
 from headprune.cli.settings import read_settings
 from headprune.declaration import (
-    Choice,
     Command,
     Door,
     Options,
@@ -96,9 +95,7 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     else:  # what is required may come from a file, so that its absence is told later
         spelt, panel = "/".join(flags(name, info)), look.panel.value
         text += " [red]\\[required][/]" if required else ""
-        metavar = look.metavar
-        if kind is str and values_of(info):
-            metavar = f"<{'|'.join(values_of(info))}>"
+        metavar = f"<{'|'.join(values_of(info))}>" if values_of(info) else look.metavar
         described = typer.Option(spelt, help=text, metavar=metavar, rich_help_panel=panel)
     return _named(name, kind | None if default is None else kind, default, described)
 
@@ -106,7 +103,7 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
 def _shown(default: Any, as_text: bool) -> Any:
     if as_text and isinstance(default, tuple):
         return ",".join(map(str, default))
-    if isinstance(default, Choice):
+    if isinstance(default, Enum):
         return default.value
     return list(default) if isinstance(default, tuple) else default
 
@@ -134,9 +131,7 @@ def kind_of(info: FieldInfo) -> tuple[Any, bool]:
 
 
 def _plain(kind: Any) -> Any:
-    plain = isinstance(kind, type) and (kind in (bool, int, float, Path) or issubclass(kind, Enum))
-    earlier = isinstance(kind, type) and issubclass(kind, Choice) and kind.earlier()
-    return kind if plain and not earlier else str
+    return kind if kind in (bool, int, float, Path) else str
 
 
 def _bare(kind: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -263,9 +264,23 @@ def run(command: Callable[[], None]) -> None:
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
-    except Exception:  # a bug: it goes on, shown without markup of what it quotes
+    except Exception as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            _told_of_full_disk()
+            sys.exit(2)
+        # a bug: it goes on, shown without markup of what it quotes
         sys.excepthook = _unexpected  # typer has put its own there
         raise
+
+
+def _told_of_full_disk() -> None:
+    err.print(
+        "[bold red]error:[/] What was to be shown could not be written: the disk that the output "
+        "goes to is full. Files that the command had written are whole."
+    )
+    # what waits in the stream would fail once more as the interpreter ends
+    with Path(os.devnull).open("w") as nowhere, suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @contextmanager

@@ -83,5 +83,6 @@ declare(
             outputs={"output": "report.html", "summary": "report.md"},
             about_all="runs",
         ),
+        warnings=lambda result: result.warnings,
     ),
 )

@@ -16,6 +16,7 @@ from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
 from headprune.config import CompressConfig, DataConfig, HealConfig, LayoutOption
+from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
 from headprune.errors import DataError, HeadpruneError, PlanError, ProofError, TrainingError
@@ -104,7 +105,9 @@ def compress(
         ProofError: If the result does not compute what it should.
     """
     data = data or {}
-    inputs = (model, *(one.source for one in data.values()))
+    for each in data.values():
+        refuse_missing_file(each.source)
+    inputs = (model, *(each.source for each in data.values()))
     claim: AbstractContextManager[None] = nullcontext()
     if output is not None:
         claim = claimed(output, overwrite, inputs)

@@ -124,7 +124,8 @@ def evaluation(console: Console, report: Report) -> None:
             column.no_wrap = True
         elif console.width < _WIDE:
             grid.padding, column.max_width = (0, 1), 14
-    for row in zip(*(_numbers(m) for m in models), strict=True):
+    differ = len({m.dtype for m in models}) > 1  # which halves the bytes of one of them
+    for row in zip(*(_numbers(m, differ) for m in models), strict=True):
         name = row[0][0]
         grid.add_row(escape(name), *(value for _, value in row), *compared.get(name, ()))
     console.print(grid)
@@ -150,7 +151,7 @@ def _headings(models: Sequence[ModelReport]) -> list[str]:
     return [f"{name} ({model.engine})" if model.engine else name for name, model in pairs]
 
 
-def _numbers(model: ModelReport) -> list[tuple[str, str]]:
+def _numbers(model: ModelReport, with_dtype: bool) -> list[tuple[str, str]]:
     rows = [
         (label(m.name), f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr else ""))
         for m in model.metrics
@@ -161,6 +162,7 @@ def _numbers(model: ModelReport) -> list[tuple[str, str]]:
         ("query heads", f"{cost.query_heads:,}"),
         ("KV heads", f"{cost.kv_heads:,}"),
         ("parameters", f"{cost.parameters:,}"),
+        *([("computed in", model.dtype)] if with_dtype else []),
         ("KV bytes per token", f"{cost.kv_cache_bytes_per_token:,}"),
     ]
     if model.longest_context is not None:

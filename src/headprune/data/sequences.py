@@ -74,7 +74,7 @@ def packed_sequences(
     if len(rows) < need:
         raise DataError(
             f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "
-            f"{seq_len}; {need} are needed. Give more text or a smaller --seq-len."
+            f"{seq_len}; at least {need} must be there. Give more text or a smaller --seq-len."
         )
     return rows
 

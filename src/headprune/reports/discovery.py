@@ -96,7 +96,7 @@ def settings_in(path: Path) -> dict[str, Any]:
 
 @dataclass
 class Found:
-    """The parts in one place."""
+    """The parts in one place; of what is unfinished there, a sentence each."""
 
     place: Path
     results: list[ResultFolder] = field(default_factory=list)
@@ -106,6 +106,7 @@ class Found:
     sweeps: dict[Path, Sweep] = field(default_factory=dict)
     roles: dict[Path, RolesRecord] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    unfinished: list[str] = field(default_factory=list)
 
     @property
     def tips(self) -> list[ResultFolder]:
@@ -121,7 +122,7 @@ def discover(place: Path) -> Found:
         place: A folder, or a report that ``evaluate`` or ``check`` wrote.
 
     Raises:
-        CheckpointError: If nothing is there, something is damaged, or a run is not finished.
+        CheckpointError: If nothing finished is there, something is damaged, or a recipe stopped.
     """
     found = Found(place)
     if place.is_file():
@@ -139,7 +140,9 @@ def discover(place: Path) -> Found:
             _look_into(folder, found)
     except OSError as error:
         raise CheckpointError(f"'{place}' cannot be read through: {error}.") from None
-    if not any(part for name, part in vars(found).items() if name != "place"):
+    if not any(part for name, part in vars(found).items() if name not in ("place", "unfinished")):
+        if found.unfinished:
+            raise CheckpointError(found.unfinished[0])
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
             f"no scores ({SCORES}), no sweep ({SWEEP}), no roles ({ROLES_FILE}), and no report of "
@@ -168,11 +171,11 @@ def _look_into(folder: Path, found: Found) -> None:
     elif (folder / SWEEP).is_file():
         found.sweeps[folder] = read_as(Sweep, folder / SWEEP)
     elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
-        raise CheckpointError(
+        found.unfinished.append(
             f"The sweep in '{folder}' is not finished; the same command again goes on with it."
         )
     elif (command := unfinished(folder)) is not None:
-        raise CheckpointError(
+        found.unfinished.append(
             f"The training in '{folder}' is not finished; go on with {command} --resume, or remove "
             "the folder."
         )

@@ -43,11 +43,13 @@ class Reported:
         runs: What it shows.
         output: The page, or the Markdown.
         figures: The figures written beside it.
+        warnings: What is missing on it, as it is not finished.
     """
 
     runs: tuple[ShownRun, ...]
     output: Path
     figures: tuple[Path, ...]
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -56,7 +58,8 @@ class Reported:
             for r in self.runs
         ]
         figures = [str(path) for path in self.figures]
-        return {"output": str(self.output), "runs": runs, "figures": figures}
+        said = list(self.warnings)
+        return {"output": str(self.output), "runs": runs, "figures": figures, "warnings": said}
 
 
 def report(
@@ -75,8 +78,7 @@ def report(
         overwrite: Replace an existing page and existing figures, if headprune wrote them.
 
     Raises:
-        HeadpruneError: If there is nothing to report on, a run is not finished, or the output
-            cannot be written.
+        HeadpruneError: If there is nothing finished to report on, or the output cannot be written.
     """
     if not runs:
         raise HeadpruneError("There is no run to report on; give its folder.")
@@ -109,7 +111,8 @@ def _report(
     with claimed_files(named, FIGURE, overwrite, places):
         write_whole(output, text)
         written = tuple(save(figure, path) for path, figure in named.items())
-    return Reported(tuple(shown), output, written)
+    left_out = (f"Not in the report: {each}" for place in found for each in place.unfinished)
+    return Reported(tuple(shown), output, written, tuple(left_out))
 
 
 def read_check(file: Path, content: dict[str, Any]) -> ShownCheck:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import Dtype
+from headprune.data.unreadable import Seen
 from headprune.declaration import Context
 from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
@@ -20,7 +21,7 @@ from headprune.model.batch import Batch, decoder_inputs
 from headprune.model.forward import run_model
 from headprune.model.head_names import layer_names
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.loading import load_tokenizer, task_of, vocabulary_of
 from headprune.model.opening import load
 from headprune.model.placement import on_device
 from headprune.model.refusals import refuse_without_text
@@ -217,7 +218,7 @@ def _ids(
     """Token ids of a text, shape (1, tokens), and how many were left out.
 
     Raises:
-        DataError: If there are none.
+        DataError: If there are none, or most are of words that the tokenizer does not know.
     """
     most = min(MOST_TOKENS, most_tokens(net.config, tokenizer) or MOST_TOKENS)
     given = {"text_target" if text_target else "text": text, "verbose": False}
@@ -227,6 +228,9 @@ def _ids(
         raise DataError(
             f"{option} '{text}' has no token that the tokenizer knows. Give a sentence."
         )
+    seen = Seen(tokenizer, vocabulary_of(net))
+    seen.add(ids)
+    seen.refuse([text])
     return torch.tensor([ids]), len(whole) - len(ids)
 
 
