@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # compiled modules are kept, whatever the machine's default: the suite starts many processes
 export PYTHONDONTWRITEBYTECODE =
+# what is never imported need not be compiled: half of the time that an installation takes
+INSTALL := -m pip install --quiet --no-compile
 # processes that share the suite
 WORKERS ?= 2
 
@@ -12,7 +14,7 @@ WORKERS ?= 2
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 ## demo: SmolLM2-135M from fetching it to a smaller, verified, evaluated model in ONNX Runtime
@@ -20,7 +22,7 @@ DEMO := .venv-demo
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	@echo 'First the packages of the demo, into $(DEMO).'
 	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(DEMO)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[demo]'
 	touch $@
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python scripts/demo/demo.py
@@ -29,7 +31,7 @@ demo: $(DEMO)/.installed
 DOCS_VENV ?= .venv-docs
 docs:
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(DOCS_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[docs]'
 	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 ## quick: what breaks first, in a few seconds; files without such a test are not even read
@@ -50,7 +52,7 @@ test-all: $(STAMP)
 ENGINE_TESTS := tests/test_decilm.py tests/test_demo.py tests/test_engines.py tests/test_gguf.py tests/test_regularise.py tests/test_serving.py tests/test_targets.py tests/test_vllm.py
 test-engines: $(STAMP)
 	for extra in llama-cpp onnx openvino executorch; do \
-	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$$extra]" \
+	  $(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[$$extra]" \
 	    || echo "$$extra: no package for this machine; what it would run is checked without it"; \
 	done
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(EVERY) $(ENGINE_TESTS)
@@ -72,7 +74,7 @@ test-lowest:
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
 	grep '^torch==' constraints.txt > .venv-lowest/constraints.txt
 	echo 'transformers==$(LOWEST)' >> .venv-lowest/constraints.txt
-	.venv-lowest/bin/python -m pip install --quiet -c .venv-lowest/constraints.txt -e '.[dev]'
+	.venv-lowest/bin/python $(INSTALL) -c .venv-lowest/constraints.txt -e '.[dev]'
 	HF_HUB_OFFLINE=1 .venv-lowest/bin/python -m pytest -W ignore::DeprecationWarning -W ignore::FutureWarning
 
 ## campaign-short: a few attempts of every kind to break headprune

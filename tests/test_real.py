@@ -131,7 +131,7 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
         short.part(ScoreConfig, criterion=["compensated"], unit=Unit.HEAD),
         text,
     )
-    settings = TrainGatesConfig(target_heads=0.75, steps=4, seq_len=64)
+    settings = TrainGatesConfig(target_heads=0.75, steps=4, save_every=4, seq_len=64)
     train_gates(first_layers, text, tmp_path / "gates", settings)
     cuts = {
         "scores": CutRequest(scores=tmp_path / "scores", keep=0.75, layout=LayoutOption.RAGGED),
@@ -144,9 +144,8 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
     for merge in ("mean", "procrustes", "lowrank"):
         config = ConvertConfig(kv_heads=1, merge=merge, calibration_tokens=2048, seq_len=128)
         convert_gqa(first_layers, tmp_path / merge, config, text if merge == "lowrank" else None)
-    healed = heal(
-        tmp_path / "mean", first_layers, text, tmp_path / "healed", HealConfig(steps=4, seq_len=64)
-    )
+    briefly = HealConfig(steps=4, save_every=4, seq_len=64)
+    healed = heal(tmp_path / "mean", first_layers, text, tmp_path / "healed", briefly)
     results = [*(f"by-{name}" for name in cuts), "mean", "procrustes", "lowrank", "healed"]
     for name in results:
         manifest = read_manifest(tmp_path / name)
