@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 
 from headprune.data.rows import evenly, lengths
@@ -13,6 +16,7 @@ from headprune.model.batch import Batch
 from headprune.tensors.least_squares import HELD_OUT
 
 Collate = Callable[[list[dict[str, Any]]], Batch]
+LONGEST = 2  # times the mean: a pass over all rows at once pads them to the longest
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class CalibrationSample:
         rows: The sequences.
         collate: Makes a batch of some of them.
         tokens: Tokens of all of them.
+        longest: Tokens of a row at most; of a longer one the last, which ends it, and the first.
         batch_size: Sequences per batch.
         special_ids: Ids of special tokens.
         left: Sequences of the same text that were not taken.
@@ -31,6 +36,7 @@ class CalibrationSample:
     rows: Dataset
     collate: Collate
     tokens: int
+    longest: int | None = None
     batch_size: int = 1
     special_ids: tuple[int, ...] = ()
     left: Dataset | None = None
@@ -48,10 +54,13 @@ class CalibrationSample:
             **others: Other attributes.
         """
         found = lengths(rows)
+        longest = max(2, math.ceil(LONGEST * found.mean()))
+        found = np.minimum(found, longest)
         count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
         numbers = evenly(len(rows), count)
         left = rows.select(sorted(set(range(len(rows))) - set(numbers)))
-        return cls(rows.select(numbers), collate, int(found[numbers].sum()), left=left, **others)
+        taken = int(found[numbers].sum())
+        return cls(rows.select(numbers), collate, taken, longest, left=left, **others)
 
     def held_out(self) -> CalibrationSample | None:
         """One sequence for every ``HELD_OUT`` of these, from what was not taken, if it has some.
@@ -62,7 +71,7 @@ class CalibrationSample:
         if self.left is None or not count:
             return None
         rows = self.left.select(evenly(len(self.left), count))
-        tokens = int(lengths(rows).sum())
+        tokens = int(np.minimum(lengths(rows), self.longest or sys.maxsize).sum())
         return replace(self, rows=rows, tokens=tokens, batch_size=1, left=None)
 
     def batches(self) -> list[Batch]:
@@ -79,4 +88,16 @@ class CalibrationSample:
         return self._batch(0, 1)
 
     def _batch(self, start: int, stop: int) -> Batch:
-        return self.collate([self.rows[i] for i in range(start, min(stop, len(self.rows)))])
+        return self.collate([self._row(i) for i in range(start, min(stop, len(self.rows)))])
+
+    def _row(self, number: int) -> dict[str, Any]:
+        row: dict[str, Any] = self.rows[number]
+        if self.longest is None:
+            return row
+        return {name: _cut(column, self.longest) for name, column in row.items()}
+
+
+def _cut(column: Any, longest: int) -> Any:
+    if not isinstance(column, list) or len(column) <= longest:
+        return column
+    return [*column[: longest - 1], column[-1]]
