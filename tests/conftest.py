@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-from itertools import count
 
 import pytest
-
-_FINISHED = count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,16 +12,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     config.pluginmanager.import_plugin("tests.fixtures")
-
-
-def pytest_runtest_logfinish() -> None:
-    """What tests have imported stays: collections, one per training, need not look through it.
-
-    A tenth of the suite's time goes with it.
-    """
-    if next(_FINISHED) % 20 == 0:
-        gc.collect()
-        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
