@@ -126,14 +126,29 @@ _BOTH = ("model", "against")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["bert-base", "t5"])
+@pytest.mark.parametrize("case", ["bert-base", "t5", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("form", [engine("onnx"), engine("openvino")])
-def test_encoders_and_encoder_decoders_are_proven_in_their_engine(
+def test_encoders_encoder_decoders_and_experts_are_proven_in_their_engine(
     form: str, case: str, tmp_path: Path
 ) -> None:
     folder = tiny.save(cut(case, 1), tmp_path / "model")
     result = headprune.export(folder, tmp_path / "out", to=form)
     assert result.record.proof.difference < 2e-6
+
+
+def test_an_engine_that_stops_at_a_graph_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stops(folder: Path, engine: str) -> None:
+        raise RuntimeError("no\nkernel")
+
+    monkeypatch.setattr("headprune.exporting.run_by_engine.open_exported", stops)
+    monkeypatch.setattr("headprune.exporting.run_by_engine.write_graphs", lambda *_: ())
+    monkeypatch.setattr(exporting, "find_spec", lambda name: object())
+    folder, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "out"
+    code, _, err = run(capsys, "export", folder, "--to", "openvino", "--output", out)
+    assert code == 1 and not out.exists()
+    assert f"openvino cannot run what was written of '{folder}' (no kernel)" in err
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.engines.model import open_exported
 from headprune.engines.spec import ENGINES
 from headprune.engines.targets import graph_refusal
-from headprune.errors import PlanError
+from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.exporting.checkpoint import write_facts
+from headprune.exporting.experts import run_all_experts
 from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.source import ExportSource
@@ -50,6 +51,7 @@ def write_graphs(
         cached: Whether a decoder takes and gives its cache.
     """
     net = source.load()
+    run_all_experts(net)
     graphs = graphs_of(net, cached)
     for done, graph in enumerate(graphs):
         on_step(done, len(graphs))
@@ -60,14 +62,19 @@ def write_graphs(
         except (OSError, MemoryError):  # a full disk is no limit of the exporter
             raise
         except Exception as error:  # whatever an exporter raises at what it does not know
-            plain = Text.from_ansi(str(error)).plain  # PyTorch colours what it says
-            why = " ".join(plain.split())[:400] or type(error).__name__
             raise PlanError(
-                f"The exporter cannot make a graph of this {type(net).__name__} ({why}). Give "
-                "another --to."
+                f"The exporter cannot make a graph of this {type(net).__name__} ({_why(error)}). "
+                "Give another --to."
             ) from error
     write_facts(source, folder)
     return ()
+
+
+def _why(error: BaseException) -> str:
+    while error.__cause__ is not None:  # what an exporter says of its own is how to report bugs
+        error = error.__cause__
+    plain = Text.from_ansi(str(error)).plain  # PyTorch colours what it says
+    return " ".join(plain.split())[:400] or type(error).__name__
 
 
 @contextmanager
@@ -85,10 +92,23 @@ def _quiet() -> Iterator[None]:
 
 
 def prove(source: ExportSource, folder: Path, engine: str) -> ExportProof:
-    """Compares what an engine makes of an exported model with what torch makes of the model."""
+    """Compares what an engine makes of an exported model with what torch makes of the model.
+
+    Raises:
+        ProofError: If the engine cannot run it.
+    """
     net: PreTrainedModel = source.load()
     inputs = probe_inputs(net)
-    wanted, found = probe(net, inputs), probe(open_exported(folder, engine), inputs)
+    wanted = probe(net, inputs)
+    try:
+        found = probe(open_exported(folder, engine), inputs)
+    except (HeadpruneError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever an engine raises at a graph that it cannot run
+        raise ProofError(
+            f"{engine} cannot run what was written of '{source.folder}' ({_why(error)}). Nothing "
+            "was left there; give another --to."
+        ) from error
     gap = difference(wanted, found)
     return ExportProof(
         how="engine",
