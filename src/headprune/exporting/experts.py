@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,16 +34,18 @@ def _all_experts(
 ) -> Float[Tensor, "tokens width"]:
     """What a module of experts gives; its attributes are those that transformers gives it."""
 
+    every = hidden_states[None].expand(self.num_experts, -1, -1)  # OpenVINO does not broadcast it
+
     def project(x: Tensor, name: str) -> Tensor:
         weight: Tensor = getattr(self, name)
-        made = x @ (weight if self.is_transposed else weight.transpose(1, 2))
+        made = torch.bmm(x, weight if self.is_transposed else weight.transpose(1, 2))
         bias: Tensor | None = getattr(self, f"{name}_bias", None) if self.has_bias else None
         return made if bias is None else made + bias[:, None]
 
     if self.has_gate:
-        inner = self._apply_gate(project(hidden_states, "gate_up_proj"))
+        inner = self._apply_gate(project(every, "gate_up_proj"))
     else:
-        inner = self.act_fn(project(hidden_states, "up_proj"))
+        inner = self.act_fn(project(every, "up_proj"))
     made = project(inner, "down_proj")
     if getattr(self, "has_post_expert_norm", False):
         made = self.post_expert_norm(made)
