@@ -33,7 +33,6 @@ def _all_experts(
     top_k_weights: Float[Tensor, "tokens chosen"],
 ) -> Float[Tensor, "tokens width"]:
     """What a module of experts gives; its attributes are those that transformers gives it."""
-
     every = hidden_states[None].expand(self.num_experts, -1, -1)  # OpenVINO does not broadcast it
 
     def project(x: Tensor, name: str) -> Tensor:
