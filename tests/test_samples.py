@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from datasets import Dataset
 
+from headprune.config import CalibrationConfig
 from headprune.data.samples import CalibrationSample
 from headprune.model.batch import Batch
 
@@ -48,3 +50,14 @@ def test_what_is_held_out_is_cut_alike() -> None:
     assert set(found) <= {10, 265}  # twice the mean of 132.5
     assert held.tokens == sum(found)
     assert (held.longest, held.left) == (265, None)
+
+
+def test_long_sequences_come_fewer_at_a_time() -> None:
+    found = replace(sample([2048] * 4, 10_000), batch_size=8)
+    assert [len(batch["input_ids"]) for batch in found.batches()] == [2, 2]
+    found = replace(sample([4096] * 2, 10_000), batch_size=4)
+    assert [len(batch["input_ids"]) for batch in found.batches()] == [1, 1]
+    found = replace(sample([512] * 8, 10_000), batch_size=4)
+    assert [len(batch["input_ids"]) for batch in found.batches()] == [4, 4]
+    assert CalibrationConfig(seq_len=2048, batch_size=8).tokens_per_pass == 4096
+    assert CalibrationConfig(seq_len=128, batch_size=8).tokens_per_pass == 1024

@@ -101,7 +101,7 @@ def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
     candidates = 5
     passes = 3 * options.calibration_tokens + options.held_out_tokens
     seconds = candidates * (sizes.forward(passes) + sizes.writing(options.out_dtype))
-    batch = options.batch_size * options.seq_len
+    batch = options.tokens_per_pass
     held = max(
         sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True),
         sizes.calibration(options.calibration_tokens, options.dtype, streams=2),

@@ -110,7 +110,7 @@ def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
     from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, Estimate
     from headprune.evidence.score import needs_of
 
-    batch = options.batch_size * options.seq_len
+    batch = options.tokens_per_pass
     tokens = options.calibration_tokens if options.data else 0
     seconds = OVERHEAD_SECONDS + 2 * sizes.forward(tokens)
     weights, itemsize = sizes.computed(options.dtype), sizes.computed_itemsize(options.dtype)

@@ -19,6 +19,7 @@ from headprune.config.data import (
     Domains,
     data_configs,
     domain_name,
+    sequences_per_pass,
 )
 from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
 from headprune.config.measuring import (
@@ -137,5 +138,6 @@ __all__ = [
     "memory_bytes",
     "one_or_all",
     "possible_place",
+    "sequences_per_pass",
     "share_or_count",
 ]

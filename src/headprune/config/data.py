@@ -91,6 +91,13 @@ def _apart(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:
 AnyDomains = Annotated[tuple[Domain, ...], BeforeValidator(named), AfterValidator(_apart)]
 Domains = Annotated[AnyDomains, Field(min_length=1)]
 
+_USUAL = 512  # tokens of a sequence
+
+
+def sequences_per_pass(batch_size: int, length: int) -> int:
+    """Of long sequences fewer, as the memory of a pass grows with its tokens."""
+    return max(1, batch_size * min(length, _USUAL) // length)
+
 
 class CalibrationConfig(Options):
     """Which part of the data shows what the heads do."""
@@ -103,6 +110,15 @@ class CalibrationConfig(Options):
     seq_len: Length = option(
         "Tokens per sequence, about as many as the model will see.", 512, Panel.CALIBRATION
     )
-    batch_size: Few = option("Sequences per pass; no result depends on it.", 4, Panel.CALIBRATION)
+    batch_size: Few = option(
+        "Sequences per pass, fewer of those with more than 512 tokens; no result depends on it.",
+        4,
+        Panel.CALIBRATION,
+    )
     dtype: Dtype = option(COMPUTED, Dtype.AUTO)
     seed: Seed = option("Seed of masked positions and of what is random.", 0)
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of a batch of sequences as long as was asked for."""
+        return self.seq_len * sequences_per_pass(self.batch_size, self.seq_len)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from headprune.config import sequences_per_pass
 from headprune.data.rows import evenly, lengths
 from headprune.model.batch import Batch
 from headprune.tensors.least_squares import HELD_OUT
@@ -28,7 +29,7 @@ class CalibrationSample:
         collate: Makes a batch of some of them.
         tokens: Tokens of all of them.
         longest: Tokens of a row at most; of a longer one the last, which ends it, and the first.
-        batch_size: Sequences per batch.
+        batch_size: Sequences per batch; fewer of long ones.
         special_ids: Ids of special tokens.
         left: Sequences of the same text that were not taken.
     """
@@ -76,8 +77,9 @@ class CalibrationSample:
 
     def batches(self) -> list[Batch]:
         """All sequences, in batches."""
-        starts = range(0, len(self.rows), self.batch_size)
-        return [self._batch(start, start + self.batch_size) for start in starts]
+        longest = min(int(lengths(self.rows).max(initial=1)), self.longest or sys.maxsize)
+        count = sequences_per_pass(self.batch_size, longest)
+        return [self._batch(start, start + count) for start in range(0, len(self.rows), count)]
 
     def whole(self) -> Batch:
         """All sequences in one batch, padded where they differ in length."""
