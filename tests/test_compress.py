@@ -21,6 +21,7 @@ from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.compression.selection import lead
 from headprune.config import BudgetConfig, CompressConfig, HealConfig
+from headprune.console import compressed as console
 from headprune.console.compressed import contenders
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
 from headprune.exporting.refitting import JudgedRefit
@@ -63,6 +64,10 @@ def test_the_best_on_held_out_text_is_taken(
     assert choice.lead[0] <= losses[1] - losses[0] <= choice.lead[1]
     assert len(losses) == 5 and losses == sorted(losses) and not choice.failed
     assert choice.original.held_out == 1.0
+    assert result.unseen_beyond == SMALL["seq_len"]  # of 128 positions
+    paper = io.StringIO()
+    console.compressed(Console(file=paper, width=200), result)
+    assert "contexts of more than 16 tokens were not looked at" in paper.getvalue()
     assert choice.chosen.kv_heads == manifest.kv_heads[1] < manifest.kv_heads[0]
     assert set(choice.chosen.by_text) == {"text0", "text1"}
     net = from_pretrained(tmp_path / "out")
@@ -93,7 +98,9 @@ def test_a_refit_that_makes_it_worse_is_not_taken(
 ) -> None:
     rows = [c for c in CANDIDATES if isinstance(c.way, RemoveHeads) and c.way.criterion == "fisher"]
     monkeypatch.setattr(candidates, "CANDIDATES", tuple(rows))
-    sound = compressed(encoder, sentences, tmp_path / "sound", keep=0.75).choice
+    result = compressed(encoder, sentences, tmp_path / "sound", keep=0.75)
+    sound, unseen = result.choice, result.unseen_beyond
+    assert unseen is None  # it generates nothing
     assert sound.chosen.name == "heads, fisher, refit"
 
     def spoiling(net: Any, *arguments: Any, **settings: Any) -> JudgedRefit:

@@ -45,10 +45,13 @@ class Compressed:
     Attributes:
         pruned: The result, as of every command that cuts.
         choice: What it was chosen among.
+        unseen_beyond: Tokens of the longest context that was looked at, where the model reads
+            longer ones and generates.
     """
 
     pruned: Pruned
     choice: ModelChoice
+    unseen_beyond: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -142,6 +145,8 @@ class _Compression:
         self.tokenizer = load_tokenizer(model, trust_remote_code=remote)
         most = most_tokens(self.net.config, self.tokenizer) or config.seq_len
         self.config = config.model_copy(update={"seq_len": min(config.seq_len, most)})
+        longer = task == "causal-lm" and most > config.seq_len
+        self.unseen_beyond = config.seq_len if longer else None
         self.trained, self.held = texts.read(data or texts.shipped())
         if task in _OF_SENTENCES:
             self.trained, self.held = (
@@ -189,7 +194,8 @@ class _Compression:
             with whole_folder(output) as folder:
                 for entry in best.output.iterdir():
                     entry.rename(folder / entry.name)
-        return Compressed(replace(best, output=output, manifest=manifest), choice)
+        done = replace(best, output=output, manifest=manifest)
+        return Compressed(done, choice, self.unseen_beyond)
 
     def _job(self, work: Path) -> Job:
         config, healing = self.config, self._healing()

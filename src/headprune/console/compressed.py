@@ -41,6 +41,12 @@ def compressed(console: Console, result: Compressed) -> None:
         console.print(f"[yellow]note:[/] {escape(name)} was not possible: {escape(reason)}")
     results.proof(console, result.pruned.manifest)
     results.written(console, result.pruned)
+    if result.unseen_beyond is not None:
+        console.print(
+            f"[yellow]note:[/] contexts of more than {result.unseen_beyond:,} tokens were not "
+            "looked at, and what is found far back in them may be lost: evaluate it with --needle.",
+            soft_wrap=True,
+        )
 
 
 def contenders(console: Console, choice: ModelChoice) -> None:
