@@ -579,3 +579,21 @@ def test_what_is_unfinished_is_left_out_and_told(
     assert json.loads(out)["warnings"][0].startswith(told)
     code, out, err = command(capsys, "report", place / "cut", "--output", tmp_path / "b.html")
     assert code == 0 and told not in err
+
+
+def test_a_step_on_the_way_is_not_called_the_original(place: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(place / "mqa", tmp_path / "run")
+    data = DataConfig(source=str(place / "text.txt"))
+
+    def measured(against: str) -> str:
+        found = evaluate(str(run / "healed"), data, EVALUATE, against=against)
+        found.write(run / f"{Path(against).name}.json")
+        page = report([run], tmp_path / "page.md", overwrite=True).output.read_text()
+        return page.split("<details>")[0]
+
+    page = measured(str(run / "merged"))
+    assert "perplexity, against merged" in page and "the original" not in page
+    assert "| KV heads | 4 of 12 (33.3%) |" in page
+    page = measured(str(place / "base"))  # of the two, what it is compared with
+    assert "perplexity, against the original" in page and "against merged" not in page
+    assert "| KV heads | 4 of 12 (33.3%) |" in page

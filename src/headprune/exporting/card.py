@@ -13,7 +13,7 @@ from headprune.exporting.engines import serving
 from headprune.exporting.role_rows import ROLE_COLUMNS, role_rows
 from headprune.io.markup import inert, printable, xml_safe
 from headprune.io.writing import write_whole
-from headprune.schemas.manifest import CARD, Manifest, read_manifest
+from headprune.schemas.manifest import CARD, LineageStep, Manifest, read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 from headprune.schemas.roles import RolesRecord
@@ -93,15 +93,15 @@ def chosen_by(evidence: Evidence) -> str:
     return known_as if evidence.criterion is None else f"{evidence.criterion} ({known_as})"
 
 
-def sizes(manifest: Manifest) -> list[tuple[str, int, int]]:
+def sizes(step: LineageStep) -> list[tuple[str, int, int]]:
     """What was counted, before and after."""
     rows = [
-        ("query heads", *manifest.query_heads),
-        ("KV heads", *manifest.kv_heads),
-        ("parameters", *manifest.parameters),
+        ("query heads", *step.query_heads),
+        ("KV heads", *step.kv_heads),
+        ("parameters", *step.parameters),
     ]
-    if manifest.weight_bytes is not None:
-        rows.append((f"bytes of weights ({manifest.dtype})", *manifest.weight_bytes))
+    if step.weight_bytes is not None:
+        rows.append((f"bytes of weights ({step.dtype})", *step.weight_bytes))
     return rows
 
 

@@ -66,7 +66,7 @@ def _quality_chart(
     assert main.base is not None
     whole = first.base_size.attention_parameters
     series, rows = [], []
-    origin = Series("original", [100.0], [main.base], reference=True)
+    origin = Series(first.beside, [100.0], [main.base], reference=True)
     for run, evaluation, quality in members:
         share = 100 * evaluation.size.attention_parameters / whole
         own = evaluation is run.evaluation
@@ -75,7 +75,7 @@ def _quality_chart(
         series.append(Series(label, [share], [quality.value], [low], [high]))
         between = f"{low:.4g} to {high:.4g}" if low != high else "-"
         rows.append((label, f"{share:.1f}%", f"{quality.value:.4f}", between))
-    rows.append(("original", "100.0%", f"{main.base:.4f}", "-"))
+    rows.append((first.beside, "100.0%", f"{main.base:.4f}", "-"))
     name = metrics.label(main.name)
     figure = figures.curve(
         [*series, origin],
@@ -246,7 +246,7 @@ def _some(steps: Sequence[int], *columns: Sequence[float]) -> tuple[tuple[str, .
 def speed_chart(runs: Sequence[ShownRun]) -> Chart | None:
     """Decoding by batch size: tokens per second of one run, ratios to the original of several."""
     timed = [
-        (run, run.evaluation, run.evaluation.base_size)
+        (run, run.evaluation, run.evaluation.original_size)
         for run in runs
         if run.evaluation is not None and run.evaluation.size.prefill_tokens_per_s
     ]
@@ -295,8 +295,8 @@ def _absolute_speed(run: ShownRun, evaluation: ShownEvaluation) -> Chart | None:
         return None
     values = {run.name: list(ours.values())}
     if all(n in theirs for n in ours):
-        values["original"] = [theirs[n] for n in ours]
-    figure = figures.bars(list(ours), values, "", "decoded tokens/s", reference="original")
+        values[evaluation.beside] = [theirs[n] for n in ours]
+    figure = figures.bars(list(ours), values, "", "decoded tokens/s", reference=evaluation.beside)
     device = evaluation.size.device or "one machine"
     return Chart(
         name="speed",
@@ -305,7 +305,7 @@ def _absolute_speed(run: ShownRun, evaluation: ShownEvaluation) -> Chart | None:
         alt="Decoded tokens per second by batch size.",
         columns=("", *ours),
         rows=tuple((name, *(f"{v:,.1f}" for v in row)) for name, row in values.items()),
-        note=f"All sequences of a batch together, on {device}; model and original in turn.",
+        note=f"All sequences of a batch together, on {device}; both models in turn.",
     )
 
 
@@ -325,10 +325,11 @@ def cache_chart(runs: Sequence[ShownRun]) -> Chart | None:
         longest[run.name] = _fits(evaluation.size.longest_context, evaluation.memory)
     alike = len({run.source for run, _ in sized}) == 1
     for run, evaluation in sized:
-        if evaluation.base_size is not None:
+        base = evaluation.original_size
+        if base is not None:
             label = "original" if alike else run.source
-            per_token.setdefault(label, evaluation.base_size.kv_cache_bytes_per_token)
-            fits = _fits(evaluation.base_size.longest_context, evaluation.memory)
+            per_token.setdefault(label, base.kv_cache_bytes_per_token)
+            fits = _fits(base.longest_context, evaluation.memory)
             longest.setdefault(label, fits)
     at = CONTEXTS[1]
     values = {name: [size * at / 2**20] for name, size in per_token.items()}

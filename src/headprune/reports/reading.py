@@ -180,11 +180,16 @@ class _Parts:
         return next(iter(sorted(of_model, key=lambda scores: scores.path not in here)), None)
 
     def _evaluations(self, manifest: Manifest) -> tuple[ShownEvaluation, ...]:
-        """Those of a result, the newest first, and then those of what it was made of."""
-        own = [e for e in self.evaluations if e.measured == manifest.id]
-        ids = {manifest.steps[0].parent, *(step.id for step in manifest.lineage)}
-        before = [e for e in self.evaluations if e.measured in ids - self.shown - {None}]
-        return (*sorted(own, key=lambda e: e.created, reverse=True), *before)
+        """Those of a result, the newest first, and then those of what it was made of.
+
+        What is compared with the original comes before what is compared with a step on the way.
+        """
+        steps = {step.id for step in manifest.lineage} - {None}
+        told = [replace(e, of_original=e.measured_base not in steps) for e in self.evaluations]
+        own = [e for e in told if e.measured == manifest.id]
+        own.sort(key=lambda e: (e.of_original, e.created), reverse=True)
+        ids = {manifest.steps[0].parent, *steps} - self.shown - {None}
+        return (*own, *(e for e in told if e.measured in ids))
 
 
 def _asked(step: LineageStep, known: Mapping[str, GatesFolder]) -> str:

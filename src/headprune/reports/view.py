@@ -157,6 +157,7 @@ class ShownEvaluation:
         memory: Bytes that ``longest_context`` fits into.
         provenance: Time, platform, versions, settings.
         needle: Retrieval by context length and depth: columns and rows; no rows without.
+        of_original: Whether the base is what the run began with, and no step on its way.
     """
 
     id: str
@@ -174,6 +175,22 @@ class ShownEvaluation:
     memory: int | None
     provenance: Facts
     needle: tuple[list[str], list[list[str]]] = ([], [])
+    of_original: bool = True
+
+    @property
+    def beside(self) -> str:
+        """What its base is called."""
+        return "original" if self.of_original else Path(self.base or "").name
+
+    @property
+    def the_base(self) -> str:
+        """The same within a sentence."""
+        return "the original" if self.of_original else self.beside
+
+    @property
+    def original_size(self) -> Size | None:
+        """Sizes of what the run began with, if that was measured beside it."""
+        return self.base_size if self.of_original else None
 
     @property
     def main(self) -> Quality | None:

@@ -94,8 +94,8 @@ def size_rows(run: ShownRun) -> list[tuple[str, int, int]]:
     """Counts before and after: of the original where it was evaluated, or of the chain's start."""
     evaluation, manifest = run.evaluation, run.manifest
     rows: list[tuple[str, int, int]] = []
-    if evaluation is not None and evaluation.base_size is not None:
-        before, after = evaluation.base_size, evaluation.size
+    if evaluation is not None and evaluation.original_size is not None:
+        before, after = evaluation.original_size, evaluation.size
         rows = [
             ("query heads", before.query_heads, after.query_heads),
             ("KV heads", before.kv_heads, after.kv_heads),
@@ -105,11 +105,11 @@ def size_rows(run: ShownRun) -> list[tuple[str, int, int]]:
             cache = before.kv_cache_bytes_per_token, after.kv_cache_bytes_per_token
             rows.append(("KV bytes per token", *cache))
     elif manifest is not None:
-        first = run.chain[0] if run.chain else None
-        for name, before_last, after_last in card.sizes(manifest):
-            # bytes are in the manifest only, and not in those of results made by older versions
-            counted = getattr(first, name.replace(" ", "_").lower(), None)
-            rows.append((name, counted[0] if counted else before_last, after_last))
+        begun = {name: before for name, before, _ in card.sizes(run.chain[0])}
+        # older versions did not record the bytes of weights
+        rows = [
+            (name, begun[name], after) for name, _, after in card.sizes(manifest) if name in begun
+        ]
     elif run.head_map is not None and not run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
         rows = [("query heads", heads, sum(layer.kept for layer in run.head_map.layers))]
@@ -118,22 +118,22 @@ def size_rows(run: ShownRun) -> list[tuple[str, int, int]]:
 
 def _quality_tiles(run: ShownRun) -> list[Tile]:
     main = run.evaluation.main if run.evaluation else None
-    if main is None:
+    if run.evaluation is None or main is None:
         return []
-    return [Tile(label(main.name), f"{main.value:.4g}", compared(main))]
+    return [Tile(label(main.name), f"{main.value:.4g}", compared(main, run.evaluation.the_base))]
 
 
-def compared(quality: Quality) -> str:
+def compared(quality: Quality, the_base: str) -> str:
     """A metric against that of the base, with its interval."""
     interval, base = quality.interval, quality.base
     if interval is not None:
-        sign = "× the original" if interval.kind == "ratio" else "from the original"
+        sign = f"× {the_base}" if interval.kind == "ratio" else f"from {the_base}"
         plus = "" if interval.kind == "ratio" else "+"
         return (
             f"{interval.estimate:{plus}.3f} {sign} ({interval.confidence:.0%}: "
             f"{interval.low:{plus}.3f} to {interval.high:{plus}.3f})"
         )
-    return f"n = {quality.n:,}" if base is None else f"the original has {base:.4g}"
+    return f"n = {quality.n:,}" if base is None else f"{the_base} has {base:.4g}"
 
 
 def _speed_tiles(run: ShownRun) -> list[Tile]:
@@ -148,7 +148,8 @@ def _speed_tiles(run: ShownRun) -> list[Tile]:
     name = names[-1]
     what = f"decoding, {name}" if name != "prefill" else "prefill"
     if theirs.get(name):
-        return [Tile(what, f"{ours[name] / theirs[name]:.2f} ×", "the original's tokens/s")]
+        times = f"{ours[name] / theirs[name]:.2f} ×"
+        return [Tile(what, times, f"{evaluation.the_base}'s tokens/s")]
     return [Tile(what, f"{ours[name]:,.1f}", "tokens/s")]
 
 
@@ -174,7 +175,8 @@ def comparison(runs: Sequence[ShownRun]) -> tuple[list[str], list[list[str]]]:
                 name = label(quality.name)
                 column[name] = f"{quality.value:.4f}"
                 if quality.interval is not None:
-                    column[f"{name}, against the original"] = compared(quality)
+                    against = evaluation.the_base
+                    column[f"{name}, against {against}"] = compared(quality, against)
             for name, value in speed_cells(evaluation).items():
                 column[name] = value
         if run.manifest is not None:
@@ -208,7 +210,7 @@ def measured(evaluation: ShownEvaluation) -> tuple[list[str], list[list[str]]]:
             label(q.name),
             f"{q.value:.4f}",
             "-" if q.base is None else f"{q.base:.4f}",
-            "-" if q.interval is None else compared(q),
+            "-" if q.interval is None else compared(q, evaluation.the_base),
         ]
         for q in evaluation.qualities
     ]
@@ -227,7 +229,8 @@ def measured(evaluation: ShownEvaluation) -> tuple[list[str], list[list[str]]]:
     for name, rate in ours.items():
         what = "prefill tokens/s" if name == "prefill" else f"decoded tokens/s, {name}"
         rows.append([what, *_both(rate, theirs.get(name))])
-    return ["", "model", "original", "model against original"], rows
+    beside = evaluation.beside
+    return ["", "model", beside, f"model against {beside}"], rows
 
 
 def _both(ours: object, theirs: object) -> list[str]:
