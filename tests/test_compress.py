@@ -65,6 +65,7 @@ def test_the_best_on_held_out_text_is_taken(
     assert len(losses) == 5 and losses == sorted(losses) and not choice.failed
     assert choice.original.held_out == 1.0
     assert result.unseen_beyond == SMALL["seq_len"]  # of 128 positions
+    assert result.as_json()["unseen_beyond"] == SMALL["seq_len"]
     paper = io.StringIO()
     console.compressed(Console(file=paper, width=200), result)
     assert "contexts of more than 16 tokens were not looked at" in paper.getvalue()

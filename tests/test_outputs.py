@@ -737,13 +737,18 @@ def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_pa
 
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_output_to_a_full_disk_is_told(tmp_path: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["model"], ["model", "--json"], ["none"]])
+@pytest.mark.parametrize("both", [False, True])
+def test_output_to_a_full_disk_is_told(tmp_path: Path, words: list[str], both: bool) -> None:
+    """By the exit code alone where errors go there as well."""
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    asked = [sys.executable, "-m", "headprune", "inspect", str(tmp_path / "model"), *words]
+    asked = [sys.executable, "-m", "headprune", "inspect", *words]
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True)
+        said = full if both else subprocess.PIPE
+        ended = subprocess.run(asked, stdout=full, stderr=said, text=True, cwd=tmp_path)
     assert ended.returncode == 2
-    assert "the disk that the output goes to is full" in " ".join(ended.stderr.split())
-    assert "Traceback" not in ended.stderr
-    assert "Exception ignored" not in ended.stderr
+    if not both:
+        why = "a disk is full" if "model" in words else "there is no such folder"
+        assert why in " ".join(ended.stderr.split())
+        assert "Traceback" not in ended.stderr
+        assert "Exception ignored" not in ended.stderr

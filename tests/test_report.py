@@ -594,6 +594,10 @@ def test_a_step_on_the_way_is_not_called_the_original(place: Path, tmp_path: Pat
     page = measured(str(run / "merged"))
     assert "perplexity, against merged" in page and "the original" not in page
     assert "| KV heads | 4 of 12 (33.3%) |" in page
+    drawn = report([run], tmp_path / "page.html").output.read_text()
+    assert "quality of merged" in drawn and "quality of the original" not in drawn
+    page = measured(str(place / "cut" / "small"))  # of another chain
+    assert "perplexity, against small" in page and "the original" not in page
     page = measured(str(place / "base"))  # of the two, what it is compared with
     assert "perplexity, against the original" in page and "against merged" not in page
     assert "| KV heads | 4 of 12 (33.3%) |" in page

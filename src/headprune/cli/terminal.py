@@ -253,34 +253,45 @@ def run(command: Callable[[], None]) -> None:
             command()
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
-        err.print(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}", soft_wrap=True)
+        _last(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        err.print("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
+        _last("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
         sys.exit(_STOPPED)
     except MemoryError:  # of the host; that of a device is told where its command runs
-        err.print(
+        _last(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
     except Exception as error:
         if getattr(error, "errno", None) == errno.ENOSPC:
-            _told_of_full_disk()
+            _last(
+                "[bold red]error:[/] a disk is full: that of the output if it goes to a file, or "
+                f"that of temporary files ({_escaped(str(error))})."
+            )
             sys.exit(2)
         # a bug: it goes on, shown without markup of what it quotes
         sys.excepthook = _unexpected  # typer has put its own there
         raise
 
 
-def _told_of_full_disk() -> None:
-    err.print(
-        "[bold red]error:[/] What was to be shown could not be written: the disk that the output "
-        "goes to is full. Files that the command had written are whole."
-    )
-    # what waits in the stream would fail once more as the interpreter ends
+def _last(text: str) -> None:
+    """Prints why the command ends; if that cannot be written either, its exit code still tells."""
+    try:
+        err.print(text, soft_wrap=True)
+    except OSError:
+        _drop(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _drop(sys.stdout)
+
+
+def _drop(stream: TextIO) -> None:
+    """Lets go what waits in a stream, which would fail once more as the interpreter ends."""
     with Path(os.devnull).open("w") as nowhere, suppress(OSError, ValueError):
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from headprune.commands.shared import (
     Placed,
     output,
 )
-from headprune.config import Place, Replacing, RolesConfig
+from headprune.config import Place, Replacing, RolesConfig, sequences_per_pass
 from headprune.declaration import (
     Chapter,
     Command,
@@ -90,7 +90,7 @@ def _estimate(options: RolesOptions, sizes: Sizes) -> Estimate:
     """The text, random tokens and their control, and what is run again for every head."""
     from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, Estimate
 
-    batch = options.batch_size * options.seq_len
+    batch = options.seq_len * sequences_per_pass(options.batch_size, options.seq_len)
     held = sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=False)
     models, heads = 1 + (options.against is not None), sizes.layers * sizes.hidden // 64
     tokens = 3 * models * options.sequences * options.seq_len

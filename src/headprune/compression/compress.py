@@ -15,7 +15,13 @@ from headprune.compression.candidates import Candidate, Job, candidates_for
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
-from headprune.config import CompressConfig, DataConfig, HealConfig, LayoutOption
+from headprune.config import (
+    CompressConfig,
+    DataConfig,
+    HealConfig,
+    LayoutOption,
+    sequences_per_pass,
+)
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
@@ -56,7 +62,8 @@ class Compressed:
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
         choice = self.choice.model_dump(mode="json")
-        return {"output": str(self.pruned.output), "choice": choice, **self.pruned.as_json()}
+        own = {"choice": choice, "unseen_beyond": self.unseen_beyond}
+        return {"output": str(self.pruned.output), **own, **self.pruned.as_json()}
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ class _Compression:
             self.held,
             config.seq_len,
             config.held_out_tokens,
-            config.batch_size,
+            sequences_per_pass(config.batch_size, config.seq_len),
         )
         selection = Selection(held_out, config.dtype, config.seed, self.context.step, self.goal)
         self.context.stage("measuring the original")

@@ -92,6 +92,7 @@ AnyDomains = Annotated[tuple[Domain, ...], BeforeValidator(named), AfterValidato
 Domains = Annotated[AnyDomains, Field(min_length=1)]
 
 _USUAL = 512  # tokens of a sequence
+FEWER_LONG = f", fewer of those with more than {_USUAL} tokens"
 
 
 def sequences_per_pass(batch_size: int, length: int) -> int:
@@ -111,9 +112,7 @@ class CalibrationConfig(Options):
         "Tokens per sequence, about as many as the model will see.", 512, Panel.CALIBRATION
     )
     batch_size: Few = option(
-        "Sequences per pass, fewer of those with more than 512 tokens; no result depends on it.",
-        4,
-        Panel.CALIBRATION,
+        f"Sequences per pass{FEWER_LONG}; no result depends on it.", 4, Panel.CALIBRATION
     )
     dtype: Dtype = option(COMPUTED, Dtype.AUTO)
     seed: Seed = option("Seed of masked positions and of what is random.", 0)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headprune.config.data import DataConfig, Domains, data_configs
+from headprune.config.data import FEWER_LONG, DataConfig, Domains, data_configs
 from headprune.config.values import (
     COMPUTED,
     MEASURED,
@@ -138,7 +138,7 @@ class RolesConfig(Options):
         as_text=True,
     )
     seq_len: Length = option("Tokens per sequence of the text.", 512)
-    batch_size: Few = option("Sequences per forward pass; no result depends on it.", 4)
+    batch_size: Few = option(f"Sequences per forward pass{FEWER_LONG}; no result depends on it.", 4)
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(
         "Level of the intervals.", 0.95
     )
@@ -155,7 +155,9 @@ class RanksConfig(Options):
     )
     seq_len: Length = option("With --ranks: tokens per sequence.", 512, Panel.CALIBRATION)
     batch_size: Few = option(
-        "With --ranks: sequences per pass; no result depends on it.", 4, Panel.CALIBRATION
+        f"With --ranks: sequences per pass{FEWER_LONG}; no result depends on it.",
+        4,
+        Panel.CALIBRATION,
     )
     dtype: Dtype = option(COMPUTED, Dtype.AUTO)
 

@@ -63,6 +63,7 @@ def calibration(
         rows,
         collate,
         config.calibration_tokens,
+        cut="," not in (data.text_column or ""),  # two texts, of which one would be lost
         batch_size=config.batch_size,
         special_ids=tuple(tokenizer.all_special_ids),
     )

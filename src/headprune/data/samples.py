@@ -28,7 +28,7 @@ class CalibrationSample:
         rows: The sequences.
         collate: Makes a batch of some of them.
         tokens: Tokens of all of them.
-        longest: Tokens of a row at most; of a longer one the last, which ends it, and the first.
+        longest: Tokens of a row at most; a longer one loses those before its last.
         batch_size: Sequences per batch; fewer of long ones.
         special_ids: Ids of special tokens.
         left: Sequences of the same text that were not taken.
@@ -44,7 +44,7 @@ class CalibrationSample:
 
     @classmethod
     def spread(
-        cls, rows: Dataset, collate: Collate, tokens: int, **others: Any
+        cls, rows: Dataset, collate: Collate, tokens: int, cut: bool = False, **others: Any
     ) -> CalibrationSample:
         """Takes rows from all over a text, evenly, that have about so many tokens together.
 
@@ -52,11 +52,12 @@ class CalibrationSample:
             rows: All that there are.
             collate: Makes a batch of some of them.
             tokens: How many are wanted; one row is taken at least.
+            cut: Cut rows that are much longer than the others; for rows of one text each.
             **others: Other attributes.
         """
         found = lengths(rows)
-        longest = max(2, math.ceil(LONGEST * found.mean()))
-        found = np.minimum(found, longest)
+        longest = max(2, math.ceil(LONGEST * found.mean())) if cut else None
+        found = np.minimum(found, longest or sys.maxsize)
         count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
         numbers = evenly(len(rows), count)
         left = rows.select(sorted(set(range(len(rows))) - set(numbers)))

@@ -80,10 +80,10 @@ def _quality_chart(
     figure = figures.curve(
         [*series, origin],
         "",
-        "attention parameters, % of the original",
+        f"attention parameters, % of {first.the_base}",
         name,
         main.base,
-        "quality of the original",
+        f"quality of {first.the_base}",
         main.higher_is_better,
     )
     better = "higher" if main.higher_is_better else "lower"
@@ -94,7 +94,7 @@ def _quality_chart(
         title="Quality against size",
         figure=figure,
         alt=f"{name} against the share of attention parameters that is left, for "
-        f"{len(series)} models and the original.",
+        f"{len(series)} models and {first.the_base}.",
         columns=("", "attention parameters", name, "interval"),
         rows=tuple(rows),
         note=f"{name} on {short_name(first.data)}, {better} is better{intervals}.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -182,14 +182,21 @@ class _Parts:
     def _evaluations(self, manifest: Manifest) -> tuple[ShownEvaluation, ...]:
         """Those of a result, the newest first, and then those of what it was made of.
 
-        What is compared with the original comes before what is compared with a step on the way.
+        What is compared with the original comes first, then what is compared with another model.
         """
-        steps = {step.id for step in manifest.lineage} - {None}
-        told = [replace(e, of_original=e.measured_base not in steps) for e in self.evaluations]
+        steps, start = {step.id for step in manifest.lineage} - {None}, manifest.steps[0].parent
+        told = [
+            replace(e, of_original=_is(e.measured_base, start, steps)) for e in self.evaluations
+        ]
         own = [e for e in told if e.measured == manifest.id]
-        own.sort(key=lambda e: (e.of_original, e.created), reverse=True)
-        ids = {manifest.steps[0].parent, *steps} - self.shown - {None}
+        own.sort(key=lambda e: (e.base is not None, e.of_original, e.created), reverse=True)
+        ids = {start, *steps} - self.shown - {None}
         return (*own, *(e for e in told if e.measured in ids))
+
+
+def _is(base: str | None, start: str | None, steps: Set[str | None]) -> bool:
+    """Whether a base is what a chain began with; older records do not have both ids."""
+    return base not in steps if base is None or start is None else base == start
 
 
 def _asked(step: LineageStep, known: Mapping[str, GatesFolder]) -> str:

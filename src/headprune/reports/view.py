@@ -157,7 +157,7 @@ class ShownEvaluation:
         memory: Bytes that ``longest_context`` fits into.
         provenance: Time, platform, versions, settings.
         needle: Retrieval by context length and depth: columns and rows; no rows without.
-        of_original: Whether the base is what the run began with, and no step on its way.
+        of_original: Whether the base is what the run began with.
     """
 
     id: str
@@ -180,7 +180,11 @@ class ShownEvaluation:
     @property
     def beside(self) -> str:
         """What its base is called."""
-        return "original" if self.of_original else Path(self.base or "").name
+        if self.of_original:
+            return "original"
+        base = self.base or ""
+        short = Path(base).name
+        return base if short in ("", Path(self.model).name) else short
 
     @property
     def the_base(self) -> str:

@@ -106,7 +106,7 @@ def size_rows(run: ShownRun) -> list[tuple[str, int, int]]:
             rows.append(("KV bytes per token", *cache))
     elif manifest is not None:
         begun = {name: before for name, before, _ in card.sizes(run.chain[0])}
-        # older versions did not record the bytes of weights
+        # bytes of weights are of one element type, and older versions did not record them
         rows = [
             (name, begun[name], after) for name, _, after in card.sizes(manifest) if name in begun
         ]
