@@ -29,7 +29,8 @@ def seen(model: nn.Module) -> list[tuple[nn.Module, tuple[Tensor, ...], Tensor]]
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_experts_are_those_that_were_chosen(case: str) -> None:
-    runs = seen(tiny.model(case))
+    model = tiny.model(case)
+    runs = seen(model)
     assert runs
     for module, (states, chosen, weights), wanted in runs:
         scale = wanted.abs().max()
@@ -38,6 +39,8 @@ def test_all_experts_are_those_that_were_chosen(case: str) -> None:
         assert (found - wanted).abs().max() < 1e-5 * scale
         other = _all_experts(module, states, (chosen + 1) % module.num_experts, weights)
         assert (other - wanted).abs().max() > 1e-2 * scale
+    run_all_experts(model)
+    assert model.config.get_text_config()._experts_implementation == "headprune_all"
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -35,6 +34,7 @@ from headprune import processes
 from headprune.declaration import Context
 from headprune.errors import HeadpruneError
 from headprune.io.markup import inert, json_safe, sentence
+from headprune.io.writing import of_full_disk
 
 A = TypeVar("A")
 
@@ -264,15 +264,14 @@ def run(command: Callable[[], None]) -> None:
             "--dtype bfloat16, or --gradient-checkpointing."
         )
         sys.exit(2)
-    except Exception as error:
-        if getattr(error, "errno", None) == errno.ENOSPC:
+    except Exception as error:  # a full disk, which is told, or a bug, which goes on
+        if of_full_disk(error):
             _last(
                 "[bold red]error:[/] a disk is full: that of the output if it goes to a file, or "
                 f"that of temporary files ({_escaped(str(error))})."
             )
             sys.exit(2)
-        # a bug: it goes on, shown without markup of what it quotes
-        sys.excepthook = _unexpected  # typer has put its own there
+        sys.excepthook = _unexpected  # without markup of what it quotes; typer has its own there
         raise
 
 

@@ -307,8 +307,7 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:
     Raises:
         DataError: If an encoder-decoder gets no pairs, or a classifier no labels.
     """
-    pairs = [one.text_column is not None and "," in one.text_column for one in data]
-    if task == "seq2seq-lm" and not (data and all(pairs)):
+    if task == "seq2seq-lm" and not (data and all(one.pairs for one in data)):
         raise DataError(
             "An encoder-decoder is compressed on pairs: give --data with --text-column "
             "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."

@@ -28,6 +28,11 @@ class DataConfig(Options):
     )
     label_column: str | None = option("Column with the label or the similarity score.", None)
 
+    @property
+    def pairs(self) -> bool:
+        """Whether examples are two texts each."""
+        return "," in (self.text_column or "")
+
 
 class Domain(Options):
     """Data with a name, which the metrics of all but the first carry in brackets."""

@@ -63,7 +63,7 @@ def calibration(
         rows,
         collate,
         config.calibration_tokens,
-        cut="," not in (data.text_column or ""),  # two texts, of which one would be lost
+        cut=not data.pairs,  # of two texts, one would be lost
         batch_size=config.batch_size,
         special_ids=tuple(tokenizer.all_special_ids),
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from numpy.typing import NDArray
 
 from headprune.config import sequences_per_pass
 from headprune.data.rows import evenly, lengths
@@ -55,9 +56,8 @@ class CalibrationSample:
             cut: Cut rows that are much longer than the others; for rows of one text each.
             **others: Other attributes.
         """
-        found = lengths(rows)
-        longest = max(2, math.ceil(LONGEST * found.mean())) if cut else None
-        found = np.minimum(found, longest or sys.maxsize)
+        longest = max(2, math.ceil(LONGEST * lengths(rows).mean())) if cut else None
+        found = _read(rows, longest)
         count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
         numbers = evenly(len(rows), count)
         left = rows.select(sorted(set(range(len(rows))) - set(numbers)))
@@ -73,13 +73,13 @@ class CalibrationSample:
         if self.left is None or not count:
             return None
         rows = self.left.select(evenly(len(self.left), count))
-        tokens = int(np.minimum(lengths(rows), self.longest or sys.maxsize).sum())
+        tokens = int(_read(rows, self.longest).sum())
         return replace(self, rows=rows, tokens=tokens, batch_size=1, left=None)
 
     def batches(self) -> list[Batch]:
         """All sequences, in batches."""
-        longest = min(int(lengths(self.rows).max(initial=1)), self.longest or sys.maxsize)
-        count = sequences_per_pass(self.batch_size, longest)
+        longest = _read(self.rows, self.longest).max(initial=1)
+        count = sequences_per_pass(self.batch_size, int(longest))
         return [self._batch(start, start + count) for start in range(0, len(self.rows), count)]
 
     def whole(self) -> Batch:
@@ -98,6 +98,11 @@ class CalibrationSample:
         if self.longest is None:
             return row
         return {name: _cut(column, self.longest) for name, column in row.items()}
+
+
+def _read(rows: Dataset, longest: int | None) -> NDArray[np.int64]:
+    """Tokens of every row that are read."""
+    return np.minimum(lengths(rows), longest or sys.maxsize)
 
 
 def _cut(column: Any, longest: int) -> Any:

@@ -114,7 +114,7 @@ def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:
     task = task_of(net)
     if task == "classification":
         return data.label_column is not None and net.config.num_labels > 1
-    return task != "seq2seq-lm" or "," in (data.text_column or "")
+    return task != "seq2seq-lm" or data.pairs
 
 
 def _refuse(net: PreTrainedModel, attentions: Sequence[Attention]) -> None:

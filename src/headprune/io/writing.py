@@ -96,7 +96,7 @@ def reserved(place: Path) -> Iterator[Path]:
         return
     work = work_folder(place)
     # Path.exists raises where a name is too long or forbidden; os.path says that it is not there
-    missing = [parent for parent in work.parents if not os.path.exists(parent)]  # noqa: PTH110
+    missing = [parent for parent in work.parents if not os.path.exists(parent)]  # noqa: PTH110  (see above)
     lock = None
     try:
         try:
@@ -312,10 +312,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise write_error(path, error) from error
 
 
+def of_full_disk(error: Exception) -> bool:
+    """Whether an error says that there is no space left, in Python's words or those of Rust."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+
+
 def write_error(path: Path, error: Exception) -> CheckpointError:
     """Says in one sentence why writing failed."""
-    full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
-    why = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+    strerror = getattr(error, "strerror", None)
+    why = "the disk is full" if of_full_disk(error) else strerror or str(error)
     return CheckpointError(
         f"Could not write '{path}': {why}. Nothing was left there; free some space or choose "
         "another place."

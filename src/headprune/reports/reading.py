@@ -186,7 +186,8 @@ class _Parts:
         """
         steps, start = {step.id for step in manifest.lineage} - {None}, manifest.steps[0].parent
         told = [
-            replace(e, of_original=_is(e.measured_base, start, steps)) for e in self.evaluations
+            replace(e, of_original=_is_start(e.measured_base, start, steps))
+            for e in self.evaluations
         ]
         own = [e for e in told if e.measured == manifest.id]
         own.sort(key=lambda e: (e.base is not None, e.of_original, e.created), reverse=True)
@@ -194,9 +195,9 @@ class _Parts:
         return (*own, *(e for e in told if e.measured in ids))
 
 
-def _is(base: str | None, start: str | None, steps: Set[str | None]) -> bool:
+def _is_start(base: str | None, start: str | None, steps: Set[str | None]) -> bool:
     """Whether a base is what a chain began with; older records do not have both ids."""
-    return base not in steps if base is None or start is None else base == start
+    return base == start if base and start else base not in steps
 
 
 def _asked(step: LineageStep, known: Mapping[str, GatesFolder]) -> str:

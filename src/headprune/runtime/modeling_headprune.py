@@ -433,9 +433,10 @@ def _repeat_output(projection: ProjectionModule, attention: Attention, repeat: b
             owners = list(range(queries)) if role == "q" else _owners(attention)
             slots += [start + head for head in owners]
             start += queries if role == "q" else kv_heads
-    _change_class(projection.module, RepeatingProjection)
+    module: Any = projection.module
+    _change_class(module, RepeatingProjection)
     positions = [slot * head_dim + i for slot in slots for i in range(head_dim)]
-    projection.module.headprune_positions = Positions(positions)  # type: ignore[assignment]
+    module.headprune_positions = Positions(positions)
 
 
 def _resize_per_head(attention: nn.Module, name: str, heads: int) -> None:
@@ -456,7 +457,7 @@ def _narrowed(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
-class EmptyConv1D(Conv1D):  # type: ignore[misc]
+class EmptyConv1D(Conv1D):  # type: ignore[misc]  # transformers does not type it
     """A Conv1D without inputs: its bias. The stock forward cannot view an empty tensor."""
 
     def forward(self, x: Any) -> Any:
@@ -612,7 +613,7 @@ class NarrowedNorm(_Changed):
 
     def forward(self, hidden_states: Any) -> Any:
         heads, head_dim = self.headprune_heads
-        whole = super().forward(hidden_states)  # type: ignore[misc]
+        whole = super().forward(hidden_states)  # type: ignore[misc]  # of the stock class
         by_head = whole.view(*whole.shape[:-1], -1, head_dim)
         return heads.pick(by_head, -2).flatten(-2)
 
@@ -623,7 +624,7 @@ class RepeatingProjection(_Changed):
     headprune_positions: Any
 
     def forward(self, hidden_states: Any) -> Any:
-        whole = super().forward(hidden_states)  # type: ignore[misc]
+        whole = super().forward(hidden_states)  # type: ignore[misc]  # of the stock class
         return self.headprune_positions.pick(whole, -1)
 
 
