@@ -269,7 +269,10 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
         ({"keep": 0.5, "kv_budget": 0.5}, "exactly one of keep"),
         ({"max_params": 10}, r"max_params 10: without any head, [\d,]+ are left"),
         ({"max_kv_bytes": 10}, "max_kv_bytes 10"),
-        ({"keep": 0.5, "seq_len": 128}, "needed: give some 2,048 tokens, a smaller seq_len"),
+        (
+            {"keep": 0.5, "seq_len": 128, "calibration_tokens": 1024},
+            "needed: give some 2,048 tokens, a smaller seq_len",
+        ),
     ]:
         with pytest.raises(HeadpruneError, match=message):
             compressed(llama_folder, data[1:], out, **wrong)

@@ -769,7 +769,7 @@ def test_the_shipped_check_runs(
         ("score", {"data": "text", "criterion": "compensated"}, 1),
         ("prune", {"plan": "plan", "refit": "text"}, 2),
         ("convert-gqa", {"kv_heads": 1, "calibrate": "text"}, 2),
-        ("compress", {"keep": 0.5, "batch_size": 1}, 2),
+        ("compress", {"keep": 0.5, "batch_size": 1, "seq_len": 512}, 2),
     ],
 )
 def test_memory_follows_a_calibration_that_runs_at_once(

@@ -42,6 +42,8 @@ from headprune.schemas.records import ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
 
 _OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
+_SEQUENCES = 8  # at least: one of eight chooses the ridge of what is fitted to the others
+_JUDGED = 512  # tokens of a sequence that is judged on: of longer ones there would be too few
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,9 @@ class _Compression:
         remote = context.allowed.trust_remote_code
         self.tokenizer = load_tokenizer(model, trust_remote_code=remote)
         most = most_tokens(self.net.config, self.tokenizer) or config.seq_len
-        self.config = config.model_copy(update={"seq_len": min(config.seq_len, most)})
-        longer = task == "causal-lm" and most > config.seq_len
-        self.unseen_beyond = config.seq_len if longer else None
+        length = min(config.seq_len, most, max(2, config.calibration_tokens // _SEQUENCES))
+        self.config = config.model_copy(update={"seq_len": length})
+        self.unseen_beyond = length if task == "causal-lm" and most > length else None
         self.trained, self.held = texts.read(data or texts.shipped())
         if task in _OF_SENTENCES:
             self.trained, self.held = (
@@ -176,13 +178,14 @@ class _Compression:
         """Does it."""
         self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
         config = self.config
+        length = min(config.seq_len, _JUDGED)
         held_out = HeldOut(
             self.net,
             self.tokenizer,
             self.held,
-            config.seq_len,
+            length,
             config.held_out_tokens,
-            sequences_per_pass(config.batch_size, config.seq_len),
+            sequences_per_pass(config.batch_size, length),
         )
         selection = Selection(held_out, config.dtype, config.seed, self.context.step, self.goal)
         self.context.stage("measuring the original")

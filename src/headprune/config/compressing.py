@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from headprune.config.cutting import Targeted
 from headprune.config.data import CalibrationConfig
-from headprune.config.values import NUMBER, WRITTEN, Amount, Count, Dtype, Steps
+from headprune.config.values import NUMBER, WRITTEN, Amount, Count, Dtype, Length, Steps
 from headprune.declaration import Panel, option
 
 GOALS = ("keep", "kv_budget", "max_params", "max_kv_bytes", "min_speedup")
@@ -37,6 +37,12 @@ class CompressConfig(CalibrationConfig, Targeted):
         None,
         Panel.MAIN,
         flags="--heal",
+    )
+    # 512 would do for perplexity; what is far back in a context is lost by it (docs/benchmarks/gqa)
+    seq_len: Length = option(
+        "Tokens per sequence, at most an eighth of --calibration-tokens and what the model reads.",
+        2_048,
+        Panel.CALIBRATION,
     )
     held_out_tokens: Count = option(
         "How much of the held-out text candidates are measured on.", 8_192, Panel.CALIBRATION
