@@ -1,4 +1,4 @@
-"""Calibration on all sequences at once, of which what is beside attention sees a few at a time."""
+"""Calibration on all sequences at once, of which modules see a few at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ import headprune
 from headprune.model import pieces
 from headprune.model.attention import attention_of
 from headprune.model.forward import run_model
-from headprune.model.pieces import in_pieces
+from headprune.model.pieces import entering_output, in_pieces
+from headprune.model.probes import probe_inputs
+from headprune.model.streams import in_sequence
+from headprune.runtime.modeling_headprune import Attention
 from tests import tiny
 
 
@@ -151,3 +154,93 @@ def test_a_result_is_the_same_in_pieces_and_layer_by_layer(
     Path("text.txt").write_text(tiny.text(600, 1))
     other = made("other", 32)
     assert any((other[name] - split[name]).abs().max() > 0.05 for name in split)
+
+
+def entered(model: PreTrainedModel, given: Any, tokens: int) -> dict[str, Tensor]:
+    """What enters every output projection of a pass in which modules see so many tokens at once."""
+    found: dict[str, Tensor] = {}
+
+    def enter(attention: Attention, x: Tensor) -> Tensor:
+        found[attention.path] = x.clone()
+        return x
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "TOKENS", tokens)
+        in_sequence(model, attention_of(model), given, enter)
+    return found
+
+
+def of_five(model: PreTrainedModel) -> Any:
+    """Five examples of whatever it takes; texts are of unequal length and padded."""
+    three = [probe_inputs(model, seed) for seed in range(3)]
+    return {name: torch.cat([inputs[name] for inputs in three])[:5] for name in three[0]}
+
+
+@pytest.mark.parametrize("case", sorted({*tiny.FAMILY_CASES} - {"albert"}))
+def test_attention_in_pieces_gives_what_it_gives_of_all(case: str) -> None:
+    model = tiny.model(case)
+    given = of_five(model)
+    whole, split = entered(model, given, 10**6), entered(model, given, 48)
+    assert split and whole.keys() == split.keys()
+    for path, x in split.items():
+        torch.testing.assert_close(x, whole[path], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(x.flip(0), whole[path], rtol=1e-2, atol=1e-3)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("case", "query", "output"),
+    [
+        ("llama-gqa", "layers.1.self_attn.q_proj", "layers.1.self_attn.o_proj"),
+        ("phi3", "layers.1.self_attn.qkv_proj", "layers.1.self_attn.o_proj"),
+        ("gpt2", "h.1.attn.c_attn", "h.1.attn.c_proj"),
+        ("modernbert", "layers.1.attn.Wqkv", "layers.1.attn.Wo"),
+        ("marian", "encoder.layers.1.self_attn.q_proj", "encoder.layers.1.self_attn.out_proj"),
+    ],
+)
+def test_attention_sees_two_sequences_at_a_time(case: str, query: str, output: str) -> None:
+    model = tiny.model(case)
+    with counted(model, nn.Module) as seen:
+        entered(model, of_five(model), 48)
+    calls = {name.removeprefix("model."): given for name, given in seen.items()}
+    calls |= {name.removeprefix("transformer."): given for name, given in seen.items()}
+    assert calls[query] == [2, 2, 1]
+    assert calls[output] == [2, 2, 1, 5]  # asked for its inputs, and then for all outputs
+
+
+class Attends(nn.Module):
+    """Attention with something about it that pieces must not pass over."""
+
+    def __init__(self, projection: nn.Linear, after: Any) -> None:
+        super().__init__()
+        self.projection, self.after = projection, after
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Any:
+        return self.after(self.projection(hidden_states), others)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("after", "given", "split"),
+    [
+        (lambda out, others: (out, None), {}, True),
+        (lambda out, others: out, {"position_ids": torch.arange(16)[None]}, True),
+        (lambda out, others: 2 * out, {}, False),
+        (lambda out, others: (out, torch.ones(1)), {}, False),
+        (lambda out, others: out, {"alibi": torch.ones(5, 1, 16)}, False),
+        (lambda out, others: out, {"position_embeddings": torch.ones(5, 8)}, False),
+        (lambda out, others: out, {"attention_mask": torch.ones(10, 1, 16, 16)}, False),
+        (lambda out, others: out, {"past_key_values": object()}, False),
+    ],
+)
+def test_what_cannot_be_told_apart_runs_together(after: Any, given: Any, split: bool) -> None:
+    projection = nn.Linear(4, 4)
+    module, states = Attends(projection, after), torch.randn(5, 16, 4)
+    found = entering_output(module.forward, projection, (states,), given)
+    assert (found is not None) is split
+    if found is not None:
+        inputs, others = found
+        result = module(states, **given)
+        assert torch.equal(inputs, states) and not torch.equal(inputs, states.flip(0))
+        assert others == (result[1:] if isinstance(result, tuple) else None)
+    assert "forward" not in vars(projection)

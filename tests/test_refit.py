@@ -305,3 +305,41 @@ def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None
     assert judged.taken is not None
     assert judged.taken.modules == sum(count > 0 for count in heads) < len(heads)
     assert judged.taken.error_after < judged.taken.error_before
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
+def test_moments_are_taken_of_a_few_sequences_at_a_time(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(5, 60, (40, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[3::5, 9:] = 0
+    seen: list[int] = []
+    taken = Moments.of
+
+    def counted(x: torch.Tensor, y: torch.Tensor) -> Moments:
+        seen.append(len(x))
+        return taken(x, y)
+
+    def refitted(tokens: int, rows: torch.Tensor) -> list[torch.Tensor]:
+        monkeypatch.setattr("headprune.surgery.refit._TOKENS", tokens)
+        model = tiny.model(case)
+        attentions = attention_of(model)
+        gates = [torch.ones(a.query_heads) for a in attentions]
+        gates[0][0] = gates[-1][1] = 0.0
+        seen.clear()
+        refit(model, attentions, gates, {"input_ids": ids[rows], "attention_mask": mask[rows]})
+        return [read_output(a)[0] for a in attentions]
+
+    monkeypatch.setattr(Moments, "of", counted)
+    every = torch.arange(40)
+    split = refitted(36, every)
+    assert max(seen) == 36
+    whole = refitted(10**6, every)
+    assert max(seen) > 300
+    for found, wanted in zip(split, whole, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    other = refitted(36, every.roll(1))  # others are held out
+    assert not all(
+        torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(other, whole, strict=True)
+    )

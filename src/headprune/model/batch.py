@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 import torch
@@ -37,7 +38,7 @@ class Batch(_Needed, total=False):
     use_cache: bool
 
 
-def without_labels(batch: Batch) -> dict[str, Any]:
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs alone."""
     return {name: value for name, value in batch.items() if name != "labels"}
 

@@ -10,32 +10,36 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.model.batch import Batch, without_labels
+from headprune.model.batch import without_labels
 from headprune.model.placement import on_device
 
 
-def run_model(model: PreTrainedModel, batch: Batch, head: bool = False) -> Any:
-    """Runs the model, or what is below its head, without labels."""
-    inputs = on_device(model, without_labels(batch))
-    return model(**inputs) if head else model.base_model(**inputs)
+def run_model(model: PreTrainedModel, batch: Mapping[str, Any], head: bool = False) -> Any:
+    """Runs the model, or what is below its head, without labels, and keeps no keys and values.
 
-
-def run_without_cache(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
-    """Runs what is below the head, and keeps neither keys nor values.
-
-    A module that is run twice would find those of its first run.
+    These would be in memory of all layers at once, and a module that is run twice would find those
+    of its first run.
     """
-    base = model.base_model
-    if not inputs.keys() <= inspect.signature(base.forward).parameters.keys():
-        base = model  # the base of DINOv3 is its encoder, which takes no pixels
-    takes = inspect.signature(base.forward).parameters
-    options = {"use_cache": False} if "use_cache" in takes else {}
+    inputs = on_device(model, without_labels(batch))
+    runs = model if head else model.base_model
+    takes = inspect.signature(runs.forward).parameters
+    if "hidden_states" in takes:
+        runs = model  # the base of DINOv3 is its encoder, which takes no pixels
+    if "use_cache" in takes:
+        inputs["use_cache"] = False
+    with _without_cache(model):
+        return runs(**inputs)
+
+
+@contextmanager
+def _without_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Has no part of a model keep keys and values that is not told to."""
     configs = [c for c in (model.config, model.config.get_text_config()) if hasattr(c, "use_cache")]
     before = [config.use_cache for config in configs]
+    for config in configs:
+        config.use_cache = False
     try:
-        for config in configs:
-            config.use_cache = False
-        base(**on_device(model, inputs), **options)
+        yield
     finally:
         for config, value in zip(configs, before, strict=True):
             config.use_cache = value

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from headprune.errors import PlanError
 from headprune.model.batch import Batch
 from headprune.model.forward import run_model
-from headprune.model.pieces import in_pieces
+from headprune.model.pieces import entering_output, in_pieces
 from headprune.runtime.modeling_headprune import Attention
 
 
@@ -147,8 +147,43 @@ def in_sequence(
     with ExitStack() as stack:
         for attention in attentions:
             if attention.query_heads:
-                hooks = entering(attention.output_projection, partial(once, attention))
-                stack.enter_context(hooks)
+                stack.enter_context(_gathering(attention, partial(once, attention)))
         stack.enter_context(in_pieces(model, attentions))
         stack.enter_context(torch.no_grad())
         run_model(model, batch)
+
+
+@contextmanager
+def _gathering(
+    attention: Attention, enter: Callable[[Tensor], Tensor | OneStream]
+) -> Iterator[None]:
+    """Has ``enter`` say what the output projection of all sequences computes.
+
+    The attention before it runs on a few sequences after the other, where that is the same.
+    """
+    module, projection = attention.module, attention.output_projection
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        gathered = entering_output(forward, projection, args, kwargs)
+        if gathered is None:
+            with entering(projection, enter):
+                return forward(*args, **kwargs)
+        inputs, others = gathered
+        given = enter(inputs)
+        del gathered, inputs  # which are of both streams, and would stay
+        if isinstance(given, OneStream):
+            outputs = given.beside(projection(given.inputs))
+        else:
+            outputs = projection(given)
+        return outputs if others is None else (outputs, *others)
+
+    if projection not in set(module.modules()) or "forward" in vars(module):
+        with entering(projection, enter):
+            yield
+        return
+    module.forward = run
+    try:
+        yield
+    finally:
+        del module.forward

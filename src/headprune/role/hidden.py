@@ -58,7 +58,7 @@ def hidden_input(
         return None
     ids = [torch.tensor([needle.row.ids]) for needle, _ in rows]
     return Input(
-        [{"input_ids": i, "attention_mask": torch.ones_like(i), "use_cache": False} for i in ids],
+        [{"input_ids": i, "attention_mask": torch.ones_like(i)} for i in ids],
         hidden=[_hidden(needle, place) for needle, place in rows],
     )
 

@@ -145,8 +145,6 @@ def _batch(net: PreTrainedModel, ids: Tensor) -> Batch:
     batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if net.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids
-    elif task_of(net) == "causal-lm":
-        batch["use_cache"] = False
     return batch
 
 

@@ -17,7 +17,6 @@ from headprune.data.trees import Tree, belonging, read_trees
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.model.batch import Batch
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import task_of
 from headprune.role.collection import Tallies, Watched
 from headprune.role.inputs import Input
 from headprune.role.spec import Parsed
@@ -102,8 +101,6 @@ def _batch(net: PreTrainedModel, rows: Sequence[Sequence[int]], pad: int) -> Bat
     if net.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids
         batch["labels"] = ids.masked_fill(mask == 0, -100)  # which tells its padding
-    elif task_of(net) == "causal-lm":
-        batch["use_cache"] = False
     return batch
 
 

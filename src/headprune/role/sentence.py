@@ -21,7 +21,7 @@ from headprune.model.batch import Batch, decoder_inputs
 from headprune.model.forward import run_model
 from headprune.model.head_names import layer_names
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import load_tokenizer, task_of, vocabulary_of
+from headprune.model.loading import load_tokenizer, vocabulary_of
 from headprune.model.opening import load
 from headprune.model.placement import on_device
 from headprune.model.refusals import refuse_without_text
@@ -196,8 +196,6 @@ def _read(
             raise DataError(
                 f"--target is for encoder-decoders, and this is a {type(net).__name__}."
             )
-        if task_of(net) == "causal-lm":
-            batch["use_cache"] = False
         return batch, source, None
     if target is not None:
         labels, left_out = _ids(net, tokenizer, target, "--target", text_target=True)

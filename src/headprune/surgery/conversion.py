@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.model.batch import Batch, doubled
-from headprune.model.forward import eager_attention, run_without_cache
+from headprune.model.forward import eager_attention, run_model
 from headprune.model.heads import HeadWeights, project_output, read_heads, write_heads
 from headprune.model.pieces import in_pieces
 from headprune.model.recording import AttentionRecorder, RecordedCall
@@ -59,7 +59,7 @@ def convert_in_sequence(
         stack.enter_context(AttentionRecorder(conversion.attend).recording(attentions))
         stack.enter_context(in_pieces(model, attentions))
         stack.enter_context(torch.no_grad())
-        run_without_cache(model, doubled(batch))
+        run_model(model, doubled(batch))
 
 
 def geometry(
@@ -101,7 +101,7 @@ def geometry(
                 stack.callback(handle.remove)
         stack.enter_context(AttentionRecorder(attend).recording(attentions))
         stack.enter_context(torch.no_grad())
-        run_without_cache(model, inputs)
+        run_model(model, inputs)
     return found
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from jaxtyping import Float
@@ -22,6 +24,7 @@ from headprune.model.streams import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
+_TOKENS = 4096  # whose moments are taken at once: what bounds the copies of their states
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
 
@@ -119,16 +122,22 @@ def _fitted(
     start = heads.transpose(0, 1).flatten(1).double().to(mine.device)
     offset = 0.0 if bias is None else bias.to(mine.device)
     mask = token_mask(batch, attention.kind)
-    both: list[Moments] = []
-    held = held_out(len(mine))
-    for part in (~held, held):
-        own = None if mask is None else mask[part]
-        x = real_tokens(mine[part], own)[:, kept]
-        both.append(Moments.of(x, real_tokens(wanted[part] - offset, own)))
-    tokens = both[0].tokens + both[1].tokens
-    refuse_singular(attention, tokens, int(kept.sum()), "cut without a refit")
+
+    def moments(rows: Tensor) -> Moments:
+        own = None if mask is None else mask[rows]
+        x, y = (real_tokens(states[rows], own) for states in (mine, wanted))
+        return Moments.of(x[:, kept], y - offset)
+
+    held, at_once = held_out(len(mine)), max(1, _TOKENS // mine.shape[1])
+    fitted, judged = (
+        reduce(add, (moments(rows) for rows in part.nonzero()[:, 0].split(at_once)))
+        for part in (~held, held)
+    )
+    refuse_singular(
+        attention, fitted.tokens + judged.tokens, int(kept.sum()), "cut without a refit"
+    )
     try:
-        fit = fit_held_out((both[0], both[1]), start[:, kept], RIDGES, bias is not None)
+        fit = fit_held_out((fitted, judged), start[:, kept], RIDGES, bias is not None)
     except ValueError:
         raise DataError(
             f"What enters the output projection of '{attention.path}' is not finite. Try --dtype "

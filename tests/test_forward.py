@@ -1,0 +1,64 @@
+"""A model is run without keeping keys and values, whatever its config says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from headprune.model.forward import run_model
+from headprune.model.probes import probe_inputs
+from tests import tiny
+
+
+@contextmanager
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
+    """The keys that are kept."""
+    found: list[torch.Size] = []
+
+    def spied(cls: type[CacheLayerMixin]) -> None:
+        update = cls.update
+
+        def noted(self: Any, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append(key_states.shape)
+            return update(self, key_states, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "update", noted)
+
+    for cls in {*_all_below(CacheLayerMixin)}:
+        if "update" in vars(cls):
+            spied(cls)
+    yield found
+
+
+def _all_below(cls: type[Any]) -> Iterator[type[Any]]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _all_below(below)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+def test_no_keys_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model(case)
+    configs = [model.config, model.config.get_text_config()]
+    before = [getattr(config, "use_cache", None) for config in configs]
+    with kept(monkeypatch) as found:
+        assert run_model(model, probe_inputs(model))[0].isfinite().all()
+        assert not found
+        if any(before) and model.can_generate():
+            model(**probe_inputs(model))
+            assert found
+    assert [getattr(config, "use_cache", None) for config in configs] == before
+
+
+@torch.no_grad()
+def test_the_config_is_as_before_after_an_error() -> None:
+    model = tiny.model("llama-gqa")
+    with pytest.raises(RuntimeError):
+        run_model(model, {"input_ids": torch.zeros(1, 2, 3, 4).long()})
+    assert model.config.use_cache
