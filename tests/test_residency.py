@@ -285,6 +285,49 @@ def test_a_block_that_changes_while_others_run(sharded: Path) -> None:
     assert torch.equal(read_output(attention)[0], heads + 1)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_there_while_it_runs(tied: bool, tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    ids = {"input_ids": torch.randint(5, 60, (2, 16))}
+    wanted = model(**ids, labels=ids["input_ids"])
+    wanted.loss.backward()
+    with placing(Placement.LAYERS):
+        net, _ = load(tiny.save(model, tmp_path / "model"), Dtype.AUTO)
+    head, first = net.get_output_embeddings(), net.get_input_embeddings()
+    assert head.weight.is_meta is not tied and not first.weight.is_meta
+    states = net.base_model(**ids)
+    assert head.weight.is_meta is not tied
+    scale = torch.ones(states[0].shape[-1], requires_grad=True)
+    net.base_model.norm.register_forward_hook(lambda m, args, out: out * scale)
+    found = net(**ids, labels=ids["input_ids"])
+    assert head.weight.is_meta is not tied
+    assert torch.equal(found.logits, wanted.logits)
+    found.loss.backward()
+    assert scale.grad is not None and scale.grad.abs().sum() > 0
+    norm = model.base_model.norm.weight
+    torch.testing.assert_close((scale.grad / norm), norm.grad, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(scale.grad.roll(1) / norm, norm.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_roles(sharded: Path, tmp_path: Path) -> None:
+    found = [
+        headprune.roles(
+            sharded,
+            data=sharded / "text.txt",
+            output=tmp_path / placement,
+            sequences=4,
+            seq_len=32,
+            placement=placement,
+        )
+        for placement in ("whole", "layers")
+    ]
+    whole, layers = (roles.modules for roles in found)
+    assert whole == layers and whole != whole[::-1]
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.75])
 def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
     written, choices = {}, []

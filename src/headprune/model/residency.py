@@ -1,8 +1,9 @@
 """One block of a model in memory at a time: weights come when it runs, and go when it is through.
 
 The forward pass is the model's own. A block is what transformers never splits over devices, mostly
-a layer; all else (embeddings, the last norm, the head) stays. What is written into a block is kept
-in a file of its own, from which the block is filled from then on.
+a layer, and a head with weights of its own, which many passes never come to; all else (embeddings,
+the last norm) stays. What is written into a block is kept in a file of its own, from which the
+block is filled from then on.
 
 Where gradients are wanted, a block runs as a checkpoint: of its forward pass its inputs alone are
 kept, and it runs again, with weights read again, when the gradients come by.
@@ -14,7 +15,7 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ class Residency:
         self.stored_as: Callable[[str], torch.dtype] | None = None
         self._sources = sources(net, tensors)
         self._disk = {source: name for name, source in tensors.items()}
-        self.blocks = blocks_of(net)
+        layers = blocks_of(net)
+        self.blocks = [*layers, *_own_head(net, layers)]
+        self._layers = len(layers)
         self._slots = [_slots(net, block) for block in self.blocks]
         self._forwards: list[Any] = []
         self._held: Counter[int] = Counter()
@@ -131,8 +134,9 @@ class Residency:
             with self.holding(number):
                 return forward(*args, **kwargs)
 
-        # what is held stays until its gradients have come by
-        if not torch.is_grad_enabled() or _RECOMPUTING or self._held[number]:
+        # what is held stays until its gradients have come by, and a head as long as they need it
+        whole = self._held[number] or number >= self._layers
+        if not torch.is_grad_enabled() or _RECOMPUTING or whole:
             return held(*args, **kwargs)
         # a cache would get the same keys twice
         without = dict.fromkeys({"past_key_values", "past_key_value", "layer_past"} & set(kwargs))
@@ -150,7 +154,7 @@ class Residency:
             self._filled[full] = weight, weight._version
         step = 1 if number > self._last else -1  # backwards through the model, where gradients are
         self._last = number
-        if 0 <= number + step < len(self.blocks):
+        if 0 <= number + step < self._layers:
             self._coming = number + step, self._reader.submit(self._read, number + step)
 
     def _release(self, number: int) -> None:
@@ -302,6 +306,17 @@ def blocks_of(net: PreTrainedModel) -> list[nn.Module]:
     if not found:
         raise Unmapped(f"{type(net).__name__} does not say which of its modules are layers.")
     return list(found.values())
+
+
+def _own_head(net: PreTrainedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The output embeddings, if nothing else has their weights."""
+    head = net.get_output_embeddings()
+    if head is None:
+        return []
+    own = {id(weight) for weight in head.parameters()}
+    uses = [id(w) for _, w in net.named_parameters(remove_duplicate=False) if id(w) in own]
+    inside = any(head in layer.modules() for layer in layers)
+    return [] if inside or not own or len(uses) > len(own) else [head]
 
 
 def _slots(net: PreTrainedModel, block: nn.Module) -> dict[str, _Slot]:

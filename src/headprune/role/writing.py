@@ -62,12 +62,14 @@ class Written:
         values = self._values.pop(attention.path, None)
         if values is None:
             return None
-        weight = self._net.get_output_embeddings().get_parameter("weight")
+        head = self._net.get_output_embeddings()
         output = read_output(attention)[0]
-        if weight.shape[-1] != output.shape[1]:  # with a projection between
+        if head.get_parameter("weight").shape[-1] != output.shape[1]:  # with a projection between
             return None
         run = ids[:, self._given.start : self._given.start + self._given.period]
-        likely = weight[run.to(weight.device)].to(values) * self._scale.to(values)
+        with present(head):
+            weight = head.get_parameter("weight")
+            likely = weight[run.to(weight.device)].to(values) * self._scale.to(values)
         values = values - values.mean(1, keepdim=True)
         sizes = torch.tensor(attention.group_sizes, device=values.device)
         values = values.repeat_interleave(sizes, 2)  # of every query head
