@@ -94,6 +94,28 @@ def sentences(tmp_path: Path) -> list[Path]:
     return [path]
 
 
+def test_heads_are_scored_on_shorter_sequences_than_refits_and_merges(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: dict[str, set[int]] = {}
+
+    def noted(name: str) -> Any:
+        made = getattr(candidates, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = {arg.seq_len for arg in args if hasattr(arg, "seq_len")}
+            lengths[name] = lengths.get(name, set()) | found
+            return made(*args, **kwargs)
+
+        return run
+
+    for name in ("score", "prune", "convert_gqa"):
+        monkeypatch.setattr(candidates, name, noted(name))
+    monkeypatch.setattr(candidates, "_SCORED", 8)
+    compressed(llama_folder, data, tmp_path / "out", keep=0.75)
+    assert lengths == {"score": {8}, "prune": {16}, "convert_gqa": {16}}
+
+
 def test_a_refit_that_makes_it_worse_is_not_taken(
     encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

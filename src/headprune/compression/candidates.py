@@ -26,6 +26,9 @@ from headprune.planning.plan import plan
 from headprune.tensors.units import Unit
 
 
+_SCORED = 512  # tokens of a sequence at most: gradients are means over sequences, and want many
+
+
 @dataclass(frozen=True)
 class Job:
     """What every candidate is made of.
@@ -51,7 +54,8 @@ class Job:
         folder = self.work / f"scores-{unit.value}"
         if not folder.is_dir():
             criteria = criteria_of(self.goal, unit)
-            config = self.config.part(ScoreConfig, criterion=criteria, unit=unit)
+            length = min(self.config.seq_len, _SCORED)
+            config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
             score(self.model, folder, config, self.text, context=self.context)
         return folder
 
