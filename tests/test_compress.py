@@ -15,14 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import headprune
-from headprune.compression import candidates, heldout
+from headprune.compression import candidates, compress, heldout
 from headprune.compression.candidates import CANDIDATES, RemoveHeads, ShareKvHeads, candidates_for
 from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.compression.selection import lead
-from headprune.config import BudgetConfig, CompressConfig, HealConfig
+from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfig
 from headprune.console import compressed as console
 from headprune.console.compressed import contenders
+from headprune.declaration import Context
 from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
 from headprune.exporting.refitting import JudgedRefit
 from headprune.model.attention import attention_of
@@ -111,9 +112,36 @@ def test_heads_are_scored_on_shorter_sequences_than_refits_and_merges(
 
     for name in ("score", "prune", "convert_gqa"):
         monkeypatch.setattr(candidates, name, noted(name))
-    monkeypatch.setattr(candidates, "_SCORED", 8)
+    monkeypatch.setattr(candidates, "SCORED", 8)
     compressed(llama_folder, data, tmp_path / "out", keep=0.75)
     assert lengths == {"score": {8}, "prune": {16}, "convert_gqa": {16}}
+
+
+def test_lengths_follow_the_text_and_what_is_seen_the_candidate(
+    llama_folder: Path,
+    encoder: Path,
+    data: list[Path],
+    sentences: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lengths(model: Path, files: list[Path], tokens: int) -> tuple[int, int]:
+        config = CompressConfig(keep=0.5, seq_len=64, calibration_tokens=tokens)
+        named = {file.name: DataConfig(source=str(file)) for file in files}
+        work = _Compression(str(model), config, named, Context())
+        return work.config.seq_len, work.judged
+
+    assert lengths(llama_folder, data, 256) == (32, 64)  # an eighth
+    assert lengths(llama_folder, data, 4096) == (64, 64)
+    assert lengths(encoder, sentences, 256) == (64, 64)  # sentences are as long as they are
+    monkeypatch.setattr(compress, "_JUDGED", 24)
+    assert lengths(llama_folder, data, 4096) == (64, 24)
+    plain = [c for c in CANDIDATES if c.name == "KV groups, fisher"]
+    monkeypatch.setattr(candidates, "CANDIDATES", tuple(plain))
+    for module in (candidates, compress):
+        monkeypatch.setattr(module, "SCORED", 8)
+    result = compressed(llama_folder, data, tmp_path / "out", keep=0.75)
+    assert result.pruned.manifest.refit is None and result.unseen_beyond == 8
 
 
 def test_a_refit_that_makes_it_worse_is_not_taken(

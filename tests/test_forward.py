@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from headprune.model.probes import probe_inputs
 from tests import tiny
 
 
-@contextmanager
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
-    """The keys that are kept."""
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Notes the keys that are kept from now on."""
     found: list[torch.Size] = []
 
     def spied(cls: type[CacheLayerMixin]) -> None:
@@ -32,7 +30,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
     for cls in {*_all_below(CacheLayerMixin)}:
         if "update" in vars(cls):
             spied(cls)
-    yield found
+    return found
 
 
 def _all_below(cls: type[Any]) -> Iterator[type[Any]]:
@@ -47,12 +45,12 @@ def test_no_keys_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model(case)
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
-    with kept(monkeypatch) as found:
-        assert run_model(model, probe_inputs(model))[0].isfinite().all()
-        assert not found
-        if any(before) and model.can_generate():
-            model(**probe_inputs(model))
-            assert found
+    found = kept(monkeypatch)
+    assert run_model(model, probe_inputs(model))[0].isfinite().all()
+    assert not found
+    if any(before) and model.can_generate():
+        model(**probe_inputs(model))
+        assert found
     assert [getattr(config, "use_cache", None) for config in configs] == before
 
 

@@ -227,6 +227,8 @@ class Attends(nn.Module):
         (lambda out, others: out, {"position_ids": torch.arange(16)[None]}, True),
         (lambda out, others: 2 * out, {}, False),
         (lambda out, others: (out, torch.ones(1)), {}, False),
+        (lambda out, others: out.add_(1.0), {}, False),
+        (lambda out, others: out, {"attention_mask": torch.ones(16, 16)}, False),
         (lambda out, others: out, {"alibi": torch.ones(5, 1, 16)}, False),
         (lambda out, others: out, {"position_embeddings": torch.ones(5, 8)}, False),
         (lambda out, others: out, {"attention_mask": torch.ones(10, 1, 16, 16)}, False),
@@ -241,6 +243,7 @@ def test_what_cannot_be_told_apart_runs_together(after: Any, given: Any, split: 
     if found is not None:
         inputs, others = found
         result = module(states, **given)
+        assert len(states) > pieces.TOKENS // 16  # so that it came in several
         assert torch.equal(inputs, states) and not torch.equal(inputs, states.flip(0))
         assert others == (result[1:] if isinstance(result, tuple) else None)
     assert "forward" not in vars(projection)

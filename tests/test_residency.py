@@ -312,6 +312,27 @@ def test_a_head_is_there_while_it_runs(tied: bool, tmp_path: Path) -> None:
     assert not torch.allclose(scale.grad.roll(1) / norm, norm.grad, rtol=1e-2, atol=1e-4)
 
 
+def test_a_head_in_between_leaves_what_is_read_ahead(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with placing(Placement.LAYERS):
+        net, _ = load(sharded, Dtype.AUTO)
+    residency, read, reads = residency_of(net), Residency._read, list[int]()
+    assert residency is not None and residency.blocks[-1] is net.get_output_embeddings()
+
+    def noted(self: Residency, number: int) -> dict[str, torch.Tensor]:
+        reads.append(number)
+        return read(self, number)
+
+    monkeypatch.setattr(Residency, "_read", noted)
+    head = len(residency.blocks) - 1
+    for number in (0, head, 1, head, 2):
+        with residency.holding(number):
+            pass
+    residency.detach()  # waits for what is being read
+    assert sorted(reads) == [0, 1, 2, 3, head, head]
+
+
 def test_roles(sharded: Path, tmp_path: Path) -> None:
     found = [
         headprune.roles(

@@ -72,9 +72,9 @@ class Sizes:
     def calibration(self, tokens: int, dtype: str = _AUTO, streams: int = 1) -> int:
         """Bytes that a pass over so many tokens holds, of which every layer sees all at once.
 
-        For each token of a Llama of width 2,048 scores take 6 states of that width, and a refit, which
-        has the original's stream beside that of the cut model, 13; where attention has to run on
-        all sequences together, 8.5 and 20.
+        Where attention has to run on all sequences together, scores take 8.5 states of the width of
+        the model per token, and a refit, which has the original's stream beside that of the cut
+        model, 20; 6 and 13 where it need not, as in a Llama.
 
         Args:
             tokens: How many.

@@ -25,8 +25,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.tensors.units import Unit
 
-
-_SCORED = 512  # tokens of a sequence at most: gradients are means over sequences, and want many
+SCORED = 512  # tokens of a sequence at most: gradients are means over sequences, and want many
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Job:
         folder = self.work / f"scores-{unit.value}"
         if not folder.is_dir():
             criteria = criteria_of(self.goal, unit)
-            length = min(self.config.seq_len, _SCORED)
+            length = min(self.config.seq_len, SCORED)
             config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
             score(self.model, folder, config, self.text, context=self.context)
         return folder

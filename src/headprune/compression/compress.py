@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.compression import texts
-from headprune.compression.candidates import Candidate, Job, candidates_for
+from headprune.compression.candidates import SCORED, Candidate, Job, candidates_for
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
@@ -42,6 +42,7 @@ from headprune.schemas.records import ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
 
 _OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
+_OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of what is fitted to the others
 _JUDGED = 512  # tokens of a sequence that is judged on: of longer ones there would be too few
 
@@ -153,9 +154,12 @@ class _Compression:
         remote = context.allowed.trust_remote_code
         self.tokenizer = load_tokenizer(model, trust_remote_code=remote)
         most = most_tokens(self.net.config, self.tokenizer) or config.seq_len
-        length = min(config.seq_len, most, max(2, config.calibration_tokens // _SEQUENCES))
-        self.config = config.model_copy(update={"seq_len": length})
-        self.unseen_beyond = length if task == "causal-lm" and most > length else None
+        read = min(config.seq_len, most)
+        self.judged = min(read, _JUDGED)
+        if task in _OF_RUNNING_TEXT:
+            read = min(read, max(2, config.calibration_tokens // _SEQUENCES))
+        self.config = config.model_copy(update={"seq_len": read})
+        self.most = most if task == "causal-lm" else None
         self.trained, self.held = texts.read(data or texts.shipped())
         if task in _OF_SENTENCES:
             self.trained, self.held = (
@@ -178,14 +182,13 @@ class _Compression:
         """Does it."""
         self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
         config = self.config
-        length = min(config.seq_len, _JUDGED)
         held_out = HeldOut(
             self.net,
             self.tokenizer,
             self.held,
-            length,
+            self.judged,
             config.held_out_tokens,
-            sequences_per_pass(config.batch_size, length),
+            sequences_per_pass(config.batch_size, self.judged),
         )
         selection = Selection(held_out, config.dtype, config.seed, self.context.step, self.goal)
         self.context.stage("measuring the original")
@@ -205,7 +208,7 @@ class _Compression:
                 for entry in best.output.iterdir():
                     entry.rename(folder / entry.name)
         done = replace(best, output=output, manifest=manifest)
-        return Compressed(done, choice, self.unseen_beyond)
+        return Compressed(done, choice, self._unseen_beyond(done))
 
     def _job(self, work: Path) -> Job:
         config, healing = self.config, self._healing()
@@ -257,6 +260,13 @@ class _Compression:
             return best
         named = refit.model_copy(update={"data": self.named})
         return replace(best, manifest=amend_manifest(best.output, refit=named))
+
+    def _unseen_beyond(self, best: Pruned) -> int | None:
+        """The longest context of what made a language model, if it reads longer ones."""
+        made = best.manifest
+        scored_alone = isinstance(made.done, Pruning) and made.refit is None
+        seen = min(self.config.seq_len, SCORED) if scored_alone else self.config.seq_len
+        return seen if self.most is not None and self.most > seen else None
 
     def _healing(self) -> HealConfig | None:
         steps = self.config.heal_steps

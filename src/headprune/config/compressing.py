@@ -40,7 +40,8 @@ class CompressConfig(CalibrationConfig, Targeted):
     )
     # 512 would do for perplexity; what is far back in a context is lost by it (docs/benchmarks/gqa)
     seq_len: Length = option(
-        "Tokens per sequence, at most an eighth of --calibration-tokens and what the model reads.",
+        "Tokens per sequence that is refitted and merged on, at most an eighth of "
+        "--calibration-tokens and what the model reads; heads to remove are scored on 512.",
         2_048,
         Panel.CALIBRATION,
     )

@@ -145,7 +145,7 @@ def _uncomputed(projection: nn.Module, size: int) -> Iterator[list[tuple[Tensor,
     calls: list[tuple[Tensor, Tensor]] = []
 
     def forward(x: Tensor) -> Tensor:
-        calls.append((x, x.new_zeros(1).expand(*x.shape[:-1], size)))
+        calls.append((x, x.new_zeros(*x.shape[:-1], size)))
         return calls[-1][1]
 
     projection.forward = forward
@@ -169,10 +169,12 @@ def _of_part(name: str, value: Any, states: Tensor, part: slice) -> Any:
     known = isinstance(value, Tensor) and value.dim() in _PER_SEQUENCE.get(name, ())
     if not known or length not in (value.shape[1], value.shape[-1]) or len(value) not in (1, rows):
         raise _Apart
+    if value.shape == (length, length) and length > 1:  # rows may be tokens
+        raise _Apart
     return value if len(value) == 1 else value[part]
 
 
 def _returns_only(result: Any, outputs: Tensor) -> bool:
-    """Whether a module returned what its output projection gave, and nothing more."""
+    """Whether a module returned what its output projection gave, untouched, and nothing more."""
     first, *others = result if isinstance(result, tuple) else (result,)
-    return first is outputs and all(other is None for other in others)
+    return first is outputs and not outputs._version and all(other is None for other in others)

@@ -145,17 +145,22 @@ class Residency:
         )
 
     def _fill(self, number: int) -> None:
-        coming, self._coming = self._coming, None
-        asked = coming is not None and coming[0] == number
-        values = coming[1].result() if coming is not None and asked else self._read(number)
+        values = self._read(number) if number >= self._layers else self._read_ahead(number)
         for full, slot in self._slots[number].items():
             weight = nn.Parameter(self._rounded(full, values.pop(full)), slot.empty.requires_grad)
             slot.owner._parameters[slot.name] = weight
             self._filled[full] = weight, weight._version
+
+    def _read_ahead(self, number: int) -> dict[str, Tensor]:
+        """The weights of a layer, while those of the next begin to be read."""
+        coming, self._coming = self._coming, None
+        asked = coming is not None and coming[0] == number
+        values = coming[1].result() if coming is not None and asked else self._read(number)
         step = 1 if number > self._last else -1  # backwards through the model, where gradients are
         self._last = number
         if 0 <= number + step < self._layers:
             self._coming = number + step, self._reader.submit(self._read, number + step)
+        return values
 
     def _release(self, number: int) -> None:
         if self._coming is not None and self._coming[0] == number:

@@ -178,7 +178,8 @@ def _gathering(
             outputs = projection(given)
         return outputs if others is None else (outputs, *others)
 
-    if projection not in set(module.modules()) or "forward" in vars(module):
+    patched = "forward" in vars(module) or "forward" in vars(projection)
+    if patched or projection not in set(module.modules()):
         with entering(projection, enter):
             yield
         return

@@ -29,6 +29,7 @@ class Written:
         self._net, self._given = net, given
         self._values: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}
+        self._looked_up: tuple[Tensor, Tensor] | None = None
         self._scale = _final_scale(net, given)
 
     def attach(self, stack: ExitStack, attention: Attention) -> None:
@@ -62,20 +63,25 @@ class Written:
         values = self._values.pop(attention.path, None)
         if values is None:
             return None
-        head = self._net.get_output_embeddings()
-        output = read_output(attention)[0]
-        if head.get_parameter("weight").shape[-1] != output.shape[1]:  # with a projection between
+        rows, output = self._embedded(ids), read_output(attention)[0]
+        if rows.shape[-1] != output.shape[1]:  # with a projection between
             return None
-        run = ids[:, self._given.start : self._given.start + self._given.period]
-        with present(head):
-            weight = head.get_parameter("weight")
-            likely = weight[run.to(weight.device)].to(values) * self._scale.to(values)
+        likely = rows.to(values) * self._scale.to(values)
         values = values - values.mean(1, keepdim=True)
         sizes = torch.tensor(attention.group_sizes, device=values.device)
         values = values.repeat_interleave(sizes, 2)  # of every query head
         # of W_U W_O: rows of the head's width and not of the model's
         reads = torch.einsum("sto,hod->shtd", likely, output.to(values))
         return torch.einsum("snhd,shtd->shnt", values, reads)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Rows of the head for the tokens of a run, which is the same for all modules of a pass."""
+        run = ids[:, self._given.start : self._given.start + self._given.period]
+        if self._looked_up is None or not torch.equal(self._looked_up[0], run):
+            with present(head := self._net.get_output_embeddings()):
+                weight = head.get_parameter("weight")
+                self._looked_up = run, weight[run.to(weight.device)]
+        return self._looked_up[1]
 
 
 @torch.no_grad()
