@@ -12,6 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 from headprune.model.forward import run_model
 from headprune.model.probes import probe_inputs
 from tests import tiny
+from tests.marks import slow_unless
+
+PER_ROW = tiny.one_per_row(tiny.FAMILY_CASES)
 
 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
@@ -40,7 +43,7 @@ def _all_below(cls: type[Any]) -> Iterator[type[Any]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+@pytest.mark.parametrize("case", slow_unless(PER_ROW.__contains__, tiny.FAMILY_CASES))
 def test_no_keys_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model(case)
     configs = [model.config, model.config.get_text_config()]
