@@ -7,13 +7,16 @@ STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE =
 # what is never imported need not be compiled: half of the time that an installation takes
 INSTALL := -m pip install --quiet --no-compile
+# the versions in constraints.txt need it
+RECENT := import sys; sys.exit(None if sys.version_info >= (3, 11) else sys.argv[1])
+MAKE_VENV := $(PYTHON) -c '$(RECENT)' 'constraints.txt needs Python 3.11 or newer: PYTHON=python3.11 make ...' && $(PYTHON) -m venv
 # processes that share the suite
 WORKERS ?= 2
 
 .PHONY: campaign campaign-short coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(MAKE_VENV) $(VENV); }
 	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
@@ -21,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 DEMO := .venv-demo
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	@echo 'First the packages of the demo, into $(DEMO).'
-	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
+	test -x $(DEMO)/bin/python || { $(MAKE_VENV) $(DEMO); }
 	$(DEMO)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[demo]'
 	touch $@
 demo: $(DEMO)/.installed
@@ -30,7 +33,7 @@ demo: $(DEMO)/.installed
 ## docs: the documentation, in site/; a broken link is an error
 DOCS_VENV ?= .venv-docs
 docs:
-	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	test -x $(DOCS_VENV)/bin/python || { $(MAKE_VENV) $(DOCS_VENV); }
 	$(DOCS_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[docs]'
 	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
