@@ -110,7 +110,7 @@ def entering_output(
         see all sequences together: if it does more with the outputs, or is given what may belong
         to all.
     """
-    named = {**dict(zip(("hidden_states",), args, strict=False)), **kwargs}
+    named = {**kwargs, "hidden_states": args[0]} if args else {**kwargs}
     states = named.get("hidden_states")
     if len(args) > 1 or not isinstance(states, Tensor) or states.dim() != 3:
         return None
