@@ -333,20 +333,27 @@ def test_a_head_in_between_leaves_what_is_read_ahead(
     assert sorted(reads) == [0, 1, 2, 3, head, head]
 
 
-def test_roles(sharded: Path, tmp_path: Path) -> None:
-    found = [
-        headprune.roles(
-            sharded,
-            data=sharded / "text.txt",
-            output=tmp_path / placement,
-            sequences=4,
-            seq_len=32,
-            placement=placement,
-        )
-        for placement in ("whole", "layers")
-    ]
-    whole, layers = (roles.modules for roles in found)
-    assert whole == layers and whole != whole[::-1]
+def test_what_is_read_ahead_takes_no_more_room_than_on_disk(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with placing(Placement.LAYERS):
+        net, _ = load(sharded, Dtype.FLOAT32)
+    residency, read, held = residency_of(net), Residency._read, list[set[torch.dtype]]()
+    assert residency is not None
+
+    def noted(self: Residency, number: int) -> dict[str, torch.Tensor]:
+        values = read(self, number)
+        held.append({value.dtype for value in values.values()})
+        return values
+
+    monkeypatch.setattr(Residency, "_read", noted)
+    for number in (0, 1):
+        with residency.holding(number):
+            filled = {weight.dtype for weight in residency.blocks[number].parameters()}
+            assert filled == {torch.float32}
+    residency.detach()
+    assert len(held) > 1
+    assert all(stored == {torch.bfloat16} for stored in held)
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.75])

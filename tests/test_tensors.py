@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -24,6 +25,19 @@ def test_open_probability_is_the_share_of_draws_that_are_not_zero() -> None:
     torch.testing.assert_close((draws > 0).float().mean(0), expected, atol=5e-3, rtol=0)
     wrong = hard_concrete.open_probability(log_alpha, 0.33)
     assert ((draws > 0).float().mean(0) - wrong).abs().max() > 5e-2
+
+
+def test_draws_of_a_gate_are_spread_evenly() -> None:
+    log_alpha = torch.full((500,), 1.0)
+    temperature = 2 / 3
+    log_alpha += math.log(3) - torch.logit(
+        hard_concrete.open_probability(log_alpha, temperature)
+    )  # open with probability 3/4
+    spread = hard_concrete.sample(log_alpha, temperature, draws=4) > 0
+    assert (spread.sum(0) == 3).all()
+    assert 0 < (spread[0] & spread[1]).float().mean() < 0.75  # which of the four is chance
+    alone = torch.cat([hard_concrete.sample(log_alpha, temperature, 1) > 0 for _ in range(4)])
+    assert not (alone.sum(0) == 3).all()
 
 
 def test_voitas_start_is_half_open() -> None:

@@ -360,6 +360,24 @@ def test_gates_share_one_scale_and_the_rest_does_not() -> None:
     assert torch.equal(gates, before)
 
 
+def test_one_step_does_not_outweigh_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def travelled() -> list[float]:
+        gates = nn.Parameter(torch.zeros(2))
+        optimizer = GateOptimizer(gates, [nn.Parameter(torch.zeros(1))], [], 1.0, 1.0, 1.0)
+        usual, exploded = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1000.0])
+        for gradient in [torch.zeros(2), *[usual] * 20, exploded, *[usual] * 20]:
+            gates.grad = gradient
+            optimizer.step()
+        found: list[float] = gates.detach().neg().tolist()
+        return found
+
+    steady, shaken = travelled()
+    assert steady > 20 * shaken > 0
+    monkeypatch.setattr("headprune.gates.optimizer._LARGEST", float("inf"))
+    steady, shaken = travelled()
+    assert shaken > steady / 5
+
+
 def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
     model = tiny.model("llama-gqa")
     gates = Gates(attention_of(model), Unit.KV_GROUP, 0.0, 2 / 3)

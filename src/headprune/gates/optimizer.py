@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+_LARGEST = 2.0  # mean square of a step's gradient, over the usual one
 
 
 class GateOptimizer(torch.optim.AdamW):
     """AdamW, except that all gates share one second moment.
 
+        g <- g min(1, sqrt(2 v / mean(g^2)))
         m <- b1 m + (1 - b1) g
         v <- b2 v + (1 - b2) mean(g^2)
         log_alpha <- log_alpha - lr m / sqrt(v)
@@ -20,6 +23,9 @@ class GateOptimizer(torch.optim.AdamW):
     more than another moves no faster, only more steadily; with a few hundred noisy steps the
     order among heads is then mostly luck. With one common scale the distance that a gate travels
     is its summed gradient: what closing the head would have cost along the way.
+
+    Closing some heads together makes the loss of a sequence explode; of such a step, whose gradient
+    is many times the usual one, only the direction counts, or it would outweigh all others.
 
     Args:
         gates: The gates' ``log_alpha``.
@@ -66,7 +72,9 @@ class GateOptimizer(torch.optim.AdamW):
         if gradient is None:  # the heads are chosen
             return loss
         state = self.state[gates]
-        if not state:
+        if state:
+            gradient = self._bounded(gradient, state)
+        else:
             state["step"] = torch.zeros((), device=gates.device)
             state["first"] = torch.zeros_like(gates)
             state["second"] = torch.zeros((), device=gates.device)
@@ -77,3 +85,10 @@ class GateOptimizer(torch.optim.AdamW):
         scale = (state["second"] / (1 - second ** state["step"])).sqrt() + group["eps"]
         gates -= group["lr"] * state["first"] / (1 - first ** state["step"]) / scale
         return loss
+
+    def _bounded(self, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """The gradient of a step, no larger than those before it let expect."""
+        second = self.param_groups[0]["betas"][1]
+        usual = state["second"] / (1 - second ** state["step"])
+        factor = (_LARGEST * usual / gradient.square().mean()).sqrt().clamp(max=1)
+        return torch.where(usual > 0, gradient * factor, gradient)

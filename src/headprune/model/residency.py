@@ -147,7 +147,8 @@ class Residency:
     def _fill(self, number: int) -> None:
         values = self._read(number) if number >= self._layers else self._read_ahead(number)
         for full, slot in self._slots[number].items():
-            weight = nn.Parameter(self._rounded(full, values.pop(full)), slot.empty.requires_grad)
+            value = self._rounded(full, values.pop(full).to(slot.empty.dtype))
+            weight = nn.Parameter(value, slot.empty.requires_grad)
             slot.owner._parameters[slot.name] = weight
             self._filled[full] = weight, weight._version
 
@@ -172,8 +173,8 @@ class Residency:
             slot.owner._parameters[slot.name] = slot.empty
 
     def _read(self, number: int) -> dict[str, Tensor]:
-        slots = self._slots[number]
-        return {full: self._value(full, slot.empty.dtype) for full, slot in slots.items()}
+        """The weights of a block as they are stored, which may take half of the room."""
+        return {full: rows_of(self._sources[full]).to(self.device) for full in self._slots[number]}
 
     def _value(self, full: str, dtype: torch.dtype) -> Tensor:
         return rows_of(self._sources[full]).to(self.device, dtype)

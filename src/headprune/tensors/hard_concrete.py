@@ -26,12 +26,19 @@ def sample(
 ) -> Float[Tensor, "draws gates"]:
     """Draws gates; the gradient reaches ``log_alpha`` through the draw (reparametrised).
 
+    The draws of a gate are spread evenly (Latin hypercube; McKay, Beckman and Conover 1979): one u
+    in each of ``draws`` equal parts of (0, 1), in an order of chance. Each is uniform, gates are
+    independent of each other, and a gate that is open with probability 3/4 is open in three of four
+    draws instead of in none to four: less noise in the gradient of their mean.
+
     Args:
         log_alpha: Location of every gate; large means open.
         temperature: beta of the paper, > 0.
-        draws: Number of independent draws, for instance one per sequence of the batch.
+        draws: Number of draws, for instance one per sequence of the batch.
     """
-    u = torch.rand(draws, *log_alpha.shape, dtype=log_alpha.dtype, device=log_alpha.device)
+    like = {"dtype": log_alpha.dtype, "device": log_alpha.device}
+    part = torch.rand(draws, *log_alpha.shape, **like).argsort(0)
+    u = (part + torch.rand(draws, *log_alpha.shape, **like)) / draws
     u = u.clamp(_EPS, 1 - _EPS)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / temperature)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
