@@ -36,9 +36,9 @@ def sample(
         temperature: beta of the paper, > 0.
         draws: Number of draws, for instance one per sequence of the batch.
     """
-    like = {"dtype": log_alpha.dtype, "device": log_alpha.device}
-    part = torch.rand(draws, *log_alpha.shape, **like).argsort(0)
-    u = (part + torch.rand(draws, *log_alpha.shape, **like)) / draws
+    rows = log_alpha.detach().expand(draws, *log_alpha.shape)
+    part = torch.rand_like(rows).argsort(0)
+    u = (part + torch.rand_like(rows)) / draws
     u = u.clamp(_EPS, 1 - _EPS)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_alpha) / temperature)
     return (s * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
