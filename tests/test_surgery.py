@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import FamilyError, PlanError, ProofError
+from headprune.model import probes
 from headprune.model.attention import attention_of, fingerprint
 from headprune.model.units import default_unit, unit_sizes
 from headprune.planning.from_scores import plan_from_scores
 from headprune.proof import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
-from headprune.surgery.cut import cut_heads, resolve, result_shape
+from headprune.surgery.cut import cut_heads, resolve, result_shape, uncut
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting, prove, uneven_plan
@@ -40,6 +42,23 @@ def test_gated_is_cut_is_reloaded(
     result = prove(model, cuts, tmp_path)
     assert result.passed
     assert result.control is not None and result.control > 1e3 * result.tolerance
+
+
+def test_rounding_is_measured_on_every_output_that_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny.model("llama-gqa")
+    cuts = [uncut(attention) for attention in attention_of(model)]
+    plain = equivalence.expect(model, cuts)
+    assert 0 < plain.rounding < 1e-5
+
+    def shaken(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = decoded(model, inputs)
+        return logits + 1e-2 * (logits * 2**22).sin()
+
+    decoded = probes._decoded_in_chunks
+    monkeypatch.setattr(probes, "_decoded_in_chunks", shaken)
+    assert equivalence.expect(model, cuts).rounding > 100 * plain.rounding
 
 
 def test_a_proof_that_rounding_hides_is_none() -> None:

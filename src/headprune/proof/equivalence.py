@@ -67,9 +67,10 @@ def _same(gates: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 def probe_rounding(
     model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor], wanted: Outputs
 ) -> float:
-    """How far the gated outputs of a pass move when gates move by one bit; the larger of two draws.
+    """How far the gated outputs move when gates move by one bit; the larger of two draws.
 
-    What is decoded through the cache is left out, which can only make it less.
+    Of all outputs that are compared: SmolLM2-135M without a quarter of its heads moves by 6.5e-6 in
+    one pass, and by 8.6e-5 where padded texts are decoded in chunks.
     """
     eps, found = torch.finfo(model.dtype).eps, []
     for seed in range(2):
@@ -79,7 +80,7 @@ def probe_rounding(
             bits = torch.randint(-1, 2, gate.shape, generator=generator)
             gates.append(gate * (1 + eps * bits))
         with gated([cut.attention for cut in cuts], fixed(gates)):
-            found.append(difference_in(wanted, probe(model, inputs, decoded=False)))
+            found.append(difference(wanted, probe(model, inputs)))
     return max(found)
 
 
@@ -283,7 +284,7 @@ def conclude(expected: Expectation, cut: Outputs | None, reloaded: Outputs) -> P
         raise ProofError(
             "The proof failed, and nothing was written: the gated original and the cut model "
             f"differ by {_worst(proof.differences):.2e} of the largest output; "
-            f"{proof.tolerance:.0e} is allowed. Please report this model and plan; computing in "
+            f"{proof.tolerance:.2e} is allowed. Please report this model and plan; computing in "
             "float64 rules out rounding."
         )
     return proof
