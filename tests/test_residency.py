@@ -356,6 +356,22 @@ def test_what_is_read_ahead_takes_no_more_room_than_on_disk(
     assert all(stored == {torch.bfloat16} for stored in held)
 
 
+def test_roles(sharded: Path, tmp_path: Path) -> None:
+    found = [
+        headprune.roles(
+            sharded,
+            data=sharded / "text.txt",
+            output=tmp_path / placement,
+            sequences=4,
+            seq_len=32,
+            placement=placement,
+        )
+        for placement in ("whole", "layers")
+    ]
+    whole, layers = (roles.modules for roles in found)
+    assert whole == layers and whole != whole[::-1]
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.75])
 def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
     written, choices = {}, []

@@ -28,11 +28,9 @@ def test_open_probability_is_the_share_of_draws_that_are_not_zero() -> None:
 
 
 def test_draws_of_a_gate_are_spread_evenly() -> None:
-    log_alpha = torch.full((500,), 1.0)
     temperature = 2 / 3
-    log_alpha += math.log(3) - torch.logit(
-        hard_concrete.open_probability(log_alpha, temperature)
-    )  # open with probability 3/4
+    shift = temperature * math.log(-hard_concrete.GAMMA / hard_concrete.ZETA)
+    log_alpha = torch.full((500,), math.log(3) + shift)  # open with probability 3/4
     spread = hard_concrete.sample(log_alpha, temperature, draws=4) > 0
     assert (spread.sum(0) == 3).all()
     assert 0 < (spread[0] & spread[1]).float().mean() < 0.75  # which of the four is chance
