@@ -6,7 +6,6 @@ import platform
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from headprune.model.placement import alone_on_device
 from headprune.model.residency import residency_of
 from headprune.model.speed import Speed
 from headprune.model.speed import measure as timed
+from headprune.schemas.manifest import utc_now
 from headprune.tensors.dtypes import dtype_name
 
 
@@ -176,7 +176,7 @@ def _provenance(loaded: Loaded, config: EvaluateConfig) -> Provenance:
     packages += ["lm_eval"] if config.tasks else []
     packages += [] if config.engine is EngineName.TORCH else [ENGINES[config.engine.value].package]
     return Provenance(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=utc_now(),
         versions={"python": platform.python_version(), **{p: version(p) for p in packages}},
         platform=f"{platform.system()} {platform.machine()}",
         data=loaded.domains[0].data.model_dump(mode="json"),

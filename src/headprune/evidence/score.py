@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from headprune.model.streams import RunsTwice, in_sequence
 from headprune.model.units import default_unit, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
-from headprune.schemas.manifest import versions
+from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.runs import digest_of_data
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
@@ -102,7 +101,7 @@ def score(
     found = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
     used = data if examples is not None else None
     metadata = ScoresMetadata(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=utc_now(),
         versions=versions(),
         model=source,
         unit=unit,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
 from headprune.model.identity import id_of_model
 from headprune.schemas.exports import ExportRecord
-from headprune.schemas.manifest import versions
+from headprune.schemas.manifest import utc_now, versions
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def export(
             )
         files = sorted(file for file in folder.rglob("*") if file.is_file())
         record = ExportRecord(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=utc_now(),
             versions=versions(),
             made_by=context.made_by,
             format=config.to,

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from headprune.io.writing import adopt, put, work_folder, write_error, write_who
 from headprune.model.loading import load_config
 from headprune.recipes.recipe import Recipe, options_of
 from headprune.recipes.steps import LOADING, ORIGINAL, Step
-from headprune.schemas.manifest import versions
+from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.runs import (
     LOCK,
     PARTIAL,
@@ -330,7 +329,7 @@ def _run_step(
     if not resume:
         shutil.rmtree(partial, ignore_errors=True)
     _refuse_others(recipe.output / name, before)
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    started = utc_now()
     unfinished = StepRecord(step=step.step, key=key, inputs=inputs, started=started)
     record = record.with_step(name, unfinished)
     record.write(recipe.output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from headprune.role.labels import labelled
 from headprune.role.parsed import baselines, parsed_input
 from headprune.role.pictures import roles_figure, scores_figure
 from headprune.role.spec import Source
-from headprune.schemas.manifest import versions
+from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.roles import (
     ROLES_FILE,
@@ -85,7 +84,7 @@ def roles(
     (identity, now), *originals = found
     trees = config.trees
     record = RolesRecord(
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=utc_now(),
         versions=versions(),
         model=identity,
         data=data,

@@ -176,6 +176,11 @@ class Manifest(Recorded, LineageStep):
         return (*self.lineage, self)
 
 
+def utc_now() -> str:
+    """UTC time in milliseconds: what was measured last is told by it, also within a second."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
 def versions() -> dict[str, str]:
     """Versions that a result depends on."""
     return {
@@ -193,7 +198,7 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
         **facts: The other fields of ``Manifest``.
     """
     files = {name: sha256_of(folder / name) for name in contents(folder)}
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    created = utc_now()
     manifest = _known(Manifest(created=created, versions=versions(), files=files, **facts))
     _write(folder, manifest)
     return manifest
