@@ -26,7 +26,7 @@ SHARD = "480MB"
 HEADS = 16
 
 
-def make(folder: Path, layers: int) -> None:
+def make(folder: Path, layers: int, width: int = 2048) -> None:
     """Writes a Llama with random weights, a shard in memory at a time."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -35,12 +35,12 @@ def make(folder: Path, layers: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
-        head_dim=128,
+        head_dim=width // HEADS,
         vocab_size=32_000,
         tie_word_embeddings=False,
         dtype="bfloat16",
@@ -127,7 +127,7 @@ def child(name: str, *arguments: object) -> tuple[float, float]:
 def in_child(name: str, *arguments: str) -> None:
     """Runs one and says what it took."""
     functions: dict[str, Callable[..., float | None]] = {
-        "make": lambda folder, layers: make(Path(folder), int(layers)),
+        "make": lambda folder, *sizes: make(Path(folder), *map(int, sizes)),
         "plan": lambda *paths: plan(*map(Path, paths)),
         "cut": lambda *paths: cut(*map(Path, paths)),
         "command": command,

@@ -46,6 +46,8 @@ EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
 # the attention that a family has by default; in detail, tests.test_surgery is about a case of each
 # layout of projections
 DEFAULT = ("default", "first")
+EVERY = sorted({*tiny.FAMILY_CASES, *tiny.CASES})
+ROWS = slow_unless(tiny.one_per_row(tiny.FAMILY_CASES).__contains__, tiny.FAMILY_CASES)
 
 
 def build(case: str, attn: str) -> PreTrainedModel:
@@ -96,7 +98,7 @@ def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Pa
         assert result.control is not None and result.control > 1e2 * result.tolerance
 
 
-@pytest.mark.parametrize("case", sorted({*tiny.FAMILY_CASES, *tiny.CASES}))
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(EVERY).__contains__, EVERY))
 def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)
@@ -111,7 +113,7 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
         equivalence.conclude(expecting(wanted), cut, cut)
 
 
-@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
+@pytest.mark.parametrize("case", ROWS)
 def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path: Path) -> None:
     model = build(case, "eager")
     family, parts = family_of(model.config), {}

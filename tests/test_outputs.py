@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
@@ -29,6 +30,7 @@ from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.dying import FILES, state, write
+from tests.marks import slow_unless
 from tests.test_cli import run
 
 BRIEF = SweepConfig(tokens=128, seq_len=16, criterion="magnitude", refit=False, max_windows=2)
@@ -737,8 +739,13 @@ def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_pa
 
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-@pytest.mark.parametrize("words", [["model"], ["model", "--json"], ["none"]])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    ("words", "both"),
+    slow_unless(
+        lambda words, both: both == (words == ["none"]) and "--json" not in words,
+        product([["model"], ["model", "--json"], ["none"]], [False, True]),
+    ),
+)
 def test_output_to_a_full_disk_is_told(tmp_path: Path, words: list[str], both: bool) -> None:
     """By the exit code alone where errors go there as well."""
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")

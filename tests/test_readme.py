@@ -13,6 +13,7 @@ import pytest
 
 from headprune.cli import app as cli
 from tests import tiny
+from tests.marks import slow_unless
 from tests.test_import_pickle import pickled
 from tests.test_verify import PRUNED, old_folder
 
@@ -125,7 +126,11 @@ def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The model finds 0 of")  # needles, as it is random
-@pytest.mark.parametrize("name", [name for name in GUIDES if commands(name)])
+@pytest.mark.parametrize(
+    "name",
+    # what takes longest there, compress and exports, runs in test_compress and test_engines too
+    slow_unless(lambda name: name not in ("evaluate", "compress"), filter(commands, GUIDES)),
+)
 def test_the_commands_of_a_guide_run_after_those_of_the_readme(
     name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

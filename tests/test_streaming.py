@@ -143,7 +143,7 @@ def ragged_plan(net: PreTrainedModel) -> Plan:
     return Plan(unit=Unit.HEAD, attentions=parts)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(CASES).__contains__, CASES))
 def test_on_disk_is_in_memory(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "model")
     whole = in_memory(model, first_gone, tmp_path / "whole")

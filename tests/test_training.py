@@ -130,7 +130,10 @@ def state_of(output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("train", "method"),
-    [*((train, Method.L0) for train in Train), (Train.CHANNELS, Method.GRADUAL)],
+    slow_unless(
+        lambda train, method: train is Train.ALL or method is Method.GRADUAL,
+        [*((train, Method.L0) for train in Train), (Train.CHANNELS, Method.GRADUAL)],
+    ),
 )
 def test_a_resumed_run_ends_where_an_unbroken_one_does(
     train: Train, method: Method, llama_folder: Path, text_file: Path, tmp_path: Path
