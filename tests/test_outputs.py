@@ -759,3 +759,16 @@ def test_output_to_a_full_disk_is_told(tmp_path: Path, words: list[str], both: b
         assert why in " ".join(ended.stderr.split())
         assert "Traceback" not in ended.stderr
         assert "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["model"], ["model", "--json"]])
+def test_who_reads_may_go(tmp_path: Path, words: list[str]) -> None:
+    """As in ``| head -1``: the exit code is that of the command, and nothing is complained of."""
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    asked = [sys.executable, "-m", "headprune", "inspect", *words]
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(asked, stdout=writes, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -75,6 +75,11 @@ class _Console(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=line.then(segment.text))
 
+    def on_broken_pipe(self) -> None:
+        """Goes on in silence: who reads has seen enough, and the exit code is the command's own."""
+        self.quiet = True
+        _drop(self.file)
+
 
 class _Stream:
     """A standard stream for libraries: what they print, log and warn of is text as well."""
@@ -231,8 +236,11 @@ def note(text: str) -> None:
 
 
 def show_json(text: str) -> None:
-    """Prints JSON for ``--json``."""
-    typer.echo(json_safe(text))
+    """Prints JSON for ``--json``, as far as somebody reads it."""
+    try:
+        typer.echo(json_safe(text))
+    except BrokenPipeError:
+        _drop(sys.stdout)
 
 
 def show_command(command: str) -> None:
@@ -287,7 +295,7 @@ def _last(text: str) -> None:
         _drop(sys.stdout)
 
 
-def _drop(stream: TextIO) -> None:
+def _drop(stream: IO[str]) -> None:
     """Lets go what waits in a stream, which would fail once more as the interpreter ends."""
     with Path(os.devnull).open("w") as nowhere, suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), stream.fileno())
