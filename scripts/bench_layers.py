@@ -8,7 +8,6 @@ and whether both wrote the same bytes.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +17,6 @@ from bench_scale import child
 WIDTH = 1024
 TOKENS = 4096
 WAYS = ("whole", "layers")
-# memory that is freed goes back at once, so that a peak is what was needed together
-os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
 
 
 def jobs(model: Path, plan: Path, text: str) -> dict[str, list[str]]:

@@ -59,6 +59,9 @@ def test_rounding_is_measured_on_every_output_that_is_compared(
     decoded = probes._decoded_in_chunks
     monkeypatch.setattr(probes, "_decoded_in_chunks", shaken)
     assert equivalence.expect(model, cuts).rounding > 100 * plain.rounding
+    quick = equivalence.expect(model, cuts, decoded=False)
+    assert 0 < quick.rounding < 1e-5  # in four passes, and so with something to spare
+    assert quick.wanted.keys() < plain.wanted.keys()
 
 
 def test_a_proof_that_rounding_hides_is_none() -> None:
@@ -71,6 +74,8 @@ def test_a_proof_that_rounding_hides_is_none() -> None:
     hidden = expecting(wanted, other, rounding=0.1)
     with pytest.raises(ProofError, match="would show nothing.*in float64"):
         hidden.refuse_inconclusive()
+    assert amplified.passed and expecting(wanted, other, rounding=2e-5).conclusive()
+    assert not expecting(wanted, other, rounding=2e-5).conclusive(spare=1e3)
     with pytest.raises(ProofError, match="would show nothing"):
         equivalence.conclude(hidden, near, near)
 

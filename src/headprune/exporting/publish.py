@@ -34,6 +34,9 @@ from headprune.schemas.records import Done, Merging, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.transfer import native_twin
 
+# what rounding is amplified more where texts are decoded than in one pass: 13 times in SmolLM2-135M
+_SPARE = 100.0
+
 
 @dataclass(frozen=True)
 class Pruned:
@@ -248,7 +251,8 @@ def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
         return  # there is no second one to widen; the proof itself says so
     wide = net if net.dtype in equivalence.TOLERANCE else widened(copy.deepcopy(net))
     cuts = resolve(plan.model_copy(update={"model": None}), wide, ragged=True)
-    equivalence.expect(wide, cuts).refuse_inconclusive()
+    if not equivalence.expect(wide, cuts, decoded=False).conclusive(spare=_SPARE):
+        equivalence.expect(wide, cuts).refuse_inconclusive()
 
 
 def _source_folder(model: str | Path) -> Path:

@@ -147,7 +147,7 @@ class Residency:
     def _fill(self, number: int) -> None:
         values = self._read(number) if number >= self._layers else self._read_ahead(number)
         for full, slot in self._slots[number].items():
-            value = self._rounded(full, values.pop(full).to(slot.empty.dtype))
+            value = self._rounded(full, values.pop(full), slot.empty.dtype)
             weight = nn.Parameter(value, slot.empty.requires_grad)
             slot.owner._parameters[slot.name] = weight
             self._filled[full] = weight, weight._version
@@ -179,8 +179,10 @@ class Residency:
     def _value(self, full: str, dtype: torch.dtype) -> Tensor:
         return rows_of(self._sources[full]).to(self.device, dtype)
 
-    def _rounded(self, full: str, value: Tensor) -> Tensor:
-        return value if self.stored_as is None else value.to(self.stored_as(full)).to(value.dtype)
+    def _rounded(self, full: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.stored_as is None or (stored := self.stored_as(full)) == value.dtype:
+            return value.to(dtype)
+        return value.to(dtype).to(stored).to(dtype)
 
     def _keep(self, full: str, weight: Tensor) -> None:
         """Writes a weight to the file of those that changed, where its last version was if any."""
