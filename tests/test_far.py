@@ -352,8 +352,8 @@ def apart(function: Callable[..., Any], folder: Path, *arguments: Any) -> None:
 
 def _quick(name: str, case: str) -> bool:
     quick = {"llama-gqa": {"score", "refit", "convert", "gates", "heal", "check"}}
-    quick["t5"] = {"gates-distill"}
-    quick["bert-mlm"] = {"convert-procrustes", "migrate"}
+    quick["t5"] = {"plan", "gates-distill"}
+    quick["bert-mlm"] = {"convert-procrustes", "evaluate", "migrate"}
     quick["gpt2"] = {"gates-channels", "verify", "run"}
     return name in quick[case]
 

@@ -76,7 +76,7 @@ class _Console(Console):
             yield segment if segment.control else segment._replace(text=line.then(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Goes on in silence: who reads has seen enough, and the exit code is the command's own."""
+        """Goes on in silence, as ``_as_far_as_read``."""
         self.quiet = True
         _drop(self.file)
 
@@ -92,7 +92,8 @@ class _Stream:
         return getattr(self.rich_proxied_file, name)
 
     def write(self, text: str) -> int:
-        self.rich_proxied_file.write(self._line.then(text))
+        with _as_far_as_read(self.rich_proxied_file):
+            self.rich_proxied_file.write(self._line.then(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -219,7 +220,7 @@ def _answered(question: Callable[[], A]) -> A:
 def _confirm(lines: Iterable[str], question: str) -> bool:
     for line in lines:
         out.print(line, soft_wrap=True, markup=False)
-    if not sys.stdin.isatty():
+    if out.quiet or not sys.stdin.isatty():  # nobody saw them, or nobody answers
         raise HeadpruneError("Nothing was removed: say --yes to remove these, or --dry-run.")
     return _answered(lambda: typer.confirm(question))
 
@@ -236,16 +237,15 @@ def note(text: str) -> None:
 
 
 def show_json(text: str) -> None:
-    """Prints JSON for ``--json``, as far as somebody reads it."""
-    try:
+    """Prints JSON for ``--json``."""
+    with _as_far_as_read(sys.stdout):
         typer.echo(json_safe(text))
-    except BrokenPipeError:
-        _drop(sys.stdout)
 
 
 def show_command(command: str) -> None:
     """Gives GitHub Actions a workflow command; on stderr, so that --json stays JSON."""
-    print(command, file=err.file, flush=True)
+    with _as_far_as_read(err.file):
+        print(command, file=err.file, flush=True)
 
 
 def show_traceback(error: BaseException) -> None:
@@ -293,6 +293,15 @@ def _last(text: str) -> None:
         sys.stdout.flush()
     except (OSError, ValueError):
         _drop(sys.stdout)
+
+
+@contextmanager
+def _as_far_as_read(stream: IO[str]) -> Iterator[None]:
+    """Writes in silence once nobody reads: the exit code is the command's own."""
+    try:
+        yield
+    except BrokenPipeError:
+        _drop(stream)
 
 
 def _drop(stream: IO[str]) -> None:
