@@ -31,7 +31,7 @@ from headprune.model.stored import stored_bytes
 console = Console()
 STORED = ("float32", "bfloat16")
 # else holes that glibc keeps between tensors make the peak of a job vary by 5 % between runs
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "100000"}
 
 
 def copied(model: Path, dtype: str, folder: Path) -> Path:
