@@ -214,12 +214,20 @@ class Residency:
 
 
 class _Spool:
-    """A temporary file of tensors, gone with the object."""
+    """A temporary file of tensors, gone with the object.
+
+    Where the system can open a file that has no name any more, it has none from the start, so that
+    nothing is left of it however the process ends.
+    """
 
     def __init__(self) -> None:
         self._file, name = tempfile.mkstemp(".weights", "headprune-")
-        self._path, self._end, self._kept = Path(name), 0, 0
-        weakref.finalize(self, _discard, self._file, self._path)
+        named, nameless = Path(name), Path(f"/dev/fd/{self._file}")
+        self._path, self._end, self._kept = named, 0, 0
+        if nameless.exists():
+            named.unlink()
+            self._path = nameless
+        weakref.finalize(self, _discard, self._file, named)
 
     def keep(self) -> None:
         """Overwrites nothing of what is there."""
@@ -244,7 +252,7 @@ class _Spool:
                 done += os.pwrite(self._file, content[done:], start + done)
         except OSError as error:
             raise CheckpointError(
-                f"The weights that change cannot be kept in '{self._path.parent}': {error}. Set "
+                f"The weights that change cannot be kept in '{tempfile.gettempdir()}': {error}. Set "
                 "TMPDIR to a folder with room for them."
             ) from None
         name = next(name for name, dtype in SAFETENSORS.items() if dtype is tensor.dtype)
