@@ -14,7 +14,7 @@ from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofEr
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.formats.spec import Format
 from headprune.exporting.source import open_source
-from headprune.io.folders import sha256_of
+from headprune.io.folders import hashes_of
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
 from headprune.model.identity import id_of_model
@@ -99,7 +99,7 @@ def export(
             id=id_of_model(model),
             changes=changes,
             proof=proof,
-            files={file.relative_to(folder).as_posix(): sha256_of(file) for file in files},
+            files=hashes_of(folder, (file.relative_to(folder).as_posix() for file in files)),
         )
         (folder / EXPORTED).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in files)

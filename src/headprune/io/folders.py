@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors.
@@ -34,6 +37,14 @@ def sha256_of(file: Path) -> str:
         while block := stream.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of files of a folder, by their names in it; several at once."""
+    listed = list(names)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda name: sha256_of(folder / name), listed)
+        return dict(zip(listed, found, strict=True))
 
 
 def digest_of(content: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headprune.io.folders import digest_of, sha256_of
+from headprune.io.folders import digest_of, hashes_of
 from headprune.model.reading import read_record
 from headprune.model.stored import model_files
 from headprune.schemas.manifest import read_manifest
@@ -28,7 +28,8 @@ def id_of_model(model: str | Path) -> str | None:
     found = model_files(model)
     if not found:
         return None
-    folder, files = found[0].parent, {file.name: sha256_of(file) for file in found}
+    folder = found[0].parent
+    files = hashes_of(folder, (file.name for file in found))
     record = read_record(folder)
     if record is not None and files.items() <= record.files.items():
         return record.id or read_manifest(folder).id

@@ -252,8 +252,8 @@ class _Spool:
                 done += os.pwrite(self._file, content[done:], start + done)
         except OSError as error:
             raise CheckpointError(
-                f"The weights that change cannot be kept in '{tempfile.gettempdir()}': {error}. Set "
-                "TMPDIR to a folder with room for them."
+                f"The weights that change cannot be kept in '{tempfile.gettempdir()}': {error}. "
+                "Set TMPDIR to a folder with room for them."
             ) from None
         name = next(name for name, dtype in SAFETENSORS.items() if dtype is tensor.dtype)
         return StoredTensor(name, tuple(tensor.shape), self._path, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.io.folders import sha256_of
+from headprune.io.folders import hashes_of, sha256_of
 from headprune.io.markup import sentence
 from headprune.io.parsing import read_json
 from headprune.model import probes
@@ -234,14 +235,10 @@ def _runs_only_ours(folder: Path, copy: Path) -> bool:
 
 def _files(folder: Path, manifest: Manifest) -> Check:
     """Compares the files that are there with those of the manifest."""
-    found = []
-    for name, digest in manifest.files.items():
-        try:
-            same = sha256_of(folder / name) == digest
-        except (OSError, ValueError):  # a name that no file system takes is a ValueError
-            found.append(f"{name} is missing")
-        else:
-            found += [] if same else [f"{name} was changed"]
+    readable = [name for name in manifest.files if _readable(folder / name)]
+    hashes = hashes_of(folder, readable)
+    found = [f"{name} is missing" for name in manifest.files if name not in hashes]
+    found += [f"{name} was changed" for name in hashes if hashes[name] != manifest.files[name]]
     unlisted = (name for name in contents(folder) if name not in manifest.files)
     found += [f"{name} is not in {MANIFEST}" for name in unlisted]
     if manifest.id != manifest.digest():
@@ -249,6 +246,10 @@ def _files(folder: Path, manifest: Manifest) -> Check:
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     listed = "; ".join([*found[:_SHOWN], *more])
     return Check("hashes", not found, listed or f"{len(manifest.files)} files unchanged")
+
+
+def _readable(file: Path) -> bool:
+    return os.path.isfile(file) and os.access(file, os.R_OK)
 
 
 def _tensors(

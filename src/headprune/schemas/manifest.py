@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from headprune._version import __version__
 from headprune.declaration import MadeBy
 from headprune.errors import CheckpointError
-from headprune.io.folders import digest_of, sha256_of
+from headprune.io.folders import digest_of, hashes_of
 from headprune.io.parsing import read_as
 from headprune.runtime import MANIFEST
 from headprune.schemas.plan import ModelIdentity, Shape
@@ -197,7 +197,7 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
         folder: The result.
         **facts: The other fields of ``Manifest``.
     """
-    files = {name: sha256_of(folder / name) for name in contents(folder)}
+    files = hashes_of(folder, contents(folder))
     created = utc_now()
     manifest = _known(Manifest(created=created, versions=versions(), files=files, **facts))
     _write(folder, manifest)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
-from headprune.io.folders import digest_of, sha256_of
+from headprune.io.folders import digest_of, hashes_of, sha256_of
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
 
@@ -114,8 +114,8 @@ def hashes(place: Path) -> dict[str, str]:
     if place.is_file():
         return {place.name: sha256_of(place)}
     inside = sorted(file for file in place.rglob("*") if file.is_file())
-    names = {str(file.relative_to(place)): file for file in inside}
-    return {n: sha256_of(f) for n, f in names.items() if not n.startswith(".")}
+    names = (str(file.relative_to(place)) for file in inside)
+    return hashes_of(place, (name for name in names if not name.startswith(".")))
 
 
 def digest_of_place(place: Path) -> str:
