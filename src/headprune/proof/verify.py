@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,9 @@ def _files(folder: Path, manifest: Manifest) -> Check:
 
 
 def _readable(file: Path) -> bool:
-    return os.path.isfile(file) and os.access(file, os.R_OK)
+    with suppress(OSError, ValueError):  # a name that no file system takes is a ValueError
+        return file.is_file() and os.access(file, os.R_OK)
+    return False
 
 
 def _tensors(
