@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,8 +100,8 @@ class _ScoreFit:
     """Least squares on the scores of some queries, weighted with the original's attention.
 
     Query heads are laid out by the group whose keys they read: (sequences, groups, heads of a group
-    x length, ...), so that one product serves all heads of a group. Inputs are white, which makes
-    the few steps go far.
+    x length, ...), so that one product serves all heads of a group. Scores are there of one
+    sequence at a time, and weights of all. Inputs are white, which makes the few steps go far.
     """
 
     def __init__(self, heads: HeadWeights, groups: Groups, activations: MergeActivations) -> None:
@@ -120,19 +121,15 @@ class _ScoreFit:
         self.query_rotation = _at(activations.rotation, chosen)
         self.own_keys = activations.keys
         self.own_queries = activations.queries[:, self.order][:, :, chosen]
-        attention = [
-            activations.attention(
-                activations.queries[part][:, :, chosen], activations.keys[part], part, chosen
-            )
-            for part in _one_by_one(len(activations.queries))
-        ]
-        self.weight = torch.cat([row[:, self.order] for row in attention])
+        self.owners = [heads.owners[query] for query in self.order]
+        self.parts = _one_by_one(sequences)
+        shape = *self.own_queries.shape[:3], self.own_keys.shape[2]
+        self.weight = self.own_queries.new_empty(shape)
+        for part in self.parts:
+            query, key = activations.queries[part][:, :, chosen], activations.keys[part]
+            self.weight[part] = activations.attention(query, key, part, chosen)[:, self.order]
         self.weight /= self.weight.sum()
         self.row_weight = self.weight.sum(-1, keepdim=True).clamp(min=1e-20)
-        owners = [heads.owners[query] for query in self.order]
-        scores = self.own_queries @ self.own_keys[:, owners].mT * self.scaling
-        # where no attention goes, the weight is 0; far-off values would still overflow
-        self.target = self._weighted(scores.masked_fill_(self.weight == 0, 0.0))
         moments = activations.second_moments
         self.query_white = self.key_white = _whitening(moments["q"])
         if moments["k"] is not moments["q"]:
@@ -153,24 +150,28 @@ class _ScoreFit:
 
     def _fitted_queries(self, q: Tensor, keys: Tensor) -> Tensor:
         def normal(q: Tensor) -> Tensor:
-            return self._to_queries(self._scores(self._queries(q), keys), keys)
+            return self._to_queries(partial(self._scores, self._queries(q), keys), keys)
 
-        return _improved(normal, self._to_queries(self.target, keys), q)
+        return _improved(normal, self._to_queries(self._target, keys), q)
 
     def _fitted_keys(self, k: Tensor, queries: Tensor) -> Tensor:
         def normal(k: Tensor) -> Tensor:
-            return self._to_keys(self._scores(queries, self._keys(k)), queries)
+            return self._to_keys(partial(self._scores, queries, self._keys(k)), queries)
 
-        return _improved(normal, self._to_keys(self.target, queries), k)
+        return _improved(normal, self._to_keys(self._target, queries), k)
 
-    def errors_of_own_keys(self, queries: Sequence[int], group: Sequence[int]) -> list[float]:
-        """What it costs these queries to read, all of them, the keys of one head of a group."""
-        places, errors = [self.order.index(query) for query in queries], []
-        for head in group:
-            scores = self.own_queries @ self.own_keys[:, head : head + 1].mT * self.scaling
-            gap = (self._weighted(scores) - self.target)[:, places]
-            weight = self.weight[:, places].clamp(min=1e-20)
-            errors.append(float((gap.square() / weight).sum()))
+    def errors_of_own_keys(self, heads: HeadWeights, groups: Groups) -> dict[int, float]:
+        """By KV head, what it costs the queries of its group to read, all of them, its keys."""
+        errors = {head: 0.0 for group in groups for head in group}
+        for part in self.parts:
+            target, keys = self._target(part), self.own_keys[part]
+            for group in groups:
+                places = [self.order.index(query) for query in heads.queries_of(group)]
+                weight = self.weight[part][:, places].clamp(min=1e-20)
+                for head in group:
+                    scores = self.own_queries[part] @ keys[:, head : head + 1].mT * self.scaling
+                    gap = (self._weighted(scores, part) - target)[:, places]
+                    errors[head] += float((gap.square() / weight).sum())
         return errors
 
     def _queries(self, q: Tensor) -> Tensor:
@@ -179,45 +180,50 @@ class _ScoreFit:
     def _keys(self, k: Tensor) -> Tensor:
         return _rotated(project(self.key_inputs, k), self.key_rotation)
 
-    def _weighted(self, scores: Tensor) -> Tensor:
+    def _target(self, part: slice) -> Tensor:
+        """The original's scores, weighted."""
+        scores = self.own_queries[part] @ self.own_keys[part, self.owners].mT * self.scaling
+        # where no attention goes, the weight is 0; far-off values would still overflow
+        return self._weighted(scores.masked_fill_(self.weight[part] == 0, 0.0), part)
+
+    def _weighted(self, scores: Tensor, part: slice) -> Tensor:
         """The scores times the weights, less their mean in every row where softmax ignores it."""
-        scores.mul_(self.weight)
+        scores.mul_(self.weight[part])
         if self.shifts_count:
             return scores
-        mean = scores.sum(-1, keepdim=True) / self.row_weight
-        return scores.addcmul_(self.weight, mean, value=-1)
+        mean = scores.sum(-1, keepdim=True) / self.row_weight[part]
+        return scores.addcmul_(self.weight[part], mean, value=-1)
 
     def _by_group(self, per_query: Tensor) -> Tensor:
         """(sequences, heads, rows, columns) to (sequences, groups, heads x rows, columns)."""
         grouped: Tensor = per_query.unflatten(1, (self.groups, -1))
         return grouped.flatten(2, 3)
 
-    def _scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        scores = self._by_group(queries * self.scaling) @ keys.mT
-        return self._weighted(scores.view(self.weight.shape))
+    def _scores(self, queries: Tensor, keys: Tensor, part: slice) -> Tensor:
+        scores = self._by_group(queries[part] * self.scaling) @ keys[part].mT
+        return self._weighted(scores.view(self.weight[part].shape), part)
 
-    def _to_queries(self, weighted: Tensor, keys: Tensor) -> Tensor:
-        moved = (self._by_group(weighted) @ (keys * self.scaling)).unflatten(
-            2, (-1, weighted.shape[2])
-        )
-        moved = moved.flatten(1, 2)
+    def _to_queries(self, weighted: Callable[[slice], Tensor], keys: Tensor) -> Tensor:
+        keys = keys * self.scaling
+        moved = torch.cat([self._by_group(weighted(p)) @ keys[p] for p in self.parts])
+        moved = moved.unflatten(2, (-1, self.weight.shape[2])).flatten(1, 2)
         moved = moved if self.query_rotation is None else self.query_rotation.transposed(moved)
         return _gathered(moved, self.query_inputs)
 
-    def _to_keys(self, weighted: Tensor, queries: Tensor) -> Tensor:
-        moved = self._by_group(weighted).mT @ self._by_group(queries * self.scaling)
+    def _to_keys(self, weighted: Callable[[slice], Tensor], queries: Tensor) -> Tensor:
+        queries = self._by_group(queries * self.scaling)
+        moved = torch.cat([self._by_group(weighted(p)).mT @ queries[p] for p in self.parts])
         moved = moved if self.key_rotation is None else self.key_rotation.transposed(moved)
         return _gathered(moved, self.key_inputs)
 
 
 def _best_keys(heads: HeadWeights, groups: Groups, activations: MergeActivations) -> list[int]:
     """Per KV head, the one of its group whose keys all queries of the group can use best."""
-    fit = _ScoreFit(heads, groups, activations)
+    errors = _ScoreFit(heads, groups, activations).errors_of_own_keys(heads, groups)
     chosen = list(range(len(heads.k)))
     for group in groups:
-        errors = fit.errors_of_own_keys(heads.queries_of(group), group)
         for head in group:
-            chosen[head] = group[errors.index(min(errors))]
+            chosen[head] = min(group, key=errors.__getitem__)
     return chosen
 
 
