@@ -60,6 +60,28 @@ def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
     assert devices.chosen() == torch.device("cuda:0")  # outside of any command
 
 
+@pytest.mark.parametrize(
+    ("dtype", "has", "told"),
+    [
+        (torch.float16, {"avx512_fp16": False, "amx_fp16": False}, True),
+        (torch.float16, {"avx512_fp16": True, "amx_fp16": False}, False),
+        (torch.bfloat16, {"avx512_bf16": False, "avx512_fp16": True}, True),
+        (torch.float32, {"avx512_bf16": False, "avx512_fp16": False}, False),
+        (torch.float16, {"neon": True}, False),  # nothing tells
+    ],
+)
+def test_a_type_that_the_processor_emulates_is_told(
+    dtype: torch.dtype, has: dict[str, bool], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    said: list[str] = []
+    with devices.running_on("cpu", said.append):
+        placement.placed(nn.Linear(1, 1, dtype=dtype))
+    name = str(dtype).removeprefix("torch.")
+    more = f", which has no {name} of its own: dtype float32 is several times as fast"
+    assert said == ["device: cpu" + more * told]
+
+
 def test_a_mac_computes_on_its_cpu_unless_asked(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

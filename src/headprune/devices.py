@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 AUTO, CPU = "auto", "cpu"
+_INSTRUCTIONS = {  # of x86, by what they multiply
+    "bfloat16": ("avx512_bf16", "amx_bf16"),
+    "float16": ("avx512_fp16", "amx_fp16"),
+}
 
 
 @dataclass
@@ -78,19 +82,31 @@ def computes_bfloat16() -> bool:
     device = chosen()
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # of older torch it is not known
-    known: dict[str, bool] = (
-        getattr(torch.cpu, "get_capabilities", dict)() if device.type == CPU else {}
-    )
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+    return device.type == CPU and _processor_has("bfloat16") is True
 
 
-def announce() -> None:
-    """Says where models run, once a command."""
+def announce(dtype: torch.dtype | None = None) -> None:
+    """Says where models run, once a command, and if the device only emulates their element type."""
     choice = _CHOICE.get()
     if choice is not None and choice.say is not None:
         say, choice.say = choice.say, None
-        say(f"device: {choice.device}")
+        say(f"device: {choice.device}{_slow(choice.device, dtype)}")
+
+
+def _slow(device: torch.device, dtype: torch.dtype | None) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if device.type != CPU or name not in _INSTRUCTIONS or _processor_has(name) is not False:
+        return ""
+    return f", which has no {name} of its own: dtype float32 is several times as fast"
+
+
+def _processor_has(dtype: str) -> bool | None:
+    """Whether the CPU multiplies matrices of a half type by itself; None where nothing tells."""
+    import torch
+
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch has none
+    found = [known[name] for name in _INSTRUCTIONS[dtype] if name in known]
+    return any(found) if found else None
 
 
 def out_of_memory(error: BaseException) -> bool:
