@@ -100,7 +100,7 @@ test-real: $(STAMP)
 
 ## test-real-short: every job on the first four layers of a real model in bfloat16
 test-real-short: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real tests/test_real.py -k first_layers
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real tests/test_real.py -k "first_layers and bfloat16"
 
 ## lint: style, types, direction of imports
 lint: $(STAMP)
