@@ -83,7 +83,8 @@ def refit(
         nonlocal seen
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         wanted = project_output(attention, original)
-        mine = (Stream.CHANGED.of(x).unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
+        heads = Stream.CHANGED.of(x).unflatten(-1, (len(gate), -1))
+        mine = heads.mul_(gate[:, None]).flatten(-2)  # in place: it may be gigabytes
         # as long as all layers before are whole there is nothing to make up for
         if bool((gate != 0).any()) and not torch.equal(mine, original):
             records.append(_fitted(attention, gate, mine, wanted, batch))
