@@ -61,25 +61,38 @@ def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has", "told"),
+    ("dtype", "has", "emulated"),
     [
-        (torch.float16, {"avx512_fp16": False, "amx_fp16": False}, True),
+        (torch.float16, {"avx512_fp16": False, "avx512_f": True}, True),
         (torch.float16, {"avx512_fp16": True, "amx_fp16": False}, False),
-        (torch.bfloat16, {"avx512_bf16": False, "avx512_fp16": True}, True),
-        (torch.float32, {"avx512_bf16": False, "avx512_fp16": False}, False),
+        (torch.bfloat16, {"avx512_f": False, "avx512_bf16": False, "avx512_fp16": True}, True),
+        (torch.bfloat16, {"avx512_f": True, "avx512_bf16": False}, False),
+        (torch.float32, {"avx512_f": False, "avx512_fp16": False}, False),
         (torch.float16, {"neon": True}, False),  # nothing tells
     ],
 )
-def test_a_type_that_the_processor_emulates_is_told(
-    dtype: torch.dtype, has: dict[str, bool], told: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_the_processor_emulates(
+    dtype: torch.dtype, has: dict[str, bool], emulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
-    said: list[str] = []
-    with devices.running_on("cpu", said.append):
-        placement.placed(nn.Linear(1, 1, dtype=dtype))
-    name = str(dtype).removeprefix("torch.")
-    more = f", which has no {name} of its own: dtype float32 is several times as fast"
-    assert said == ["device: cpu" + more * told]
+    with devices.running_on("cpu"):
+        assert devices.emulates(dtype) is emulated
+
+
+def test_measuring_in_an_emulated_type_is_told(
+    tmp_path: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny.save(tiny.model("llama-gqa").half(), tmp_path / "half")
+    monkeypatch.setattr(devices, "emulates", lambda dtype: dtype is torch.float16)
+    given = ["evaluate", folder, "--data", text_file, "--no-speed", "--max-windows", "2"]
+    line = "is measured in float16, which this CPU only emulates: --dtype float32"
+    code, _, err = run(capsys, *given, "--seq-len", "32")
+    assert (code, line in " ".join(err.split())) == (0, True)
+    code, _, err = run(capsys, *given, "--seq-len", "32", "--dtype", "float32")
+    assert (code, line in " ".join(err.split())) == (0, False)
 
 
 def test_a_mac_computes_on_its_cpu_unless_asked(

@@ -108,21 +108,21 @@ def test_the_best_even_cut_by_its_route(name: str, dtype: str, tmp_path: Path) -
     assert native is (name == "smollm2")
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16"])
-def first_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's first four layers, as a model of its own."""
-    source = fetch("smollm2", request.param)
+def first_layers_of_smollm2(dtype: str, folder: Path) -> Path:
+    """The first four layers, as a model of their own."""
+    source = fetch("smollm2", dtype)
     model = from_pretrained(source)
     model.model.layers = model.model.layers[:4]
     model.config.num_hidden_layers = 4
     model.config.layer_types = None
-    folder = tmp_path_factory.mktemp("short") / "smollm2-first-layers"
     model.save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)
     return folder
 
 
-def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_job_on_the_first_layers(dtype: str, tmp_path: Path) -> None:
+    first_layers = first_layers_of_smollm2(dtype, tmp_path / "smollm2-first-layers")
     text = DataConfig(source=str(TEXT))
     short = CalibrationConfig(tokens=2048, seq_len=128)
     score(
@@ -147,7 +147,6 @@ def test_every_job_on_the_first_layers(first_layers: Path, tmp_path: Path) -> No
     briefly = HealConfig(steps=4, save_every=4, seq_len=64)
     healed = heal(tmp_path / "mean", first_layers, text, tmp_path / "healed", briefly)
     results = [*(f"by-{name}" for name in cuts), "mean", "procrustes", "lowrank", "healed"]
-    dtype = str(from_pretrained(first_layers).dtype).removeprefix("torch.")
     for name in results:
         manifest = read_manifest(tmp_path / name)
         assert manifest.dtype == dtype

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 AUTO, CPU = "auto", "cpu"
-_INSTRUCTIONS = {  # of x86, by what they multiply
-    "bfloat16": ("avx512_bf16", "amx_bf16"),
+# of x86, one of which multiplies matrices of a type about as fast as of float32, or faster
+_INSTRUCTIONS = {
+    "bfloat16": ("avx512_f", "avx512_bf16", "amx_bf16", "avx_ne_convert"),
     "float16": ("avx512_fp16", "amx_fp16"),
 }
 
@@ -30,11 +31,14 @@ class _Choice:
 
     Attributes:
         device: The device.
-        say: Called with the line that names it, when the first model is put there.
+        say: Called with the line that names it, when the first model is put there, and with what
+            there is to say of it.
+        announced: Whether it was named.
     """
 
     device: torch.device
-    say: Callable[[str], None] | None
+    say: Callable[[str], None]
+    announced: bool = False
 
 
 _CHOICE: ContextVar[_Choice | None] = ContextVar("device", default=None)
@@ -82,31 +86,41 @@ def computes_bfloat16() -> bool:
     device = chosen()
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type == CPU and _processor_has("bfloat16") is True
+    known = _capabilities() if device.type == CPU else {}
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def announce(dtype: torch.dtype | None = None) -> None:
-    """Says where models run, once a command, and if the device only emulates their element type."""
-    choice = _CHOICE.get()
-    if choice is not None and choice.say is not None:
-        say, choice.say = choice.say, None
-        say(f"device: {choice.device}{_slow(choice.device, dtype)}")
-
-
-def _slow(device: torch.device, dtype: torch.dtype | None) -> str:
+def emulates(dtype: torch.dtype) -> bool:
+    """Whether the device is known to multiply matrices of a type far slower than of float32."""
     name = str(dtype).removeprefix("torch.")
-    if device.type != CPU or name not in _INSTRUCTIONS or _processor_has(name) is not False:
-        return ""
-    return f", which has no {name} of its own: dtype float32 is several times as fast"
+    if chosen().type != CPU or name not in _INSTRUCTIONS:
+        return False
+    known = _capabilities()
+    found = [known[each] for each in _INSTRUCTIONS[name] if each in known]
+    return bool(found) and not any(found)
 
 
-def _processor_has(dtype: str) -> bool | None:
-    """Whether the CPU multiplies matrices of a half type by itself; None where nothing tells."""
+def _capabilities() -> Mapping[str, bool]:
+    """What the CPU can do, by name; of older torch it is not known."""
     import torch
 
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch has none
-    found = [known[name] for name in _INSTRUCTIONS[dtype] if name in known]
-    return any(found) if found else None
+    known: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return known
+
+
+def announce() -> None:
+    """Says where models run, once a command."""
+    choice = _CHOICE.get()
+    if choice is not None and not choice.announced:
+        choice.announced = True
+        choice.say(f"device: {choice.device}")
+
+
+def remark(line: str) -> None:
+    """Says something of the device to whoever runs the command."""
+    choice = _CHOICE.get()
+    if choice is not None:
+        choice.say(line)
 
 
 def out_of_memory(error: BaseException) -> bool:

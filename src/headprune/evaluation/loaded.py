@@ -44,6 +44,7 @@ from headprune.model.opening import as_it_fits
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
+from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 _PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
@@ -181,6 +182,11 @@ def load(
         )
         refuse_missing_dtype(net.dtype, devices.chosen())
         refuse_without_text(net, "evaluate")
+        if devices.emulates(net.dtype):
+            devices.remark(
+                f"'{name}' is measured in {dtype_name(net.dtype)}, which this CPU only emulates: "
+                "--dtype float32 is several times as fast."
+            )
         with alone_on_device(net):
             refuse_not_finite(net, name)
         nets.append(net)

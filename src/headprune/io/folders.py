@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +21,9 @@ _COMPANIONS = (
 )
 
 
+_AT_ONCE = 4  # files that are hashed: more wait for the disk
+
+
 def copy_companions(source: Path, target: Path) -> None:
     """Copies tokenizer and processor files, chat templates, pooling settings."""
     files = {file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()}
@@ -30,21 +33,25 @@ def copy_companions(source: Path, target: Path) -> None:
         shutil.copyfile(file, target / inside)
 
 
-def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file."""
+def sha256_of(file: Path, stop: threading.Event | None = None) -> str:
+    """The SHA-256 of a file; of what was read of it until ``stop`` was set, where that is given."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
+        while (block := stream.read(1 << 20)) and not (stop is not None and stop.is_set()):
             digest.update(block)
     return digest.hexdigest()
 
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of files of a folder, by their names in it; several at once."""
-    listed = list(names)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda name: sha256_of(folder / name), listed)
-        return dict(zip(listed, found, strict=True))
+    listed, stop = list(names), threading.Event()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        try:
+            found = pool.map(lambda name: sha256_of(folder / name, stop), listed)
+            return dict(zip(listed, found, strict=True))
+        except BaseException:  # Ctrl-C as well does not wait for what is half read
+            stop.set()
+            raise
 
 
 def digest_of(content: object) -> str:

@@ -177,7 +177,7 @@ def _locked(work: Path, place: Path) -> int | None:
         except FileNotFoundError:
             continue  # its last writer has just removed it
         try:
-            with _perhaps_without_locks():
+            with perhaps_without_locks():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), work.stat()):
                 return lock
@@ -192,7 +192,7 @@ def _locked(work: Path, place: Path) -> int | None:
 
 
 @contextmanager
-def _perhaps_without_locks() -> Iterator[None]:
+def perhaps_without_locks() -> Iterator[None]:
     """Goes on where a file system has no locks."""
     try:
         yield

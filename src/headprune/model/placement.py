@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def placed(model: Model) -> Model:
     """Puts a loaded model on the device of the command, where layers and shards are already."""
-    devices.announce(next((p.dtype for p in model.parameters()), None))
+    devices.announce()
     there = residency_of(model) is not None or is_sharded(model)
     return model if there else model.to(devices.chosen())
 

@@ -12,7 +12,6 @@ kept, and it runs again, with weights read again, when the gradients come by.
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor, rows_of
 from headprune.io.streaming import bytes_of
+from headprune.io.temporary import temporary_file
 from headprune.model.skeleton import Names, Unmapped
 from headprune.tensors.dtypes import SAFETENSORS
 
@@ -214,20 +214,12 @@ class Residency:
 
 
 class _Spool:
-    """A temporary file of tensors, gone with the object.
-
-    Where the system can open a file that has no name any more, it has none from the start, so that
-    nothing is left of it however the process ends.
-    """
+    """A temporary file of tensors, gone with the object."""
 
     def __init__(self) -> None:
-        self._file, name = tempfile.mkstemp(".weights", "headprune-")
-        named, nameless = Path(name), Path(f"/dev/fd/{self._file}")
-        self._path, self._end, self._kept = named, 0, 0
-        if nameless.exists():
-            named.unlink()
-            self._path = nameless
-        weakref.finalize(self, _discard, self._file, named)
+        self._file, self._path = temporary_file()
+        self._end = self._kept = 0
+        weakref.finalize(self, _discard, self._file, self._path)
 
     def keep(self) -> None:
         """Overwrites nothing of what is there."""
@@ -252,8 +244,8 @@ class _Spool:
                 done += os.pwrite(self._file, content[done:], start + done)
         except OSError as error:
             raise CheckpointError(
-                f"The weights that change cannot be kept in '{tempfile.gettempdir()}': {error}. "
-                "Set TMPDIR to a folder with room for them."
+                f"The weights that change cannot be kept in '{self._path.parent}': {error}. Set "
+                "TMPDIR to a folder with room for them."
             ) from None
         name = next(name for name, dtype in SAFETENSORS.items() if dtype is tensor.dtype)
         return StoredTensor(name, tuple(tensor.shape), self._path, start)

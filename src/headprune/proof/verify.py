@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.io.folders import hashes_of, sha256_of
+from headprune.io.folders import sha256_of
 from headprune.io.markup import sentence
 from headprune.io.parsing import read_json
 from headprune.model import probes
@@ -235,10 +234,14 @@ def _runs_only_ours(folder: Path, copy: Path) -> bool:
 
 def _files(folder: Path, manifest: Manifest) -> Check:
     """Compares the files that are there with those of the manifest."""
-    readable = [name for name in manifest.files if _readable(folder / name)]
-    hashes = hashes_of(folder, readable)
-    found = [f"{name} is missing" for name in manifest.files if name not in hashes]
-    found += [f"{name} was changed" for name in hashes if hashes[name] != manifest.files[name]]
+    found = []
+    for name, digest in manifest.files.items():
+        try:
+            same = sha256_of(folder / name) == digest
+        except (OSError, ValueError):  # a name that no file system takes is a ValueError
+            found.append(f"{name} is missing")
+        else:
+            found += [] if same else [f"{name} was changed"]
     unlisted = (name for name in contents(folder) if name not in manifest.files)
     found += [f"{name} is not in {MANIFEST}" for name in unlisted]
     if manifest.id != manifest.digest():
@@ -246,12 +249,6 @@ def _files(folder: Path, manifest: Manifest) -> Check:
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     listed = "; ".join([*found[:_SHOWN], *more])
     return Check("hashes", not found, listed or f"{len(manifest.files)} files unchanged")
-
-
-def _readable(file: Path) -> bool:
-    with suppress(OSError, ValueError):  # a name that no file system takes is a ValueError
-        return file.is_file() and os.access(file, os.R_OK)
-    return False
 
 
 def _tensors(

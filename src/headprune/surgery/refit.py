@@ -84,13 +84,13 @@ def refit(
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         wanted = project_output(attention, original)
         heads = Stream.CHANGED.of(x).unflatten(-1, (len(gate), -1))
-        mine = heads.mul_(gate[:, None]).flatten(-2)  # in place: it may be gigabytes
+        mine = heads.mul_(gate[:, None]).flatten(-2)
         # as long as all layers before are whole there is nothing to make up for
         if bool((gate != 0).any()) and not torch.equal(mine, original):
             records.append(_fitted(attention, gate, mine, wanted, batch))
         seen += 1
         on_module(seen, len(attentions))
-        return OneStream(Stream.CHANGED, mine, wanted)
+        return OneStream(Stream.CHANGED, mine.clone(), wanted)  # of a view, x would stay as well
 
     try:
         in_sequence(model, attentions, doubled(batch), enter)

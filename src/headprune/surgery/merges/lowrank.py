@@ -34,6 +34,7 @@ from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
 from headprune.tensors.solvers import conjugate_gradients
 
+TOKENS = 1024  # whose scores are computed at a time
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
 QUERIES = 96  # of every sequence, evenly spaced, in the fit of the scores: neighbours attend alike,
@@ -100,8 +101,9 @@ class _ScoreFit:
     """Least squares on the scores of some queries, weighted with the original's attention.
 
     Query heads are laid out by the group whose keys they read: (sequences, groups, heads of a group
-    x length, ...), so that one product serves all heads of a group. Scores are there of one
-    sequence at a time, and weights of all. Inputs are white, which makes the few steps go far.
+    x length, ...), so that one product serves all heads of a group. Scores are computed for a few
+    sequences at a time; what they are weighted with is kept of all. Inputs are white, which makes
+    the few steps go far.
     """
 
     def __init__(self, heads: HeadWeights, groups: Groups, activations: MergeActivations) -> None:
@@ -122,10 +124,10 @@ class _ScoreFit:
         self.own_keys = activations.keys
         self.own_queries = activations.queries[:, self.order][:, :, chosen]
         self.owners = [heads.owners[query] for query in self.order]
-        self.parts = _one_by_one(sequences)
+        self.parts = _some(sequences, max(1, TOKENS // length))
         shape = *self.own_queries.shape[:3], self.own_keys.shape[2]
         self.weight = self.own_queries.new_empty(shape)
-        for part in self.parts:
+        for part in _some(sequences, 1):
             query, key = activations.queries[part][:, :, chosen], activations.keys[part]
             self.weight[part] = activations.attention(query, key, part, chosen)[:, self.order]
         self.weight /= self.weight.sum()
@@ -254,7 +256,7 @@ class _Reader:
         values = project(self.activations.inputs["v"], heads.affine("v"))
         rows = _evenly(self.queries.shape[2], POOLED)
         found: list[Moments] = []
-        for part in _one_by_one(len(values)):
+        for part in _some(len(values), 1):
             attention = self._attention(part, rows)
             joints = [values[part][0, list(group)].transpose(0, 1).flatten(1) for group in groups]
             read = [
@@ -269,7 +271,7 @@ class _Reader:
         """All that enters W_O, shape (sequences, length, query heads x head_dim)."""
         values = project(self.activations.inputs["v"], heads.affine("v"))[:, heads.owners]
         rows = torch.arange(self.queries.shape[2])
-        read = [self._attention(part, rows) @ values[part][0] for part in _one_by_one(len(values))]
+        read = [self._attention(part, rows) @ values[part][0] for part in _some(len(values), 1)]
         return torch.stack(read).transpose(1, 2).flatten(2)
 
     def _attention(self, part: slice, rows: Tensor) -> Tensor:
@@ -312,5 +314,5 @@ def _evenly(length: int, count: int) -> Tensor:
     return torch.linspace(0, length - 1, min(length, count)).round().long()
 
 
-def _one_by_one(count: int) -> Sequence[slice]:
-    return [slice(i, i + 1) for i in range(count)]
+def _some(count: int, at_once: int) -> Sequence[slice]:
+    return [slice(i, i + at_once) for i in range(0, count, at_once)]
