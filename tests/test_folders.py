@@ -28,10 +28,13 @@ def test_hashes_of_several_files(tmp_path: Path) -> None:
 
 def test_an_interrupt_waits_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
+    begun = threading.Event()
 
     def hashed(file: Path, stop: threading.Event) -> str:
         if file.name == "first":
+            begun.wait(60)
             raise KeyboardInterrupt
+        begun.set()
         stopped.append(stop.wait(60))
         return ""
 
