@@ -93,6 +93,18 @@ def test_the_wrong_base_is_refused(result: Path, tmp_path: Path) -> None:
         verify(result, against=other)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_too_little_memory_is_no_failed_check(
+    result: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(probes, "probe", full)
+    with pytest.raises(type(error)):
+        verify(result)
+
+
 def test_what_headprune_did_not_write_is_not_verified(llama_folder: Path) -> None:
     with pytest.raises(CheckpointError, match="no headprune.json"):
         verify(llama_folder)

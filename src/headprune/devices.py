@@ -90,13 +90,12 @@ def computes_bfloat16() -> bool:
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def emulates(dtype: torch.dtype) -> bool:
+def emulates(dtype: str) -> bool:
     """Whether the device is known to multiply matrices of a type far slower than of float32."""
-    name = str(dtype).removeprefix("torch.")
-    if chosen().type != CPU or name not in _INSTRUCTIONS:
+    if chosen().type != CPU:
         return False
     known = _capabilities()
-    found = [known[each] for each in _INSTRUCTIONS[name] if each in known]
+    found = [known[name] for name in _INSTRUCTIONS.get(dtype, ()) if name in known]
     return bool(found) and not any(found)
 
 

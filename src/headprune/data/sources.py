@@ -226,7 +226,7 @@ def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
         if builder is None:
             return _of_the_hub(data)
         return _of_files(files, builder)
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:  # builders raise whatever their parser raises
         found = "is no file or folder, and" if builder is None else "was found, but"

@@ -182,9 +182,9 @@ def load(
         )
         refuse_missing_dtype(net.dtype, devices.chosen())
         refuse_without_text(net, "evaluate")
-        if devices.emulates(net.dtype):
+        if devices.emulates(dtype := dtype_name(net.dtype)):
             devices.remark(
-                f"'{name}' is measured in {dtype_name(net.dtype)}, which this CPU only emulates: "
+                f"'{name}' is measured in {dtype}, which this CPU only emulates: "
                 "--dtype float32 is several times as fast."
             )
         with alone_on_device(net):

@@ -21,6 +21,7 @@ from headprune.io.ownership import FileKind, foreign, is_one_piece, part_of
 from headprune.io.writing import (
     abandoned,
     is_reserved,
+    is_there,
     is_work_folder,
     put,
     real,
@@ -245,7 +246,7 @@ def refuse_input(path: Path, inputs: Sequence[Input]) -> None:
 def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
     """The inputs that lie on this machine, and where."""
     for given in inputs:
-        if given is not None and os.path.exists(given):  # noqa: PTH110  (false for any name)
+        if given is not None and is_there(given):
             yield given, real(Path(given))
 
 

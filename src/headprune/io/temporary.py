@@ -8,7 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from headprune.io.writing import perhaps_without_locks
+from headprune.io.locks import lock
 
 _PREFIX, _SUFFIX = "headprune-", ".spool"
 
@@ -27,7 +27,7 @@ def temporary_file() -> tuple[int, Path]:
     while True:
         file, name = tempfile.mkstemp(_SUFFIX, _PREFIX)
         path = Path(name)
-        if _locks(file) and path.exists():  # else another process took it for abandoned
+        if lock(file) is not False and path.exists():  # else another took it for abandoned
             return file, path
         os.close(file)
 
@@ -35,24 +35,9 @@ def temporary_file() -> tuple[int, Path]:
 def _remove_abandoned(path: Path) -> None:
     if sys.platform == "win32":
         return
-    import fcntl
-
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
+        if lock(file):
+            path.unlink()
     finally:
         os.close(file)
-
-
-def _locks(file: int) -> bool:
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        with perhaps_without_locks():
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -29,10 +29,18 @@ from typing import Any
 import yaml
 
 from headprune.errors import CheckpointError
+from headprune.io.locks import lock
 
 _NEW, _OLD = "new", "old"
 _LONGEST = 255  # bytes in a name
 _held: dict[Path, Path] = {}  # outputs that this process writes, and their work folders
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether there is a file or folder; False for what no file system takes as a name."""
+    with suppress(OSError, ValueError):  # of Path.exists, where a name is too long or forbidden
+        return Path(path).exists()
+    return False
 
 
 def real(path: Path) -> Path:
@@ -95,13 +103,12 @@ def reserved(place: Path) -> Iterator[Path]:
         yield _fresh(_held[place], place)
         return
     work = work_folder(place)
-    # Path.exists raises where a name is too long or forbidden; os.path says that it is not there
-    missing = [parent for parent in work.parents if not os.path.exists(parent)]  # noqa: PTH110  (see above)
-    lock = None
+    missing = [parent for parent in work.parents if not is_there(parent)]
+    held = None
     try:
         try:
             with _interrupts_wait():
-                lock = _locked(work, place)
+                held = _locked(work, place)
                 adopt(work / _NEW / place.name, place, work / _OLD)
                 _held[place] = work
                 new = _fresh(work, place)
@@ -111,7 +118,7 @@ def reserved(place: Path) -> Iterator[Path]:
     finally:
 
         def release() -> None:
-            nonlocal lock
+            nonlocal held
             with _interrupts_wait():
                 # an earlier output that could not be put back waits there for the next run
                 waits = (work / _OLD).is_dir() and not os.path.lexists(place)
@@ -120,9 +127,9 @@ def reserved(place: Path) -> Iterator[Path]:
                 for folder in missing:
                     with suppress(OSError):  # it holds the output
                         folder.rmdir()
-                if lock is not None:
-                    os.close(lock)
-                    lock = None
+                if held is not None:
+                    os.close(held)
+                    held = None
 
         try:
             release()
@@ -170,37 +177,19 @@ def _locked(work: Path, place: Path) -> int | None:
         work.mkdir(parents=True, exist_ok=True)
         if sys.platform == "win32":
             return None
-        import fcntl
-
         try:
-            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             continue  # its last writer has just removed it
-        try:
-            with perhaps_without_locks():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), work.stat()):
-                return lock
-        except BlockingIOError:
-            os.close(lock)
+        if lock(folder) is False:
+            os.close(folder)
             raise CheckpointError(
                 f"Another process is writing '{place}'. Wait for it, or choose another output."
-            ) from None
-        except FileNotFoundError:
-            pass
-        os.close(lock)
-
-
-@contextmanager
-def perhaps_without_locks() -> Iterator[None]:
-    """Goes on where a file system has no locks."""
-    try:
-        yield
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF):
-            raise
+            )
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(folder), work.stat()):
+                return folder
+        os.close(folder)
 
 
 def is_work_folder(path: Path) -> bool:
@@ -225,24 +214,20 @@ def abandoned(work: Path, remove: bool = False) -> bool:
     """
     if sys.platform == "win32":
         return False
-    import fcntl
-
     try:
-        lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
+        if not lock(folder):
+            return False
         if remove:
             for new in (work / _NEW).glob("*"):
                 adopt(new, work.with_name(new.name), work / _OLD)
             _remove(work)
         return True
     finally:
-        os.close(lock)
+        os.close(folder)
 
 
 def put(new: Path, place: Path, old: Path) -> None:

@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from headprune import devices
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.io.folders import sha256_of
@@ -163,6 +164,8 @@ def _compared(
         inputs = probes.probe_inputs(net, stored.seed)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
+        if isinstance(error, MemoryError) or devices.out_of_memory(error):
+            raise  # which says nothing of the model
         said = error if isinstance(error, HeadpruneError) else f"{type(error).__name__}: {error}"
         return Check(route, False, sentence(str(said))), None
     gap = equivalence.difference_from_stored(stored, outputs)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import DataConfig
 from headprune.errors import CheckpointError
-from headprune.io.folders import digest_of, hashes_of, sha256_of
+from headprune.io.folders import digest_of, hashes_of
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
 
@@ -112,7 +112,7 @@ def read_run(folder: Path) -> RunRecord | None:
 def hashes(place: Path) -> dict[str, str]:
     """SHA-256 of every file of a folder, or of the one file; hidden ones are not counted."""
     if place.is_file():
-        return {place.name: sha256_of(place)}
+        return hashes_of(place.parent, [place.name])
     inside = sorted(file for file in place.rglob("*") if file.is_file())
     names = (str(file.relative_to(place)) for file in inside)
     return hashes_of(place, (name for name in names if not name.startswith(".")))

@@ -224,8 +224,9 @@ def _best_keys(heads: HeadWeights, groups: Groups, activations: MergeActivations
     errors = _ScoreFit(heads, groups, activations).errors_of_own_keys(heads, groups)
     chosen = list(range(len(heads.k)))
     for group in groups:
+        best = min(group, key=errors.__getitem__)
         for head in group:
-            chosen[head] = min(group, key=errors.__getitem__)
+            chosen[head] = best
     return chosen
 
 
