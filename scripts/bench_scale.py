@@ -2,8 +2,8 @@
 
 Makes Llamas in bfloat16 with random weights in a temporary folder (TMPDIR), of 12 and of 40 layers:
 1.5 GB and 4.4 GB. Half of the heads are cut, with gate values folded in, beside ``cp -r`` of the
-model, in turns; then the commands run, each as a process of its own, and ``cp`` of the file that
-export wrote. Prints tables: the most resident memory of each process (VmHWM) and seconds.
+model, in turns; then the commands run, each as a process of its own, export in turns with ``cp`` of
+the file that it wrote. Prints tables: the most resident memory of each process (VmHWM) and seconds.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def measured(layers: int, home: Path) -> tuple[str, list[str]]:
     size = sum(shard.stat().st_size for shard in shards)
     if shutil.disk_usage(home).free < 3 * size:
         raise SystemExit(f"{home} has no room for {3 * size / 1e9:.0f} GB more; set TMPDIR")
-    cuts, copies, peaks = [], [], []
+    cuts, copies, peaks = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
         os.sync()  # what one writes does not wait for what the other wrote
         seconds, peak = child("cut", model, file, out)
@@ -180,15 +180,20 @@ def measured(layers: int, home: Path) -> tuple[str, list[str]]:
         "prune --proof tensors": (*dry, "--proof", "tensors", "--output", str(out)),
         "export --to gguf --prove read-back": exported,
     }
-    rows = []
+    rows, copies, copy = [], [], home / "copy"
     for name, arguments in commands.items():
-        shutil.rmtree(out, ignore_errors=True)
-        os.sync()
-        seconds, peak = child("command", *arguments)
-        rows.append(f"| {what} | `{name}` | {peak:.0f} MB | {seconds:.1f} |")
-    os.sync()
-    copy = [copied(out / "model.gguf", home / "copy") for _ in range(ROUNDS)]
-    rows.append(f"| {what} | `cp` of that file | - | {_spread(copy)} |")
+        taken = []
+        for _ in range(ROUNDS):
+            shutil.rmtree(out, ignore_errors=True)
+            os.sync()
+            seconds, peak = child("command", *arguments)
+            taken.append(seconds)
+            if name.startswith("export"):
+                os.sync()
+                copies.append(copied(out / "model.gguf", copy))
+                copy.unlink()
+        rows.append(f"| {what} | `{name}` | {peak:.0f} MB | {_spread(taken)} |")
+    rows.append(f"| {what} | `cp` of that file | - | {_spread(copies)} |")
     return row, rows
 
 

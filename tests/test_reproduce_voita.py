@@ -174,7 +174,8 @@ def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
 def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
     (tmp_path / "text.en").write_text(sentences(60, 0))
     (tmp_path / "test.en").write_text(sentences(6, 1))
-    texts = (str(tmp_path / "text.en"),), str(tmp_path / "test.en")
+    (tmp_path / "other.en").write_text(sentences(6, 2))
+    texts = (str(tmp_path / "text.en"),), str(tmp_path / "test.en"), str(tmp_path / "other.en")
     protocol = voita.Protocol(*texts, pairs=50, sentences=5, steps=2, batch_size=2, watched=8)
     said: list[str] = []
     work, page = tmp_path / "work", tmp_path / "voita.md"
@@ -197,6 +198,7 @@ def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
     for name in ("compensated-0-3", "gates-0-3"):
         assert found[name]["heads"] == len(found[name]["roles"]) == 3
         assert 0 <= found[name]["against_original"] < 99
+        assert 0 <= found[name]["round_trip_elsewhere"] < 99
     experiment.page(page)
     text = page.read_text()
     assert f"| 3 | {found['gates-0-3']['round_trip']:.1f} |" in text
@@ -211,9 +213,9 @@ def test_the_page_says_what_was_measured(voita: Any, tmp_path: Path) -> None:
 
     def point(method: str, heads: int, trip: float, **roles: float) -> Any:
         held = {h: {"positional": (score, "-1", score > 0.9)} for h, score in roles.items()}
-        return voita.Point(method, 0, heads, trip + 30, trip, held)
+        return voita.Point(method, 0, heads, trip + 30, trip, trip / 2, held)
 
-    protocol = voita.Protocol(("text",), "test", 50, 5, 2, 2)
+    protocol = voita.Protocol(("text",), "test", "other", 50, 5, 2, 2)
     whole = point("original", 48, 60.0, **{"1.0": 0.95, "1.1": 0.5, "1.2": 0.8})
     points = [
         point("gates", 24, 59.8, **{"1.0": 0.93, "1.2": 0.97}),
@@ -227,6 +229,7 @@ def test_the_page_says_what_was_measured(voita: Any, tmp_path: Path) -> None:
     text = page.read_text()
     gates, by_chance = "L0 gates, encoder attention trained", "random heads"
     assert "| 12 | 58.4 (57.4 to 59.4) | not measured |" in text
+    assert "the uncut model: 30.0." in text and "| 12 | 29.2 (28.7 to 29.7) |" in text
     assert f"| {gates} | 24, 24 | 12, 24 |" in text
     assert f"| {by_chance} | 48 | 48 |" in text
     assert "|  | heads left | 1.0 positional -1 | 1.2 positional -1 | new |" in text

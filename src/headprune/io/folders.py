@@ -6,8 +6,9 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 # Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors.
@@ -42,16 +43,31 @@ def sha256_of(file: Path, stop: threading.Event | None = None) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def hashing(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], dict[str, str]]]:
+    """Hashes files of a folder beside what the block does, several at once.
+
+    Args:
+        folder: The folder.
+        names: The files, by their names in it; nothing may change them any more.
+
+    Yields:
+        Waits for the SHA-256 of each, by name. What is not waited for ends with the block.
+    """
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        found = {name: pool.submit(sha256_of, folder / name, stop) for name in names}
+        yield lambda: {name: digest.result() for name, digest in found.items()}
+    finally:  # Ctrl-C as well does not wait for what is half read
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of files of a folder, by their names in it; several at once."""
-    listed, stop = list(names), threading.Event()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        try:
-            found = pool.map(lambda name: sha256_of(folder / name, stop), listed)
-            return dict(zip(listed, found, strict=True))
-        except BaseException:  # Ctrl-C as well does not wait for what is half read
-            stop.set()
-            raise
+    """The SHA-256 of files of a folder, by their names in it."""
+    with hashing(folder, names) as hashes:
+        return hashes()
 
 
 def digest_of(content: object) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from headprune.io.folders import digest_of, hashes_of
+from headprune.io.folders import digest_of, hashing
 from headprune.model.reading import read_record
 from headprune.model.stored import model_files
 from headprune.schemas.manifest import read_manifest
@@ -25,11 +27,30 @@ def id_of_model(model: str | Path) -> str | None:
     Raises:
         CheckpointError: If the manifest is damaged.
     """
+    with identifying(model) as known:
+        return known()
+
+
+@contextmanager
+def identifying(model: str | Path) -> Iterator[Callable[[], str | None]]:
+    """Reads a model's files beside what the block does, for its id.
+
+    Args:
+        model: Folder or hub id.
+
+    Yields:
+        Waits for what ``id_of_model`` returns.
+    """
     found = model_files(model)
     if not found:
-        return None
+        yield lambda: None
+        return
     folder = found[0].parent
-    files = hashes_of(folder, (file.name for file in found))
+    with hashing(folder, (file.name for file in found)) as hashes:
+        yield lambda: _id_of(folder, hashes())
+
+
+def _id_of(folder: Path, files: dict[str, str]) -> str | None:
     record = read_record(folder)
     if record is not None and files.items() <= record.files.items():
         return record.id or read_manifest(folder).id

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from headprune._version import __version__
 from headprune.declaration import MadeBy
 from headprune.errors import CheckpointError
-from headprune.io.folders import digest_of, hashes_of
+from headprune.io.folders import digest_of
 from headprune.io.parsing import read_as
 from headprune.runtime import MANIFEST
 from headprune.schemas.plan import ModelIdentity, Shape
@@ -191,15 +191,13 @@ def versions() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, **facts: Any) -> Manifest:
-    """Hashes the files of a finished folder and writes its manifest beside them.
+    """Writes the manifest of a finished folder.
 
     Args:
         folder: The result.
-        **facts: The other fields of ``Manifest``.
+        **facts: The fields of ``Manifest`` but for time and versions.
     """
-    files = hashes_of(folder, contents(folder))
-    created = utc_now()
-    manifest = _known(Manifest(created=created, versions=versions(), files=files, **facts))
+    manifest = _known(Manifest(created=utc_now(), versions=versions(), **facts))
     _write(folder, manifest)
     return manifest
 
