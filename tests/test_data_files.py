@@ -245,7 +245,7 @@ def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:
         quality.causal_losses(tiny.model("llama-gqa"), one, of, 2)
     config = TrainGatesConfig(target_heads=0.5, seq_len=8, batch_size=2, steps=1)
     data = DataConfig(source=str(text_file))
-    _, collate = batches(Objective.MLM, tiny.model("bert-mlm"), of, data, config)
+    _, collate, _ = batches(Objective.MLM, tiny.model("bert-mlm"), of, data, config)
     with pytest.raises(DataError, match="no token to mask in a whole batch"):
         collate([dict(row, attention_mask=[1] * 4) for row in special])
     short = config.model_copy(update={"seq_len": 1})

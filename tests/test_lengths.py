@@ -85,7 +85,7 @@ def test_training_cuts_sequences_with_a_word(
 ) -> None:
     model, of, data = tiny.model(case), tiny.tokenizer(), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"cut at {LONGEST}"):
-        rows, collate = batches(Objective.DISTILL, model, of, data, config)
+        rows, collate, _ = batches(Objective.DISTILL, model, of, data, config)
     ids = collate([rows[0], rows[1]])["input_ids"]
     assert ids.shape == (2, LONGEST)
     model(ids)

@@ -69,9 +69,9 @@ def test_where_all_reach_far_samples_come_from_all_over_them(tmp_path: Path) -> 
 
 def test_sentences_are_rows() -> None:
     text = texts.Text("t", ((("A first sentence of it. And a\nsecond one. No.",), None),), True)
-    assert [row[0] for row, _ in text.sentences().rows] == ["A first sentence of it."]
+    assert [row[0] for row, _ in text.by_sentence().rows] == ["A first sentence of it."]
     longer = texts.Text(
         "t", ((("One that is long enough!  Another that\nis, too? x",), None),), True
     )
-    found = [row[0] for row, _ in longer.sentences().rows]
+    found = [row[0] for row, _ in longer.by_sentence().rows]
     assert found == ["One that is long enough!", "Another that is, too?"]

@@ -22,6 +22,7 @@ from headprune.config import (
     LayoutOption,
     sequences_per_pass,
 )
+from headprune.data.sentences import OF_SENTENCES
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
@@ -41,7 +42,6 @@ from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
 
-_OF_SENTENCES = ("classification", "features")  # they read single sentences, not running text
 _OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of what is fitted to the others
 _JUDGED = 512  # tokens of a sequence that is judged on: of longer ones there would be too few
@@ -161,9 +161,9 @@ class _Compression:
         self.config = config.model_copy(update={"seq_len": read})
         self.most = most if task == "causal-lm" else None
         self.trained, self.held = texts.read(data or texts.shipped())
-        if task in _OF_SENTENCES:
+        if task in OF_SENTENCES:
             self.trained, self.held = (
-                tuple(text.sentences() for text in some) for some in (self.trained, self.held)
+                tuple(text.by_sentence() for text in some) for some in (self.trained, self.held)
             )
         stored = stored_dtypes(self.net, stored_tensors(model)).default
         self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from headprune.config import DataConfig
 from headprune.data.rows import evenly
+from headprune.data.sentences import sentences
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError
 
@@ -26,8 +26,6 @@ _SPREAD = 16  # times as much text as is learnt from, at most
 _BLOCK = 8_192  # characters of a plain text that stay together
 _PIECES = 128  # of a file, of 256 KiB each: no more of it is read
 _MIXED = Path(__file__).parents[1] / "data" / "mixed"
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
-_SHORTEST = 20  # characters of a sentence
 
 Row = tuple[tuple[str, ...], str | None]
 
@@ -59,13 +57,12 @@ class Text:
         labels = [label for _, label in self.rows if label is not None]
         return Examples([texts for texts, _ in self.rows], labels or None, rows_are_documents=True)
 
-    def sentences(self) -> Text:
+    def by_sentence(self) -> Text:
         """A plain text as rows of a sentence each; other texts as they are."""
         if not self.plain:
             return self
-        found = _SENTENCE.split("".join(texts[0] for texts, _ in self.rows))
-        some = tuple(((" ".join(s.split()),), None) for s in found if len(s) >= _SHORTEST)
-        return Text(self.name, some, plain=False)
+        found = sentences(texts[0] for texts, _ in self.rows)
+        return Text(self.name, tuple(((one,), None) for one in found), plain=False)
 
     def spread(self, characters: int) -> Text:
         """Rows from all over it, evenly, with about so many characters together."""

@@ -93,7 +93,12 @@ class TrainGatesConfig(OfKinds, InUnits):
         "Optimiser steps. Default: as many as --epochs take.", None, Panel.MAIN
     )
     epochs: Positive = option("Passes over the data, without --steps.", 1.0, Panel.TRAINING)
-    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
+    batch_size: Few = option(
+        "Sequences of --seq-len tokens per step, of all processes; of shorter texts as many more "
+        "as take no more tokens.",
+        4,
+        Panel.TRAINING,
+    )
     seq_len: Length = option(
         "Tokens per sequence; documents are packed for language models, and cut off otherwise.",
         256,
@@ -170,7 +175,12 @@ class HealConfig(Options):
         Panel.TRAINING,
     )
     lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
-    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
+    batch_size: Few = option(
+        "Sequences of --seq-len tokens per step, of all processes; of shorter texts as many more "
+        "as take no more tokens.",
+        4,
+        Panel.TRAINING,
+    )
     seq_len: Length = option("Tokens per sequence.", 256, Panel.TRAINING)
     learning_rate: Positive = option(
         "Highest learning rate, reached after a tenth of the steps and then lowered to zero along "

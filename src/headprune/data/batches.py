@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from datasets import Dataset
@@ -15,7 +15,9 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
-from headprune.data.samples import Collate
+from headprune.data.rows import widths
+from headprune.data.samples import Collate, cut, longest_of
+from headprune.data.sentences import OF_SENTENCES, by_sentence
 from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import read_examples
 from headprune.data.unreadable import refuse_beyond
@@ -23,6 +25,8 @@ from headprune.errors import DataError
 from headprune.model.batch import Batch, decoder_inputs
 from headprune.model.lengths import usable_length
 from headprune.model.loading import task_of, vocabulary_of
+
+_STEPS = 8  # of a pass over the text, at least
 
 
 def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
@@ -37,21 +41,47 @@ def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
     return collate
 
 
+class Batches(NamedTuple):
+    """Text as a model learns from it.
+
+    Attributes:
+        rows: Its rows.
+        collate: Makes a batch of some of them.
+        of_step: How many make a step: ``batch_size`` sequences of ``seq_len`` tokens, or so many
+            shorter ones that they take no more, padded.
+    """
+
+    rows: Dataset
+    collate: Collate
+    of_step: int
+
+
 def batches(
     objective: Objective,
     net: PreTrainedModel,
     tokenizer: Any,
     data: DataConfig,
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
-) -> tuple[Dataset, Collate]:
-    """Rows of training text, and what makes a batch of some of them.
+    running: bool = False,
+) -> Batches:
+    """Reads text as a model's task and an objective need it.
+
+    Args:
+        objective: What is learned.
+        net: The model.
+        tokenizer: Its tokenizer.
+        data: Where the text is.
+        config: How long sequences are, and how many make a batch.
+        running: Take plain text as it runs, also for a model that reads single sentences.
 
     Raises:
         DataError: If the text is too short.
     """
     examples, vocabulary = read_examples(data), vocabulary_of(net)
-    # calibration makes do with fewer sequences than a batch
-    need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
+    if task_of(net) in OF_SENTENCES and not running:
+        examples = by_sentence(examples)
+    calibrating = isinstance(config, CalibrationConfig)
+    need = 1 if calibrating else config.batch_size  # calibration makes do with less than a batch
     seq_len = usable_length(net.config, tokenizer, config.seq_len)
     if seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
@@ -84,7 +114,7 @@ def batches(
                     )
             return batch
 
-        return rows, collate
+        return Batches(rows, collate, config.batch_size)
     if task_of(net) == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
@@ -97,4 +127,12 @@ def batches(
             f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
             "Give more data or a smaller --batch-size."
         )
-    return rows, lambda features: cast(Batch, dict(collator(features)))
+    single = objective is Objective.DISTILL and not data.pairs and not calibrating
+    longest = longest_of(rows) if single else int(widths(rows).max())
+
+    def padded(features: list[dict[str, Any]]) -> Batch:
+        some = [cut(row, longest) for row in features] if single else features
+        return cast(Batch, dict(collator(some)))
+
+    most = max(1, len(rows) // (_STEPS * config.batch_size))  # few rows still make several steps
+    return Batches(rows, padded, config.batch_size * min(most, max(1, seq_len // longest)))

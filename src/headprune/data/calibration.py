@@ -58,7 +58,7 @@ def calibration(
     }[task]
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     fitting = config.model_copy(update={"seq_len": min(config.seq_len, config.calibration_tokens)})
-    rows, collate = batches(objective, net, tokenizer, data, fitting)
+    rows, collate, _ = batches(objective, net, tokenizer, data, fitting)
     return CalibrationSample.spread(
         rows,
         collate,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, List
 from numpy.typing import NDArray
 
 from headprune.errors import DataError
@@ -69,11 +69,18 @@ def let_go(rows: Dataset) -> None:
         libc.madvise(ctypes.c_void_p(start), length, _PAGEOUT)
 
 
-def lengths(rows: Dataset) -> NDArray[np.int64]:
+def lengths(rows: Dataset, column: str = "input_ids") -> NDArray[np.int64]:
     """Tokens of every row."""
-    batches = rows.select_columns(["input_ids"]).with_format("arrow").iter(AT_ONCE)
+    batches = rows.select_columns([column]).with_format("arrow").iter(AT_ONCE)
     counted = [pc.list_value_length(batch.column(0)).to_numpy() for batch in batches]
     return np.concatenate([np.empty(0), *counted]).astype(np.int64)
+
+
+def widths(rows: Dataset) -> NDArray[np.int64]:
+    """Tokens of the longer side of every row, where it has a source and a target."""
+    sides = [name for name, kind in rows.features.items() if isinstance(kind, List)]
+    longer: NDArray[np.int64] = np.stack([lengths(rows, name) for name in sides]).max(axis=0)
+    return longer
 
 
 def _written(parts: Iterable[Mapping[str, Any]], path: Path) -> int:

@@ -56,7 +56,7 @@ class CalibrationSample:
             cut: Cut rows that are much longer than the others; for rows of one text each.
             **others: Other attributes.
         """
-        longest = max(2, math.ceil(LONGEST * lengths(rows).mean())) if cut else None
+        longest = longest_of(rows) if cut else None
         found = _read(rows, longest)
         count = min(len(rows), max(1, int(tokens / (int(found.sum()) / len(rows)))))
         numbers = evenly(len(rows), count)
@@ -95,9 +95,17 @@ class CalibrationSample:
 
     def _row(self, number: int) -> dict[str, Any]:
         row: dict[str, Any] = self.rows[number]
-        if self.longest is None:
-            return row
-        return {name: _cut(column, self.longest) for name, column in row.items()}
+        return row if self.longest is None else cut(row, self.longest)
+
+
+def longest_of(rows: Dataset) -> int:
+    """Tokens of a row from which on it is much longer than the others."""
+    return max(2, math.ceil(LONGEST * float(lengths(rows).mean())))
+
+
+def cut(row: dict[str, Any], longest: int) -> dict[str, Any]:
+    """A row without the tokens before its last that are too many."""
+    return {name: _cut(column, longest) for name, column in row.items()}
 
 
 def _read(rows: Dataset, longest: int | None) -> NDArray[np.int64]:

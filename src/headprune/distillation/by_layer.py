@@ -27,7 +27,6 @@ from statistics import fmean
 from typing import Literal
 
 import torch
-from datasets import Dataset
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -36,8 +35,8 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from headprune import processes
 from headprune.config import HealConfig, HealTrain
-from headprune.data.samples import Collate
 from headprune.declaration import Context
+from headprune.distillation.pair import Pair
 from headprune.distillation.stack import Stack, Streams
 from headprune.distillation.trainer import HealedModel
 from headprune.errors import CheckpointError, HeadpruneError, TrainingError
@@ -72,9 +71,10 @@ class Batched:
     held_out: Sequence[Batch]
 
     @classmethod
-    def of(cls, rows: Dataset, held_out: Dataset, collate: Collate, config: HealConfig) -> Batched:
+    def of(cls, pair: Pair, config: HealConfig) -> Batched:
         """As many batches as there are steps, or all, if the text has fewer."""
-        size, drawn = config.batch_size, list(range(len(rows)))
+        rows, held_out, collate = pair.rows, pair.held_out, pair.collate
+        size, drawn = pair.of_step, list(range(len(rows)))
         random.Random(config.seed).shuffle(drawn)
         count = min(config.steps, len(rows) // size)
         return cls(

@@ -182,7 +182,7 @@ def _refuse_unfit(config: HealConfig) -> None:
 def _by_layer(job: HealingJob, pair: Pair) -> Healed:
     """Trains one layer after the other."""
     config, context = job.config, job.context
-    text = Batched.of(pair.rows, pair.held_out, pair.collate, config)
+    text = Batched.of(pair, config)
     healer = LayerHealer(pair.net, pair.original, text, config, pair.bf16)
     context.stage("measuring before")
     before = healer.divergence()
@@ -209,7 +209,7 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         pair.held_out,
         model=HealedModel(student, pair.original, pair.bf16),
         remedies=_remedies(config, pair.bf16),
-        args=heal_arguments(config, work.checkpoints),
+        args=heal_arguments(config, work.checkpoints, pair.of_step),
         train_dataset=pair.rows,
         data_collator=pair.collate,
     )

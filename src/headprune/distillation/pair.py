@@ -83,6 +83,7 @@ class Pair:
         rows: Sequences to train on.
         held_out: Sequences to judge by.
         collate: Makes a batch of some of them.
+        of_step: How many make a step.
         bf16: Whether to compute in bfloat16 (autocast).
     """
 
@@ -94,6 +95,7 @@ class Pair:
     rows: Dataset
     held_out: Dataset
     collate: Collate
+    of_step: int
     bf16: bool
 
     @classmethod
@@ -121,9 +123,9 @@ class Pair:
         context.stage("reading the data")
         remote = context.allowed.trust_remote_code
         tokenizer = load_tokenizer(job.model, trust_remote_code=remote)
-        rows, collate = batches(Objective.DISTILL, net, tokenizer, data, config)
-        parts = _split(rows, config.batch_size)
-        return cls(net, original, source, plan, stored, *parts, collate, bf16)
+        rows, collate, of_step = batches(Objective.DISTILL, net, tokenizer, data, config)
+        parts = _split(rows, of_step)
+        return cls(net, original, source, plan, stored, *parts, collate, of_step, bf16)
 
 
 def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

@@ -138,12 +138,12 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
     return trained
 
 
-def heal_arguments(config: HealConfig, folder: Path) -> TrainingArguments:
+def heal_arguments(config: HealConfig, folder: Path, batch_size: int) -> TrainingArguments:
     """Trainer's settings for healing: AdamW, a tenth of warm-up, then a cosine to zero."""
     return resumable_arguments(
         folder,
         config.steps,
-        config.batch_size,
+        batch_size,
         config.seed,
         config.save_every,
         learning_rate=config.learning_rate,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import DataConfig, EngineName, EvaluateConfig
+from headprune.data.sentences import by_sentence
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.data.unreadable import refuse_beyond
@@ -231,7 +232,7 @@ def _needles(
 def _rows(
     net: PreTrainedModel, tokenizer: Any, examples: Examples, seq_len: int, most: int | None
 ) -> Dataset:
-    """Windows for language models, one row per text for the others; pairs give two rows each."""
+    """Windows for language models, one row per text or sentence for the others, two per pair."""
     task, known = task_of(net), vocabulary_of(net)
     if task == "masked-lm":
         refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
@@ -244,9 +245,9 @@ def _rows(
             vocabulary=known,
             most=most,
         )
-    some = examples.first(most)
     if task == "seq2seq-lm":
-        return translation_rows(some, tokenizer, seq_len, known)
+        return translation_rows(examples.first(most), tokenizer, seq_len, known)
+    some = by_sentence(examples).first(most)
     if task == "classification":
         return tokenized_rows(some, tokenizer, seq_len, net.config.label2id, known)
     return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)

@@ -57,7 +57,7 @@ def ranks(model: str, data: DataConfig, config: RanksConfig, context: Context) -
     net, _ = load(model, config.dtype, replace(context.allowed, assume_supported=True))
     refuse_without_text(net, "ranks")
     taken = config.part(CalibrationConfig)
-    rows, collate = batches(Objective.DISTILL, net, tokenizer, data, taken)
+    rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken)
     sample = CalibrationSample.spread(
         rows, collate, config.calibration_tokens, batch_size=config.batch_size
     )

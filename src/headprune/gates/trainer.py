@@ -215,12 +215,14 @@ class GateCallback(HistoryCallback):
         return record
 
 
-def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> TrainingArguments:
+def training_arguments(
+    config: TrainGatesConfig, folder: Path, steps: int, batch_size: int
+) -> TrainingArguments:
     """Trainer's settings for a gates run."""
     return resumable_arguments(
         folder,
         steps,
-        config.batch_size,
+        batch_size,
         config.seed,
         config.save_every,
         # clipping would tie the step of every gate to the largest gradient among them

@@ -57,7 +57,7 @@ def text_input(
         calibration_tokens=tokens, seq_len=config.seq_len, batch_size=config.batch_size
     )
     # with this objective no task hides tokens
-    rows, collate = batches(Objective.DISTILL, net, tokenizer, data, taken)
+    rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken, running=True)
     sample = CalibrationSample.spread(rows, collate, tokens, batch_size=config.batch_size)
     if sample.tokens < 2 * TEXT_TOKENS or len(sample.rows) < 2:
         raise DataError(
@@ -88,7 +88,7 @@ def loss_batches(
         batch_size=config.batch_size,
         seed=config.seed,
     )
-    rows, collate = batches(objective, net, tokenizer, data, taken)
+    rows, collate, _ = batches(objective, net, tokenizer, data, taken)
     sample = CalibrationSample.spread(
         rows, collate, taken.calibration_tokens, batch_size=config.batch_size
     )

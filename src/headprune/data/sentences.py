@@ -1,0 +1,41 @@
+"""Plain text for models that read single sentences, such as encoders of sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from headprune.data.sources import Examples
+
+OF_SENTENCES = ("classification", "features")  # tasks of models that read no running text
+_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+_SHORTEST, _LONGEST = 20, 1 << 16  # characters of a sentence
+_MEAN = 1_000  # characters of a sentence, at most, in a text that is made of sentences
+_PIECES = 128  # of text, of 256 KiB each: no more of it is read
+
+
+def sentences(pieces: Iterable[str]) -> Iterator[str]:
+    """The sentences of a text that comes in pieces, each as one line, and no short ones."""
+    held = ""
+    for piece in pieces:
+        *whole, held = _END.split(held + piece)
+        if len(held) > _LONGEST:
+            whole, held = [*whole, held], ""
+        yield from _long_enough(whole)
+    yield from _long_enough([held])
+
+
+def by_sentence(examples: Examples) -> Examples:
+    """Plain text as an example per sentence; tables, and text without sentences, as they are."""
+    if examples.rows_are_documents:
+        return examples
+    found = [(sentence,) for sentence in sentences(islice(examples.strings(), _PIECES))]
+    if not found or sum(len(sentence) for (sentence,) in found) > _MEAN * len(found):
+        return examples
+    return Examples(found, None, rows_are_documents=True)
+
+
+def _long_enough(found: Iterable[str]) -> Iterator[str]:
+    lines = (" ".join(sentence.split()) for sentence in found)
+    return (line for line in lines if len(line) >= _SHORTEST)

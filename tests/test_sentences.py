@@ -1,0 +1,132 @@
+"""Short texts: plain text sentence by sentence, and how many of them make a step."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, HealConfig, Objective
+from headprune.data.batches import Batches, batches
+from headprune.data.calibration import calibration
+from headprune.data.sentences import by_sentence, sentences
+from headprune.data.sources import read_examples
+from headprune.evaluation.evaluate import evaluate
+from tests import tiny
+
+LONG = "What a sentence of this length is for, nobody knows"
+TEXT = f"{LONG}. {LONG}!\nNo. {LONG}?\n\n{LONG}, {LONG},\n{LONG}.\n"
+
+
+def test_a_sentence_ends_with_its_sign_or_an_empty_line() -> None:
+    assert list(sentences([TEXT])) == [
+        f"{LONG}.",
+        f"{LONG}!",  # "No." is too short to be read alone
+        f"{LONG}?",
+        f"{LONG}, {LONG}, {LONG}.",
+    ]
+
+
+@given(st.lists(st.integers(0, len(TEXT)), max_size=6))
+def test_pieces_of_the_text_make_no_difference(cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(TEXT)]
+    pieces = [TEXT[start:end] for start, end in pairwise(ends)]
+    assert list(sentences(pieces)) == list(sentences([TEXT]))
+
+
+def test_text_without_an_end_is_not_held_for_ever() -> None:
+    assert len(list(sentences(["word " * 20_000] * 3))) == 3
+
+
+def _written(folder: Path) -> tuple[Path, Path]:
+    """The same sentences as plain text and as a table."""
+    every = [" ".join(tiny.text(5 + at, seed=at).split()) + " ." for at in range(40)]
+    plain, table = folder / "text.txt", folder / "rows.jsonl"
+    plain.write_text("\n".join(every))
+    table.write_text("".join(json.dumps({"text": one}) + "\n" for one in every))
+    return plain, table
+
+
+def test_text_that_is_no_sentences_and_tables_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "running.txt").write_text(tiny.text(2_000))
+    plain, table = _written(tmp_path)
+    for file in (tmp_path / "running.txt", table):
+        examples = read_examples(DataConfig(source=str(file)))
+        assert by_sentence(examples) is examples
+    found = by_sentence(read_examples(DataConfig(source=str(plain))))
+    assert len(found.texts) == 40 and found.rows_are_documents
+
+
+@pytest.mark.parametrize(("case", "alike"), [("bert-base", True), ("bert-mlm", False)])
+def test_encoders_without_a_head_calibrate_on_sentences(
+    case: str, alike: bool, tmp_path: Path
+) -> None:
+    net, folder = tiny.model(case), tiny.save(tiny.model(case), tmp_path / "model")
+    config = CalibrationConfig(calibration_tokens=256, seq_len=64)
+    plain, table = (
+        calibration(net, folder, DataConfig(source=str(file)), config, "score").whole()
+        for file in _written(tmp_path)
+    )
+    same = plain["input_ids"].shape == table["input_ids"].shape
+    assert (same and bool((plain["input_ids"] == table["input_ids"]).all())) is alike
+
+
+def test_embeddings_of_plain_text_are_of_its_sentences(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
+    tiny.save(tiny.model("bert-base"), tmp_path / "other")
+    config = EvaluateConfig(speed=False, seq_len=64)
+    found = [
+        evaluate(folder, DataConfig(source=str(file)), config, against=tmp_path / "other")
+        for file in _written(tmp_path)
+    ]
+    plain, table = ({m.name: (m.value, m.n) for m in one.model.metrics} for one in found)
+    assert plain == table
+    assert plain["similarity_correlation"][1] == 40
+
+
+def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batches:
+    """What healing on texts of so many words takes."""
+    file = folder / "texts.jsonl"
+    pair = case == "t5"
+    rows = [{"text": tiny.text(n, seed=at)} for at, n in enumerate(lengths)]
+    rows = [row | ({"second": tiny.text(9)} if pair else {}) for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = HealConfig(steps=1, batch_size=2, **settings)
+    data = DataConfig(source=str(file), text_column="text,second" if pair else "text")
+    net = tiny.model(case)
+    objective = Objective.LM if pair else Objective.DISTILL
+    return batches(objective, net, tiny.tokenizer(), data, config)
+
+
+def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path) -> None:
+    found = _step("bert-base", tmp_path, [4] * 200, seq_len=64)
+    longest = 2 * len(found.rows[0]["input_ids"])
+    assert found.of_step == 2 * (64 // longest) > 2
+    assert found.collate(list(found.rows.select(range(found.of_step))))["input_ids"].numel() <= 128
+    assert _step("bert-base", tmp_path, [40] * 200, seq_len=64).of_step == 2
+    assert _step("gpt2", tmp_path, [4] * 200, seq_len=64).of_step == 2  # packed into windows
+
+
+def test_few_short_texts_still_make_several_steps(tmp_path: Path) -> None:
+    assert _step("bert-base", tmp_path, [4] * 64, seq_len=64).of_step == 8
+    assert _step("bert-base", tmp_path, [4] * 8, seq_len=64).of_step == 2
+
+
+def test_one_long_text_pads_no_step(tmp_path: Path) -> None:
+    found = _step("bert-base", tmp_path, [4] * 199 + [60], seq_len=64)
+    last = found.rows[199]["input_ids"]
+    batch = found.collate([found.rows[0], found.rows[199]])["input_ids"]
+    assert len(last) == 60 and batch.shape[1] < 12
+    assert batch[1, -1] == last[-1]
+
+
+def test_pairs_are_as_long_as_their_longer_side(tmp_path: Path) -> None:
+    found = _step("t5", tmp_path, [4] * 200, seq_len=64)
+    assert found.of_step == 2 * (64 // len(found.rows[0]["labels"]))
+    batch = found.collate([found.rows[at] for at in range(2)])
+    assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
