@@ -156,7 +156,7 @@ def measured(layers: int, home: Path) -> tuple[str, list[str]]:
     size = sum(shard.stat().st_size for shard in shards)
     if shutil.disk_usage(home).free < 3 * size:
         raise SystemExit(f"{home} has no room for {3 * size / 1e9:.0f} GB more; set TMPDIR")
-    cuts, copies, peaks = list[float](), list[float](), list[float]()
+    cuts, copies, peaks = [], [], []
     for _ in range(ROUNDS):
         os.sync()  # what one writes does not wait for what the other wrote
         seconds, peak = child("cut", model, file, out)
@@ -180,20 +180,21 @@ def measured(layers: int, home: Path) -> tuple[str, list[str]]:
         "prune --proof tensors": (*dry, "--proof", "tensors", "--output", str(out)),
         "export --to gguf --prove read-back": exported,
     }
-    rows, copies, copy = [], [], home / "copy"
+    rows, of_file, copy = [], [], home / "copy"
     for name, arguments in commands.items():
-        taken = []
+        taken, most = [], 0.0
         for _ in range(ROUNDS):
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             seconds, peak = child("command", *arguments)
             taken.append(seconds)
+            most = max(most, peak)
             if name.startswith("export"):
                 os.sync()
-                copies.append(copied(out / "model.gguf", copy))
+                of_file.append(copied(out / "model.gguf", copy))
                 copy.unlink()
-        rows.append(f"| {what} | `{name}` | {peak:.0f} MB | {_spread(taken)} |")
-    rows.append(f"| {what} | `cp` of that file | - | {_spread(copies)} |")
+        rows.append(f"| {what} | `{name}` | {most:.0f} MB | {_spread(taken)} |")
+    rows.append(f"| {what} | `cp` of that file | - | {_spread(of_file)} |")
     return row, rows
 
 

@@ -10,13 +10,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModel, DataCollatorWithPadding
 
-from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, HealConfig, Objective
+from headprune.config import (
+    CalibrationConfig,
+    DataConfig,
+    EvaluateConfig,
+    HealConfig,
+    Objective,
+    RolesConfig,
+)
 from headprune.data.batches import Batches, batches
 from headprune.data.calibration import calibration
 from headprune.data.sentences import by_sentence, sentences
 from headprune.data.sources import read_examples
+from headprune.distillation.heal import heal
 from headprune.evaluation.evaluate import evaluate
+from headprune.role.inputs import text_input
 from tests import tiny
 
 LONG = "What a sentence of this length is for, nobody knows"
@@ -30,6 +40,18 @@ def test_a_sentence_ends_with_its_sign_or_an_empty_line() -> None:
         f"{LONG}?",
         f"{LONG}, {LONG}, {LONG}.",
     ]
+
+
+def test_signs_of_other_scripts_end_a_sentence_too() -> None:
+    found = list(sentences(["一" * 30 + "。" + "二" * 30 + "？三。" + "क " * 20 + "। " + LONG]))
+    assert [len(one) for one in found] == [31, 31, 41, len(LONG)]
+
+
+def test_files_are_read_one_by_one(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(LONG)
+    found = by_sentence(read_examples(DataConfig(source=str(tmp_path))))
+    assert list(found.texts) == [(LONG,), (LONG,)]
 
 
 @given(st.lists(st.integers(0, len(TEXT)), max_size=6))
@@ -104,9 +126,8 @@ def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batch
 
 
 def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path) -> None:
-    found = _step("bert-base", tmp_path, [4] * 200, seq_len=64)
-    longest = 2 * len(found.rows[0]["input_ids"])
-    assert found.of_step == 2 * (64 // longest) > 2
+    found = _step("bert-base", tmp_path, [4] * 400, seq_len=64)
+    assert found.of_step == 2 * (64 // len(found.rows[0]["input_ids"])) > 2
     assert found.collate(list(found.rows.select(range(found.of_step))))["input_ids"].numel() <= 128
     assert _step("bert-base", tmp_path, [40] * 200, seq_len=64).of_step == 2
     assert _step("gpt2", tmp_path, [4] * 200, seq_len=64).of_step == 2  # packed into windows
@@ -115,6 +136,12 @@ def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path
 def test_few_short_texts_still_make_several_steps(tmp_path: Path) -> None:
     assert _step("bert-base", tmp_path, [4] * 64, seq_len=64).of_step == 8
     assert _step("bert-base", tmp_path, [4] * 8, seq_len=64).of_step == 2
+
+
+def test_texts_are_cut_only_where_more_of_them_fit_then(tmp_path: Path) -> None:
+    found = _step("bert-base", tmp_path, [40] * 190 + [110] * 10, seq_len=120)
+    assert found.of_step == 2  # twice the mean is 87, and no two of these fit either
+    assert found.collate([found.rows[199]])["input_ids"].shape == (1, 110)
 
 
 def test_one_long_text_pads_no_step(tmp_path: Path) -> None:
@@ -130,3 +157,43 @@ def test_pairs_are_as_long_as_their_longer_side(tmp_path: Path) -> None:
     assert found.of_step == 2 * (64 // len(found.rows[0]["labels"]))
     batch = found.collate([found.rows[at] for at in range(2)])
     assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
+
+
+def test_a_tokenizer_without_padding_calibrates_a_decoder_without_a_head(tmp_path: Path) -> None:
+    net = AutoModel.from_config(tiny.model("gpt2").config)
+    net.save_pretrained(tmp_path / "model")
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    plain, _ = _written(tmp_path)
+    config = CalibrationConfig(calibration_tokens=256, seq_len=64)
+    found = calibration(net, tmp_path / "model", DataConfig(source=str(plain)), config, "score")
+    masks = found.whole()["attention_mask"]
+    assert 0 < int((masks == 0).sum()) < masks.numel() / 2
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize(("batch_size", "of_step"), [(1, 2), (3, 3)])
+def test_healing_takes_as_many_short_texts_as_fit(
+    by_layer: bool, batch_size: int, of_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
+    _, table = _written(tmp_path)  # 40 texts: three at once leave no eight steps of more
+    seen, collated = [], DataCollatorWithPadding.__call__
+
+    def watched(self: DataCollatorWithPadding, features: list[dict[str, Any]]) -> Any:
+        seen.append(len(features))
+        return collated(self, features)
+
+    monkeypatch.setattr(DataCollatorWithPadding, "__call__", watched)
+    config = HealConfig(steps=2, batch_size=batch_size, seq_len=120, by_layer=by_layer)
+    heal(folder, folder, DataConfig(source=str(table)), tmp_path / "healed", config)
+    assert seen.count(of_step) >= 2
+
+
+def test_roles_are_those_of_running_text(tmp_path: Path) -> None:
+    plain, _ = _written(tmp_path)
+    net, config = tiny.model("bert-base"), RolesConfig(sequences=4, seq_len=64)
+    found, tokens = text_input(net, tiny.tokenizer(), DataConfig(source=str(plain)), config)
+    assert tokens == 4 * 64
+    assert all(batch["input_ids"].shape[1] == 64 for batch in found.batches)

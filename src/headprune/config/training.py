@@ -93,12 +93,7 @@ class TrainGatesConfig(OfKinds, InUnits):
         "Optimiser steps. Default: as many as --epochs take.", None, Panel.MAIN
     )
     epochs: Positive = option("Passes over the data, without --steps.", 1.0, Panel.TRAINING)
-    batch_size: Few = option(
-        "Sequences of --seq-len tokens per step, of all processes; of shorter texts as many more "
-        "as take no more tokens.",
-        4,
-        Panel.TRAINING,
-    )
+    batch_size: Few = option("Sequences per step, of all processes.", 4, Panel.TRAINING)
     seq_len: Length = option(
         "Tokens per sequence; documents are packed for language models, and cut off otherwise.",
         256,
@@ -177,7 +172,7 @@ class HealConfig(Options):
     lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
     batch_size: Few = option(
         "Sequences of --seq-len tokens per step, of all processes; of shorter texts as many more "
-        "as take no more tokens.",
+        "as take no more tokens, those much longer than most cut.",
         4,
         Panel.TRAINING,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,14 +42,24 @@ def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
     return collate
 
 
+def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
+    """A tokenizer that pads; many decoders have no token for it, and any is as good if masked."""
+    if tokenizer.pad_token_id is not None:
+        return tokenizer
+    known = getattr(net.config.get_text_config(), "pad_token_id", None)
+    made = copy.deepcopy(tokenizer)
+    made.pad_token = made.convert_ids_to_tokens(max(0, known or 0))
+    return made
+
+
 class Batches(NamedTuple):
     """Text as a model learns from it.
 
     Attributes:
         rows: Its rows.
         collate: Makes a batch of some of them.
-        of_step: How many make a step: ``batch_size`` sequences of ``seq_len`` tokens, or so many
-            shorter ones that they take no more, padded.
+        of_step: How many make a step of healing: ``batch_size`` sequences of ``seq_len`` tokens,
+            or so many shorter ones that they take no more, padded.
     """
 
     rows: Dataset
@@ -121,18 +132,37 @@ def batches(
     else:
         labels = net.config.label2id if objective is Objective.TASK else None
         rows = tokenized_rows(examples, tokenizer, seq_len, labels, vocabulary)
-        collator = DataCollatorWithPadding(tokenizer)
+        collator = DataCollatorWithPadding(_padding(tokenizer, net))
     if len(rows) < need:
         raise DataError(
             f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
             "Give more data or a smaller --batch-size."
         )
-    single = objective is Objective.DISTILL and not data.pairs and not calibrating
-    longest = longest_of(rows) if single else int(widths(rows).max())
+    of_step, longest = config.batch_size, None
+    if isinstance(config, HealConfig):
+        of_step, longest = _of_step(rows, config, seq_len, single=not data.pairs)
 
     def padded(features: list[dict[str, Any]]) -> Batch:
-        some = [cut(row, longest) for row in features] if single else features
+        some = features if longest is None else [cut(row, longest) for row in features]
         return cast(Batch, dict(collator(some)))
 
-    most = max(1, len(rows) // (_STEPS * config.batch_size))  # few rows still make several steps
-    return Batches(rows, padded, config.batch_size * min(most, max(1, seq_len // longest)))
+    return Batches(rows, padded, of_step)
+
+
+def _of_step(
+    rows: Dataset, config: HealConfig, seq_len: int, single: bool
+) -> tuple[int, int | None]:
+    """Rows that make a step, and the length that longer ones are cut at, if that makes them more.
+
+    Few rows still make several steps.
+    """
+    most = max(1, len(rows) // (_STEPS * config.batch_size))
+
+    def filling(longest: int) -> int:
+        return config.batch_size * min(most, max(1, seq_len // longest))
+
+    whole = filling(int(widths(rows).max()))
+    longest = longest_of(rows)
+    if single and filling(longest) > whole:
+        return filling(longest), longest
+    return whole, None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from headprune.data.sources import Examples
 
 OF_SENTENCES = ("classification", "features")  # tasks of models that read no running text
-_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+_END = re.compile(r"(?<=[.!?।])\s+|(?<=[。！？])|\n\s*\n")
 _SHORTEST, _LONGEST = 20, 1 << 16  # characters of a sentence
 _MEAN = 1_000  # characters of a sentence, at most, in a text that is made of sentences
-_PIECES = 128  # of text, of 256 KiB each: no more of it is read
+_MOST = 1 << 25  # characters of all sentences: no more of a text is read
 
 
 def sentences(pieces: Iterable[str]) -> Iterator[str]:
@@ -26,14 +26,31 @@ def sentences(pieces: Iterable[str]) -> Iterator[str]:
     yield from _long_enough([held])
 
 
-def by_sentence(examples: Examples) -> Examples:
-    """Plain text as an example per sentence; tables, and text without sentences, as they are."""
+def by_sentence(examples: Examples, most: int | None = None) -> Examples:
+    """Plain text as an example per sentence; tables, and text without sentences, as they are.
+
+    Of a text of more than 32 MiB the first are read.
+
+    Args:
+        examples: The text.
+        most: How many sentences, the first ones, are wanted; None for all.
+    """
     if examples.rows_are_documents:
         return examples
-    found = [(sentence,) for sentence in sentences(islice(examples.strings(), _PIECES))]
+    files = map(sentences, examples.documents())
+    found = [(sentence,) for sentence in islice(_first(chain.from_iterable(files)), most)]
     if not found or sum(len(sentence) for (sentence,) in found) > _MEAN * len(found):
         return examples
     return Examples(found, None, rows_are_documents=True)
+
+
+def _first(found: Iterable[str]) -> Iterator[str]:
+    size = 0
+    for sentence in found:
+        yield sentence
+        size += len(sentence)
+        if size > _MOST:
+            return
 
 
 def _long_enough(found: Iterable[str]) -> Iterator[str]:

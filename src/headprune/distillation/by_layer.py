@@ -74,14 +74,14 @@ class Batched:
     def of(cls, pair: Pair, config: HealConfig) -> Batched:
         """As many batches as there are steps, or all, if the text has fewer."""
         rows, held_out, collate = pair.rows, pair.held_out, pair.collate
-        size, drawn = pair.of_step, list(range(len(rows)))
+        size, few, drawn = pair.of_step, config.batch_size, list(range(len(rows)))
         random.Random(config.seed).shuffle(drawn)
         count = min(config.steps, len(rows) // size)
         return cls(
             [collate([rows[i] for i in drawn[at * size : (at + 1) * size]]) for at in range(count)],
             [
-                collate([held_out[i] for i in range(at, min(at + size, len(held_out)))])
-                for at in range(0, len(held_out), size)
+                collate([held_out[i] for i in range(at, min(at + few, len(held_out)))])
+                for at in range(0, len(held_out), few)
             ],
         )
 

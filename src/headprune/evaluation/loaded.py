@@ -247,7 +247,7 @@ def _rows(
         )
     if task == "seq2seq-lm":
         return translation_rows(examples.first(most), tokenizer, seq_len, known)
-    some = by_sentence(examples).first(most)
+    some = by_sentence(examples, most).first(most)
     if task == "classification":
         return tokenized_rows(some, tokenizer, seq_len, net.config.label2id, known)
     return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)

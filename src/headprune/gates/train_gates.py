@@ -137,8 +137,8 @@ def train_gates(
                 "--method gradual weighs heads by the gradient of a loss, and that of the "
                 "objective distill is zero where the model starts. Use --method l0."
             )
-        rows, collate, of_step = batches(objective, net, tokenizer, data, config)
-        steps = _steps(config, len(rows), of_step)
+        rows, collate, _ = batches(objective, net, tokenizer, data, config, running=True)
+        steps = _steps(config, len(rows))
         loss: Loss = labelled
         if objective is Objective.DISTILL:
             loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
@@ -158,7 +158,7 @@ def train_gates(
             plan_rounds(steps, _round_count(config, sizes), _settle(config)),
             GatedModel(net, gates, loss, channels),
             remedies=_remedies(config, objective),
-            args=training_arguments(config, work.checkpoints, steps, of_step),
+            args=training_arguments(config, work.checkpoints, steps),
             train_dataset=rows,
             data_collator=collate,
         )
@@ -190,9 +190,9 @@ def _refuse_to_shard(config: TrainGatesConfig) -> None:
         )
 
 
-def _steps(config: TrainGatesConfig, rows: int, of_step: int) -> int:
+def _steps(config: TrainGatesConfig, rows: int) -> int:
     """Optimiser steps: those that are asked for, or as many as the epochs take."""
-    steps = config.steps or math.ceil(config.epochs * rows / of_step)
+    steps = config.steps or math.ceil(config.epochs * rows / config.batch_size)
     if steps > MOST_STEPS:
         raise HeadpruneError(
             f"--epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "

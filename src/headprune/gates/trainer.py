@@ -215,14 +215,12 @@ class GateCallback(HistoryCallback):
         return record
 
 
-def training_arguments(
-    config: TrainGatesConfig, folder: Path, steps: int, batch_size: int
-) -> TrainingArguments:
+def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> TrainingArguments:
     """Trainer's settings for a gates run."""
     return resumable_arguments(
         folder,
         steps,
-        batch_size,
+        config.batch_size,
         config.seed,
         config.save_every,
         # clipping would tie the step of every gate to the largest gradient among them
