@@ -96,7 +96,10 @@ def add_fidelity(model: Measured, base: Measured) -> None:
     for domain, ours in model.vectors.items():
         theirs, n = base.vectors[domain], len(ours)
         if n < 3:
-            raise DataError(f"Embeddings are compared on 3 texts at least; the data has {n}.")
+            raise DataError(
+                f"Embeddings are compared on 3 texts at least; the data has {n}. Give a table with "
+                "a text per row, or plain text of more sentences."
+            )
         model.columns[within("cosines", domain)] = (ours * theirs).sum(1)
         name = within("similarity_correlation", domain)
         model.others.append(metric(name, similarity_correlation(ours, theirs), n))
