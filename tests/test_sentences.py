@@ -14,6 +14,7 @@ from transformers import AutoModel, DataCollatorWithPadding
 
 from headprune.config import (
     CalibrationConfig,
+    ConvertConfig,
     DataConfig,
     EvaluateConfig,
     HealConfig,
@@ -21,7 +22,7 @@ from headprune.config import (
     RolesConfig,
 )
 from headprune.data.batches import Batches, batches
-from headprune.data.calibration import calibration
+from headprune.data.calibration import calibration, merge_calibration
 from headprune.data.sentences import by_sentence, sentences
 from headprune.data.sources import read_examples
 from headprune.distillation.heal import heal
@@ -197,3 +198,17 @@ def test_roles_are_those_of_running_text(tmp_path: Path) -> None:
     found, tokens = text_input(net, tiny.tokenizer(), DataConfig(source=str(plain)), config)
     assert tokens == 4 * 64
     assert all(batch["input_ids"].shape[1] == 64 for batch in found.batches)
+
+
+@pytest.mark.parametrize(("case", "alike"), [("bert-base", True), ("bert-mlm", False)])
+def test_merges_of_encoders_see_sequences_as_long_as_sentences(
+    case: str, alike: bool, tmp_path: Path
+) -> None:
+    net, folder = tiny.model(case), tiny.save(tiny.model(case), tmp_path / "model")
+    config = ConvertConfig(kv_heads=1, calibration_tokens=512, seq_len=64)
+    tokenizer = tiny.tokenizer()
+    for file in _written(tmp_path):
+        found = merge_calibration(net, folder, DataConfig(source=str(file)), config)
+        texts = by_sentence(read_examples(DataConfig(source=str(file)))).texts
+        mean = sum(len(tokenizer(text)["input_ids"]) for (text,) in texts) / len(texts)
+        assert (found.whole()["input_ids"].shape[1] == round(mean)) is alike

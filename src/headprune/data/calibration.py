@@ -10,14 +10,18 @@ from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, Objective
 from headprune.data.batches import batches
+from headprune.data.rows import lengths
 from headprune.data.samples import CalibrationSample
-from headprune.data.sequences import packed_sequences
-from headprune.data.sources import read_examples
+from headprune.data.sentences import OF_SENTENCES, by_sentence
+from headprune.data.sequences import packed_sequences, tokenized_rows
+from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import usable_length
 from headprune.model.loading import load_tokenizer, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_text
+
+_LOOKED_AT = 1_000  # texts whose length says how long texts are
 
 
 def calibration(
@@ -78,6 +82,9 @@ def merge_calibration(
 ) -> CalibrationSample:
     """Takes sequences of one length from the data, evenly: text as it is, whatever the task.
 
+    For a model that reads single sentences they are no longer than these, in the mean: one that is
+    merged on longer ones is worse on those that it reads.
+
     Args:
         net: The model.
         model: Its folder or hub id, for the tokenizer.
@@ -90,11 +97,14 @@ def merge_calibration(
     """
     refuse_without_text(net, "calibration")
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    asked = min(config.seq_len, config.calibration_tokens)
+    asked, examples = min(config.seq_len, config.calibration_tokens), read_examples(data)
+    seq_len = usable_length(net.config, tokenizer, asked)
+    if task_of(net) in OF_SENTENCES:
+        seq_len = min(seq_len, _mean_length(examples, tokenizer, seq_len))
     rows = packed_sequences(
-        read_examples(data),
+        examples,
         tokenizer,
-        usable_length(net.config, tokenizer, asked),
+        seq_len,
         specials=task_of(net) != "causal-lm",
         vocabulary=vocabulary_of(net),
     )
@@ -114,3 +124,12 @@ def merge_calibration(
             "as many as the hidden states have dimensions (16,384 are recommended)."
         )
     return sample
+
+
+def _mean_length(examples: Examples, tokenizer: Any, most: int) -> int:
+    """Tokens of a sentence, or of a text of a table; the most, where there is neither."""
+    single = by_sentence(examples, _LOOKED_AT)
+    if not single.rows_are_documents:
+        return most
+    rows = tokenized_rows(single.first(_LOOKED_AT), tokenizer, most, apart=True)
+    return max(round(float(lengths(rows).mean())), len(tokenizer("")["input_ids"]) + 1)
