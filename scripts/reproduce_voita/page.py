@@ -16,10 +16,10 @@ PAGE = HERE.parents[1] / "docs" / "benchmarks" / "voita.md"
 TOP = HERE / "page.md"  # what does not depend on what was measured
 ORIGINAL = "original"
 NAMES = {
-    "gates": "L0 gates, encoder attention trained",
+    "gates": "L0 gates, attention trained",
     "gates-only": "L0 gates, weights frozen",
-    "compensated": "`compensated` scores, refit",
-    "gradient": "`gradient` scores",
+    "compensated": "`compensated`, refit",
+    "gradient": "`gradient`",
     "random": "random heads",
 }
 LOSSES = (0.5, 1.0)  # BLEU
