@@ -171,7 +171,7 @@ def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
     assert torch.equal(cached, whole)
 
 
-def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
+def test_points_of_the_curve(voita: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.en").write_text(sentences(60, 0))
     (tmp_path / "test.en").write_text(sentences(6, 1))
     (tmp_path / "other.en").write_text(sentences(6, 2))
@@ -181,6 +181,13 @@ def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
     work, page = tmp_path / "work", tmp_path / "voita.md"
     experiment = voita.Experiment(work, protocol, said.append)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    expected, bleu = list[list[str]](), voita._bleu
+
+    def noted(found: list[str], wanted: list[str]) -> float:
+        expected.append(wanted)
+        return bleu(found, wanted)
+
+    monkeypatch.setattr(voita, "_bleu", noted)
     with voita.ssru_decoders():
         for seed, name in enumerate(voita.STUDENTS):
             experiment.take(name, write(tmp_path / "model.bin", weights(seed)), tokenizer)
@@ -199,9 +206,14 @@ def test_points_of_the_curve(voita: Any, tmp_path: Path) -> None:
         assert found[name]["heads"] == len(found[name]["roles"]) == 3
         assert 0 <= found[name]["against_original"] < 99
         assert 0 <= found[name]["round_trip_elsewhere"] < 99
+    own, test, other = expected[:3]  # of the uncut model: its output, and both files
+    assert own not in (test, other)
+    assert test == list(voita.sentences([texts[1]]))[:5]
+    assert other == list(voita.sentences([texts[2]]))[:5] != test
     experiment.page(page)
     text = page.read_text()
     assert f"| 3 | {found['gates-0-3']['round_trip']:.1f} |" in text
+    assert "--work FOLDER --pairs 50 --sentences 5 --steps 2\n" in text
     assert "Not measured yet: L0 gates, weights frozen; `gradient`" in text
     assert page.with_suffix(".svg").read_text().count("<path") > 10
     with pytest.raises(ValueError, match="another protocol"):

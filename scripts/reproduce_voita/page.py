@@ -66,11 +66,11 @@ def write_page(points: Sequence[Point], protocol: Any, page: Path) -> None:
     if whole is None:
         raise ValueError("There is no point of the uncut model yet; do the step points first.")
     cut = [point for point in points if point is not whole]
-    settings = {
-        name: f"{getattr(protocol, name):,}"
-        for name in ("pairs", "steps", "batch_size", "sentences")
-    }
-    parts = [TOP.read_text(encoding="utf-8").format(**settings)]
+    settings = {name: getattr(protocol, name) for name in ("pairs", "sentences", "steps")}
+    options = " ".join(f"--{name} {value}" for name, value in settings.items())
+    said = {name: f"{value:,}" for name, value in settings.items()}
+    top = TOP.read_text(encoding="utf-8")
+    parts = [top.format(**said, batch_size=protocol.batch_size, options=options)]
     picture = page.with_name("voita.svg")
     series = [_series(cut, method) for method in _methods(cut)]
     figure = curve(

@@ -23,7 +23,7 @@ from headprune.data.sequences import masked, packed_sequences, tokenized_rows, t
 from headprune.data.sources import read_examples
 from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError
-from headprune.model.batch import Batch, decoder_inputs
+from headprune.model.batch import Batch, decoder_inputs, padding_id
 from headprune.model.lengths import usable_length
 from headprune.model.loading import task_of, vocabulary_of
 
@@ -43,12 +43,11 @@ def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
 
 
 def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
-    """A tokenizer that pads; many decoders have no token for it, and any is as good if masked."""
+    """A tokenizer that pads, also where it has no token for that."""
     if tokenizer.pad_token_id is not None:
         return tokenizer
-    known = getattr(net.config.get_text_config(), "pad_token_id", None)
     made = copy.deepcopy(tokenizer)
-    made.pad_token = made.convert_ids_to_tokens(max(0, known or 0))
+    made.pad_token = made.convert_ids_to_tokens(padding_id(net.config, tokenizer))
     return made
 
 

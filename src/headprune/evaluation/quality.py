@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headprune.data.batches import pairs_of
 from headprune.data.sequences import masked
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
+from headprune.model.batch import own_padding_id, padding_id
 from headprune.model.placement import input_device, on_device
 
 Progress = Callable[[int, int], None]
@@ -137,7 +138,7 @@ def predicted_labels(
     Raises:
         DataError: If a row has no tokens, or its logits are not finite; the row is named.
     """
-    if _pad_id(model.config) is None:
+    if own_padding_id(model.config) is None:
         batch_size = 1  # decoders look for the last token that is no padding
     logits = [
         model(**batch).logits.float().cpu()
@@ -176,13 +177,8 @@ def _batches(sequences: Dataset, size: int, progress: Progress) -> Iterator[Tens
 def _padded(
     model: PreTrainedModel, rows: Dataset, tokenizer: Any, size: int, progress: Progress
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches padded on the right, on the model's device, without the labels.
-
-    Many decoders have no padding token; any id will do where the attention mask is 0, except that
-    a classifier on a decoder recognises padding by the id in its config.
-    """
-    known = (_pad_id(model.config), tokenizer.pad_token_id, 0)
-    padding = {"input_ids": next(i for i in known if i is not None)}
+    """Batches padded on the right, on the model's device, without the labels."""
+    padding = {"input_ids": padding_id(model.config, tokenizer)}
     inputs = [name for name in rows.column_names if name != "labels"]
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
@@ -200,12 +196,6 @@ def _padded(
             for name, ids in columns.items()
         }
         progress(min(start + size, len(rows)), len(rows))
-
-
-def _pad_id(config: PreTrainedConfig) -> int | None:
-    """The padding id of a config; some write -1 for none."""
-    pad_id: int | None = getattr(config, "pad_token_id", None)
-    return None if pad_id is None or pad_id < 0 else pad_id
 
 
 def _summed(logits: Tensor, labels: Tensor) -> Tensor:

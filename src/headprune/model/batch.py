@@ -8,7 +8,7 @@ from typing import Any, TypedDict, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
 
@@ -50,6 +50,22 @@ def doubled(batch: Batch) -> Batch:
         for name, value in batch.items()
     }
     return cast(Batch, both)
+
+
+def padding_id(config: PreTrainedConfig, tokenizer: Any) -> int:
+    """The id to pad with.
+
+    Many decoders have no padding token; any id will do where the attention mask is 0, except that
+    a classifier on a decoder recognises padding by the id in its config.
+    """
+    known = (own_padding_id(config), tokenizer.pad_token_id, 0)
+    return next(each for each in known if each is not None)
+
+
+def own_padding_id(config: PreTrainedConfig) -> int | None:
+    """The padding id of a config; some write -1 for none."""
+    written: int | None = getattr(config, "pad_token_id", None)
+    return None if written is None or written < 0 else written
 
 
 def decoder_inputs(
