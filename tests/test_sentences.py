@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModel, DataCollatorWithPadding
+from transformers import (
+    AutoModel,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 from headprune.config import (
     CalibrationConfig,
@@ -26,7 +31,9 @@ from headprune.data.calibration import calibration, merge_calibration
 from headprune.data.sentences import by_sentence, sentences
 from headprune.data.sources import read_examples
 from headprune.distillation.heal import heal
+from headprune.errors import CheckpointError
 from headprune.evaluation.evaluate import evaluate
+from headprune.model.batch import without_labels
 from headprune.role.inputs import text_input
 from tests import tiny
 
@@ -171,6 +178,23 @@ def test_a_tokenizer_without_padding_calibrates_a_decoder_without_a_head(tmp_pat
     found = calibration(net, tmp_path / "model", DataConfig(source=str(plain)), config, "score")
     masks = found.whole()["attention_mask"]
     assert 0 < int((masks == 0).sum()) < masks.numel() / 2
+
+
+@pytest.mark.parametrize("pad_id", [None, -1])
+def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
+    pad_id: int | None, tmp_path: Path
+) -> None:
+    sizes = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": tiny.VOCAB}
+    net = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=3, pad_token_id=pad_id))
+    folder = tiny.save(net, tmp_path / "model")
+    data = DataConfig(source=str(_written(tmp_path)[0]))
+    config = CalibrationConfig(calibration_tokens=256, seq_len=64)
+    with pytest.raises(CheckpointError, match="GPT2ForSequenceClassification has no pad_token_id"):
+        calibration(net, folder, data, config, "score")
+    with pytest.raises(CheckpointError, match="has no pad_token_id"):
+        merge_calibration(net, folder, data, ConvertConfig(kv_heads=3))
+    net.config.pad_token_id = 1
+    assert net(**without_labels(calibration(net, folder, data, config, "score").whole()))
 
 
 @pytest.mark.parametrize("by_layer", [False, True])

@@ -26,6 +26,7 @@ from headprune.errors import DataError
 from headprune.model.batch import Batch, decoder_inputs, padding_id
 from headprune.model.lengths import usable_length
 from headprune.model.loading import task_of, vocabulary_of
+from headprune.model.refusals import refuse_without_padding
 
 _STEPS = 8  # of a pass over the text, at least
 
@@ -86,7 +87,9 @@ def batches(
 
     Raises:
         DataError: If the text is too short.
+        CheckpointError: If it is a classifier that cannot read several texts at once.
     """
+    refuse_without_padding(net, task_of(net))
     examples, vocabulary = read_examples(data), vocabulary_of(net)
     if task_of(net) in OF_SENTENCES and not running:
         examples = by_sentence(examples)

@@ -19,7 +19,7 @@ from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import usable_length
 from headprune.model.loading import load_tokenizer, task_of, vocabulary_of
-from headprune.model.refusals import refuse_without_text
+from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _LOOKED_AT = 1_000  # texts whose length says how long texts are
 
@@ -96,6 +96,7 @@ def merge_calibration(
         HeadpruneError: If the model reads no text, or there is too little.
     """
     refuse_without_text(net, "calibration")
+    refuse_without_padding(net, task_of(net))
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     asked, examples = min(config.seq_len, config.calibration_tokens), read_examples(data)
     seq_len = usable_length(net.config, tokenizer, asked)

@@ -63,7 +63,7 @@ def padding_id(config: PreTrainedConfig, tokenizer: Any) -> int:
 
 
 def own_padding_id(config: PreTrainedConfig) -> int | None:
-    """The padding id of a config; some write -1 for none."""
+    """The padding id of a config, if there is one; some write -1 for none."""
     written: int | None = getattr(config, "pad_token_id", None)
     return None if written is None or written < 0 else written
 

@@ -20,6 +20,7 @@ from headprune.family import FAMILIES, Family
 from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
 from headprune.model.base_names import below_base
+from headprune.model.batch import own_padding_id
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
@@ -247,4 +248,20 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
         raise FamilyError(
             f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
             "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."
+        )
+
+
+def refuse_without_padding(model: PreTrainedModel, task: str) -> None:
+    """Refuses a classifier that is to read several texts at once and cannot tell where one ends.
+
+    One on a decoder reads its class from the last token that is no padding.
+
+    Raises:
+        CheckpointError: Saying what its config lacks.
+    """
+    if task == "classification" and own_padding_id(model.config) is None:
+        raise CheckpointError(
+            f"The config.json of this {type(model).__name__} has no pad_token_id, so that it "
+            "cannot tell where a padded text ends. Write one into it: the id of a token that no "
+            "text ends with."
         )
