@@ -171,7 +171,7 @@ def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None
 
 MERGED = [(case, merge) for case in DEEPLY for merge in MERGES]
 MERGED += [(case, "mean") for case in SHARING if case not in DEEPLY]
-LAYOUTS = {*DEEPLY, *tiny.one_per_row(SHARING)}
+LAYOUTS = {*DEEPLY, *tiny.one_per_layout(SHARING)}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,14 @@ from headprune.model.probes import probe_inputs
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.marks import slow_unless
 from tests.test_generation import GENERATING
+
+CACHING = ["llama-mha", "llama-mqa", *GENERATING]
 
 
 @pytest.mark.parametrize("empty", [None, 0, -1])
-@pytest.mark.parametrize("case", ["llama-mha", "llama-mqa", *GENERATING])
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(CACHING).__contains__, CACHING))
 def test_the_cache_is_as_large_as_a_live_one(case: str, empty: int | None) -> None:
     model = tiny.model(case)
     if empty is not None:

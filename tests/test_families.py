@@ -48,8 +48,6 @@ EMPTY = {"none": (), "first": (0,), "last": (-1,), "both": (0, -1)}
 DEFAULT = ("default", "first")
 EVERY = sorted({*tiny.FAMILY_CASES, *tiny.CASES})
 PER_ROW = tiny.one_per_row(tiny.FAMILY_CASES)
-# that a family is native is a fact of its class
-NATIVE = {case for case in tiny.FAMILY_CASES if FAMILIES[tiny.family_of_case(case)].native}
 
 
 def build(case: str, attn: str) -> PreTrainedModel:
@@ -115,7 +113,7 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
         equivalence.conclude(expecting(wanted), cut, cut)
 
 
-@pytest.mark.parametrize("case", slow_unless((PER_ROW | NATIVE).__contains__, tiny.FAMILY_CASES))
+@pytest.mark.parametrize("case", slow_unless(PER_ROW.__contains__, tiny.FAMILY_CASES))
 def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path: Path) -> None:
     model = build(case, "eager")
     family, parts = family_of(model.config), {}

@@ -34,6 +34,7 @@ from headprune.training import checkpoints, resumable
 from headprune.training.checkpoints import Expected
 from headprune.training.work import GatesSettings, Work, settings_now
 from tests import tiny
+from tests.marks import slow_unless
 from tests.test_cli import run
 
 SIZES: dict[str, Any] = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
@@ -555,7 +556,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("size", [50, 900, 5_000, 120_000])
+@pytest.mark.parametrize("size", slow_unless((50, 120_000).__contains__, [50, 900, 5_000, 120_000]))
 def test_a_full_disk_is_said_and_the_training_goes_on(
     size: int, home: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:

@@ -161,7 +161,7 @@ def numbers(piece: Piece) -> Tensor:
     return torch.cat([block.clone() for block in piece.blocks()])
 
 
-@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(CASES).__contains__, CASES))
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(CASES).__contains__, CASES))
 def test_even_cuts_and_cuts_of_cuts_are_the_same_as_well(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "model", torch.float32)
     whole = in_memory(model, even_plan, tmp_path / "whole")

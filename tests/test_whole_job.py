@@ -41,19 +41,22 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {task: {"data": folder / "text.txt"} for task in TASKS} | {"seq2seq-lm": of_pairs}
 
 
-def looked_into(result: Path, original: Path, text: dict[str, Any]) -> None:
-    """Verifies a result, evaluates it, tells its roles, and scores it to be cut again."""
-    name = result.name
+def measured(result: Path, original: Path, text: dict[str, Any]) -> None:
+    """Verifies a result and evaluates it."""
     read = {**text, "data": str(text["data"])}
     assert headprune.verify(result, against=original).passed
     several = {**read, "data": (read["data"],), "split": "train", "max_windows": 8}
     report = headprune.evaluate(result, against=str(original), speed=False, **LENGTH, **several)
     assert math.isfinite(report.model.metrics[0].value)
-    told = result.with_name(f"roles-{name}")
-    headprune.roles(result, output=told, against=original, sequences=8, **LENGTH, **read)
+
+
+def looked_into(result: Path, original: Path, text: dict[str, Any]) -> None:
+    """Tells the roles of a result, and scores it to be cut again."""
+    told, scores = (result.with_name(f"{what}-{result.name}") for what in ("roles", "scores"))
+    headprune.roles(result, output=told, against=original, sequences=8, **LENGTH, **text)
     assert (told / "roles.json").is_file()
-    scores = result.with_name(f"scores-{name}")
-    headprune.score(result, output=scores, criterion=("fisher",), **SAMPLE, **read)
+    headprune.score(result, output=scores, criterion=("fisher",), **SAMPLE, **text)
+    assert (scores / "scores.json").is_file()
 
 
 @pytest.mark.parametrize("case", slow_unless(ODD.__contains__, CASES))
@@ -65,6 +68,7 @@ def test_the_whole_job(case: str, tmp_path: Path, texts: dict[str, dict[str, Any
     headprune.score(original, output=scores, criterion=("fisher",), **SAMPLE, **text)
     refit = {} if case in SHARED else {"refit": text["data"]}
     headprune.prune(original, cut, scores=scores, keep=0.6, **refit, **SAMPLE, **columns)
+    measured(cut, original, text)
     looked_into(cut, original, text)
     budget = {"kv_budget": 0.5, "calibrate": text["data"]}
     refused = ""
@@ -75,4 +79,4 @@ def test_the_whole_job(case: str, tmp_path: Path, texts: dict[str, dict[str, Any
     if refused:
         assert re.search(NOT_MERGED, refused) and not shared.exists()
     else:
-        looked_into(shared, original, text)
+        measured(shared, original, text)

@@ -182,6 +182,17 @@ def one_per_row(cases: Iterable[str]) -> set[str]:
     return {*first.values()}
 
 
+def one_per_layout(cases: Iterable[str]) -> set[str]:
+    """The first case of each way in which projections hold heads, and a result can be written."""
+    first: dict[str, str] = {}
+    for case in cases:
+        row = FAMILIES[family_of_case(case)]
+        held = [{**each, "path": None} for each in row.for_runtime()["projections"]]
+        how = [held, bool(row.per_head), row.native, len(row.attention)]
+        first.setdefault(json.dumps(how), case)
+    return {*first.values()}
+
+
 VISION_LANGUAGE = {row.model_type for row in vision_language.ROWS}
 # three sections of rotary frequencies: time, height, width
 _SECTIONS = {name: [1, 1, 2] for name in ("qwen2_vl", "qwen2_5_vl")}
@@ -218,11 +229,11 @@ _KV_HEADS = (
 
 
 def model(
-    case: str, dtype: torch.dtype = torch.float32, attn: str | None = None
+    case: str, dtype: torch.dtype = torch.float32, attn: str | None = None, **settings: Any
 ) -> PreTrainedModel:
     """Builds one tiny model in eval mode; a case is a family, or a family and a variant."""
     torch.manual_seed(sum(map(ord, case)))
-    built = _build(case, attn)
+    built = _build(case, attn, settings)
     with torch.no_grad():
         for name, parameter in built.named_parameters():
             if name.endswith("bias") or parameter.dim() == 1:
@@ -250,8 +261,8 @@ def _owner(built: nn.Module, name: str) -> nn.Module:
     return built.get_submodule(name.rpartition(".")[0])
 
 
-def config(case: str) -> Any:
-    """The config of a tiny model."""
+def config(case: str, **settings: Any) -> Any:
+    """The config of a tiny model, with other settings if some are given."""
     name = family_of_case(case)
     cls = CONFIG_MAPPING[name]
     differences = {**DIFFERENCES.get(name, {}), **DIFFERENCES.get(case, {})}
@@ -259,7 +270,7 @@ def config(case: str) -> Any:
         differences = {**differences, **_parts(cls)}
     windows = WINDOWS.get(case.removeprefix(f"{name}-"), {})
     differences.get("text_config", differences).update(windows)
-    return cls(**{**_sizes(cls), **differences})
+    return cls(**{**_sizes(cls), **differences, **settings})
 
 
 def _sizes(cls: Any) -> dict[str, Any]:
@@ -279,8 +290,8 @@ def _parts(cls: Any) -> dict[str, Any]:
     return parts
 
 
-def _build(case: str, attn: str | None) -> PreTrainedModel:
-    built_config = config(case)
+def _build(case: str, attn: str | None, settings: dict[str, Any]) -> PreTrainedModel:
+    built_config = config(case, **settings)
     how = {"attn_implementation": attn} if attn else {}
     return _auto(case, built_config).from_config(built_config, **how)
 

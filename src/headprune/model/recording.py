@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ class RecordedCall:
             tensors = self.query[part], self.key[part], self.value[part]
             found.append(self._attend(*tensors, part, slice(None))[0])
         return torch.cat(found)
+
+    def without_numbers(self) -> RecordedCall:
+        """The call as ``probabilities`` needs it: what it was given by its shapes alone."""
+        shapes = {name: getattr(self, name) for name in ("query", "key", "value")}
+        return replace(self, **{n: x.new_zeros(()).expand(x.shape) for n, x in shapes.items()})
 
     def probabilities(self, query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
         """The attention of other queries, at some rows of some sequences, to other keys."""

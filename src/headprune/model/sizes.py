@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor
@@ -79,7 +80,10 @@ def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     name = config.name_or_path
     refusal = f"The config of '{name}' is damaged, as no {cls.__name__} can be built from it"
     with damage_is(lambda why: f"{refusal}: {why}."), torch.device("meta"):
-        return cls(copy.deepcopy(config))
+        with no_init_weights():  # half of the time, for numbers that nothing holds
+            net = cls(copy.deepcopy(config))
+        net.tie_weights(recompute_mapping=False)  # it would have been a part of that
+        return net
 
 
 def refuse_larger_than_weights(

@@ -120,7 +120,8 @@ class _Recorded:
     attended: Tensor | None = None
 
     def keep(self, projection: ProjectionModule, x: Tensor) -> None:
-        self.inputs |= dict.fromkeys(projection.holds, x)
+        # what enters W_O is what the heads give, which is kept by itself where it is needed
+        self.inputs |= dict.fromkeys(projection.holds.replace("o", ""), x)
 
     def clear(self) -> None:
         self.inputs, self.call, self.attended = {}, None, None
@@ -255,8 +256,9 @@ def _activations(
         own_scored: Queries and keys of the changed stream, where such a norm does.
         read: From other weights to what then enters W_O in the changed stream.
     """
-    call, times = original.call, factor or 1.0
-    assert call is not None
+    assert original.call is not None
+    given, times = original.call, factor or 1.0
+    original.call = call = given.without_numbers()
 
     def attention(query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
         query, key = (query * times).to(call.query), key.to(call.key)
@@ -265,15 +267,15 @@ def _activations(
     made: dict[tuple[int, bool], Tensor] = {}  # roles mostly share one input
     inputs = {}
     for role in ("q", "k", "v"):
-        given = original.inputs[role]
-        key = (given.data_ptr(), getattr(heads, f"{role}_bias") is not None)
+        entered = original.inputs[role]
+        key = (entered.data_ptr(), getattr(heads, f"{role}_bias") is not None)
         if key not in made:
-            made[key] = _with_one(Stream.CHANGED.of(given).float(), heads, role)
+            made[key] = _with_one(Stream.CHANGED.of(entered).float(), heads, role)
         inputs[role] = made[key]
     return MergeActivations(
         inputs,
-        Stream.ORIGINAL.of(call.query).float() / times,
-        Stream.ORIGINAL.of(call.key).float(),
+        Stream.ORIGINAL.of(given.query).float() / times,
+        Stream.ORIGINAL.of(given.key).float().clone(),  # the other stream is let go
         rotation,
         call.scaling * times,
         attention,
