@@ -20,13 +20,22 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from headprune import config as cfg
-from headprune.config import DataConfig, HealConfig, Resuming, Train, TrainGatesConfig
+from headprune.config import (
+    DataConfig,
+    HealConfig,
+    HealOptimizer,
+    Method,
+    Resuming,
+    Train,
+    TrainGatesConfig,
+)
 from headprune.declaration import Context, build
 from headprune.distillation import heal as healing
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
 from headprune.gates import train_gates as training
 from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.refitted import choose_and_refit
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
 from headprune.reports.discovery import discover
@@ -177,6 +186,45 @@ def test_a_training_goes_on_to_the_same_end(
     names = [path.name for path in checkpoints.found(stopped.checkpoints)]
     assert names == ["checkpoint-3", "checkpoint-6"]
     assert go_on(home, tmp_path) == whole
+
+
+@pytest.mark.parametrize("optimizer", [HealOptimizer.MUON, HealOptimizer.ADAMW])
+def test_a_healing_goes_on_to_the_same_end(
+    optimizer: HealOptimizer, home: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"optimizer": optimizer, "bf16": False}
+    healed(home, tmp_path / "whole" / "h", **settings)
+    with pytest.raises(Killed):
+        healed(home, tmp_path / "h", step=kill_at(8), **settings)
+    place = Work.beside(tmp_path / "h").checkpoints / "checkpoint-6" / checkpoints.STATE
+    kinds = {name.split(".")[2] for name in load_file(place) if name.startswith("moments.")}
+    assert kinds == {"step", "exp_avg", "exp_avg_sq"} | (
+        {"momentum_buffer"} if optimizer is HealOptimizer.MUON else set()
+    )
+    healed(home, tmp_path / "h", resume=True, **settings)
+    weights = [
+        files(folder / "h")["model.safetensors"] for folder in (tmp_path, tmp_path / "whole")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("step", [2, 8])  # before the first checkpoint, and after two
+def test_gates_of_a_refit_go_on_to_the_same_end(
+    step: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"method": Method.REFIT}
+    gates(home, tmp_path / "whole", **settings)
+    with pytest.raises(Killed):
+        gates(home, tmp_path / "g", step=kill_at(step), **settings)
+    refits = []
+    monkeypatch.setattr(
+        training, "choose_and_refit", lambda *of: refits.append(choose_and_refit(*of))
+    )
+    gates(home, tmp_path / "g", resume=True, **settings)
+    assert len(refits) == (step < SIZES["save_every"])
+    assert files(tmp_path / "g") == files(tmp_path / "whole")
+    gates(home, tmp_path / "other", **settings, seed=1)
+    assert files(tmp_path / "other") != files(tmp_path / "whole")
 
 
 def change_state(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:

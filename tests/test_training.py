@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from headprune import from_pretrained
 from headprune.config import DataConfig, Method, Objective, Resuming, Train, TrainGatesConfig
 from headprune.declaration import Context
 from headprune.errors import HeadpruneError
@@ -21,16 +22,18 @@ from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.refitted import original_of, output_weights
 from headprune.gates.rounds import default_count, plan_rounds, round_at
 from headprune.gates.sparsity import HeadTarget, multiplier
 from headprune.gates.train_gates import GatesRun, train_gates
 from headprune.model.attention import attention_of
-from headprune.model.gating import gated
+from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output
+from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.tensors.units import Unit
-from headprune.training.divergence import kl_divergence, relative_error
+from headprune.training.divergence import divergence, kl_divergence, relative_error
 from headprune.training.resumable import Interrupted
 from tests import tiny
 from tests.marks import slow_unless
@@ -44,6 +47,7 @@ def run(folder: Path, text: Path, output: Path, **settings: Any) -> GatesRun:
     return train_gates(folder, DataConfig(source=str(text)), output, config, rerun, context)
 
 
+METHODS = [method for method in Method if method is not Method.AUTO]
 TARGETS = [
     ("llama-gqa", None, 0.75, 18),  # 12 groups of 2
     ("llama-gqa", None, 8, 8),
@@ -62,7 +66,7 @@ TARGETS = [
     ("case", "unit", "target", "kept", "method"),
     slow_unless(
         lambda *row: row[2] in (0.75, 7, 0.5, 0.3, 1)[:: 1 if row[-1] is Method.L0 else 3],
-        [(*target, method) for target in TARGETS for method in Method],
+        [(*target, method) for target in TARGETS for method in METHODS],
     ),
 )
 def test_the_target_is_hit_exactly(
@@ -74,7 +78,7 @@ def test_the_target_is_hit_exactly(
     text_file: Path,
     tmp_path: Path,
 ) -> None:
-    if method is Method.GRADUAL and case == "bert-base":
+    if method is not Method.L0 and case == "bert-base":
         pytest.skip("has no loss")
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     settings = {"unit": unit, "target_heads": target, "method": method}
@@ -104,6 +108,9 @@ def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> 
         ("bert-base", Method.L0),
         ("llama-mha", Method.GRADUAL),
         ("bert-mlm", Method.GRADUAL),
+        ("llama-mha", Method.REFIT),
+        ("gpt2", Method.REFIT),
+        ("bert-mlm", Method.REFIT),
     ],
 )
 def test_planted_useless_heads_are_the_ones_removed(
@@ -114,7 +121,7 @@ def test_planted_useless_heads_are_the_ones_removed(
     plant_useless_heads(model, planted)
     folder = tiny.save(model, tmp_path / "model")
     # matching the original, every other head is missed, so exactly the planted ones must go
-    objective = Objective.DISTILL if method is Method.L0 else Objective.AUTO
+    objective = Objective.AUTO if method is Method.GRADUAL else Objective.DISTILL
     settings = {"target_heads": 19, "steps": 60, "objective": objective, "method": method}
     run(folder, text_file, tmp_path / "gates", **settings)
     plan = prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "gates")).plan
@@ -458,3 +465,95 @@ def test_cheapest_says_what_is_open(llama_folder: Path, text_file: Path, tmp_pat
     fewer = preview(llama_folder, CutRequest(gates=tmp_path / "g", keep=4)).plan
     for path, part in fewer.attentions.items():
         assert set(part.keep) <= set(shown.plan.attentions[path].keep)
+
+
+def test_auto_refits_a_language_model_where_there_is_text_enough(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    enough = tmp_path / "enough.txt"
+    enough.write_text(tiny.text(6_000))
+    encoder = tiny.save(tiny.model("bert-mlm"), tmp_path / "encoder")
+    rows: list[tuple[Path, Path, dict[str, Any], Method]] = [
+        (llama_folder, enough, {}, Method.REFIT),
+        (llama_folder, text_file, {}, Method.L0),
+        (llama_folder, enough, {"rounds": 1}, Method.L0),
+        (llama_folder, enough, {"train": Train.CHANNELS}, Method.L0),
+        (llama_folder, enough, {"target_heads": None, "l0_penalty": 0.1}, Method.L0),
+        (encoder, enough, {}, Method.L0),
+    ]
+    for number, (folder, text, settings, method) in enumerate(rows):
+        result = run(folder, text, tmp_path / str(number), steps=1, **settings)
+        assert result.metadata.method is method, settings
+        refitted = method is Method.REFIT or "train" in settings
+        assert result.metadata.trained_weights is refitted
+        assert result.metadata.objective == (
+            "lm+distill" if method is Method.REFIT else "mlm" if folder == encoder else "lm"
+        )
+
+
+def test_a_refit_brings_the_gated_model_nearer_before_any_factor_moves(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "method": Method.REFIT,
+        "objective": Objective.DISTILL,
+        "steps": 1,
+        "target_heads": 12,
+    }
+    run(llama_folder, text_file, tmp_path / "g", scale_lr=1e-9, **settings)
+    gates, net = tmp_path / "g", from_pretrained(llama_folder)
+    kept, weights = state_of(gates)["kept"], load_file(gates / "weights.safetensors")
+    attentions = attention_of(net)
+    assert len(weights) == len(output_weights(attentions))
+    ids = load_tokenizer(llama_folder)(text_file.read_text())["input_ids"][:256]
+    batch = {"input_ids": torch.tensor(ids).reshape(4, 64)}
+    wanted = net(**batch)
+    closed = fixed(list(kept.float().repeat_interleave(2).split(6)))
+
+    def away() -> float:
+        with torch.no_grad(), gated(attentions, closed):
+            return float(divergence(net(**batch), wanted, batch))
+
+    without = away()
+    net.load_state_dict(weights, strict=False)
+    assert away() < 0.9 * without
+
+
+def test_half_of_each_loss(llama_folder: Path) -> None:
+    net = from_pretrained(llama_folder)
+    ids = torch.arange(32).reshape(2, 16) % 30
+    batch = {"input_ids": ids, "labels": ids}
+    gates = Gates(attention_of(net), Unit.HEAD, 3.0, 2 / 3, sampled=False)
+    gates.settle(range(1, 24), torch.arange(24.0))
+    with torch.no_grad(), gated(attention_of(net), gates.source):
+        own, apart, both = (
+            loss(net, gates, batch) for loss in (labelled, Distillation(), Distillation(own=0.5))
+        )
+    assert apart > 0
+    torch.testing.assert_close(both, (own + apart) / 2)
+
+
+def test_a_teacher_shares_what_does_not_change(llama_folder: Path) -> None:
+    net = from_pretrained(llama_folder)
+    changed = output_weights(attention_of(net))
+    teacher = original_of(net, changed)
+    assert teacher is not None
+    pairs = zip(net.parameters(), teacher.parameters(), strict=True)
+    assert [id(one) for one, other in pairs if one is not other] == list(map(id, changed))
+    ids = torch.arange(16)[None]
+    before = teacher(input_ids=ids).logits
+    with torch.no_grad():
+        changed[0].mul_(2)
+    assert torch.equal(teacher(input_ids=ids).logits, before)
+    assert not torch.equal(net(input_ids=ids).logits, before)
+    assert original_of(net, ()) is None
+
+
+def test_what_does_not_go_with_a_refit_is_said() -> None:
+    for settings in (
+        {"target_heads": None, "l0_penalty": 0.1},
+        {"rounds": 2},
+        {"train": Train.ATTENTION},
+    ):
+        with pytest.raises(ValueError, match="--method"):
+            TrainGatesConfig(**{"target_heads": 0.5, "method": Method.REFIT} | settings)

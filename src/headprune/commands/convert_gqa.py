@@ -88,7 +88,7 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Place
     train: HealTrain = option(
         "With --heal: what is trained.", _HEAL.train, Panel.TRAINING, in_recipes=False
     )
-    learning_rate: Positive = option(
+    learning_rate: Positive | None = option(
         "With --heal: highest learning rate.", _HEAL.learning_rate, Panel.TRAINING, in_recipes=False
     )
     heal_seq_len: Length | None = option(

@@ -36,6 +36,7 @@ from headprune.config.scoring import ScoreConfig
 from headprune.config.sweeping import SweepConfig
 from headprune.config.training import (
     HealConfig,
+    HealOptimizer,
     HealTrain,
     Method,
     Objective,
@@ -103,6 +104,7 @@ __all__ = [
     "Few",
     "Grouping",
     "HealConfig",
+    "HealOptimizer",
     "HealTrain",
     "Kept",
     "KvHeads",

@@ -31,6 +31,7 @@ class Objective(str, Enum):
     LM = "lm"
     MLM = "mlm"
     DISTILL = "distill"
+    LM_DISTILL = "lm+distill"  # half each
     TASK = "task"
 
 
@@ -46,6 +47,8 @@ class Train(str, Enum):
 class Method(Choice):
     """How training chooses the heads that go."""
 
+    AUTO = "auto"
+    REFIT = "refit"  # by scores, before any step; W_O is refitted, and factors are trained
     L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
     GRADUAL = "gradual"  # gates are plain factors; what costs least to close goes, bit by bit
 
@@ -72,9 +75,11 @@ class TrainGatesConfig(OfKinds, InUnits):
         Panel.CUT,
     )
     method: Method = option(
-        "How heads are chosen. l0: hard-concrete gates. gradual: gates are plain factors, and "
-        "what costs the loss least goes, a few heads at a time.",
-        Method.L0,
+        "How heads are chosen. refit: by compensated scores at the start; W_O is refitted to those "
+        "that stay, and one factor per head is trained. l0: hard-concrete gates. gradual: gates "
+        "are plain factors, and what costs the loss least goes, a few heads at a time. auto: refit "
+        "for a causal language model and 4,096 tokens of text or more, else l0.",
+        Method.AUTO,
         Panel.CUT,
     )
     train: Train = option(
@@ -85,7 +90,8 @@ class TrainGatesConfig(OfKinds, InUnits):
     )
     objective: Objective = option(
         "The loss. auto: task for a classifier with labels, lm or mlm for a language model, else "
-        "distill, which needs no labels: it matches the ungated model.",
+        "distill, which needs no labels: it matches the ungated model. With --method refit lm "
+        "is lm+distill, half each.",
         Objective.AUTO,
         Panel.TRAINING,
     )
@@ -136,13 +142,24 @@ class TrainGatesConfig(OfKinds, InUnits):
 
     @model_validator(mode="after")
     def _fitting_method(self) -> TrainGatesConfig:
-        if self.method is Method.GRADUAL and self.l0_penalty is not None:
+        if self.method in (Method.AUTO, Method.L0):
+            return self
+        name = self.method.value
+        if self.l0_penalty is not None:
             raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
-        if self.method is Method.GRADUAL and self.rounds not in (None, 1):
-            raise ValueError("--rounds goes with --method l0; gradual has none")
+        if self.rounds not in (None, 1):
+            raise ValueError(f"--rounds goes with --method l0; {name} has none")
         if self.method is Method.GRADUAL and self.objective is Objective.DISTILL:
-            raise ValueError("--objective distill goes with --method l0")
+            raise ValueError("--objective distill goes with --method l0 or refit")
+        if self.method is Method.REFIT and self.train is not Train.GATES:
+            raise ValueError("--method refit goes with --train gates")
         return self
+
+    @property
+    def leaves_method(self) -> bool:
+        """Whether all that is set goes with any method, so that the best may be taken."""
+        of_l0 = self.l0_penalty is not None or self.rounds is not None
+        return self.method is Method.AUTO and self.train is Train.GATES and not of_l0
 
 
 class HealTrain(str, Enum):
@@ -151,6 +168,14 @@ class HealTrain(str, Enum):
     ATTENTION = "attention"
     LORA = "lora"
     ALL = "all"
+
+
+class HealOptimizer(str, Enum):
+    """What moves the weights in healing."""
+
+    AUTO = "auto"
+    MUON = "muon"  # matrices of the layers, orthogonalised; the rest with AdamW
+    ADAMW = "adamw"
 
 
 class HealConfig(Options):
@@ -177,10 +202,16 @@ class HealConfig(Options):
         Panel.TRAINING,
     )
     seq_len: Length = option("Tokens per sequence.", 256, Panel.TRAINING)
-    learning_rate: Positive = option(
+    optimizer: HealOptimizer = option(
+        "muon: Muon for the matrices of the layers, AdamW for the rest. auto: muon where the "
+        "device has bfloat16 in hardware and all layers are trained at once, else adamw.",
+        HealOptimizer.AUTO,
+        Panel.TRAINING,
+    )
+    learning_rate: Positive | None = option(
         "Highest learning rate, reached after a tenth of the steps and then lowered to zero along "
-        "a cosine.",
-        1e-4,
+        "a cosine. Default: 2e-4 with muon, 1e-4 with adamw.",
+        None,
         Panel.TRAINING,
     )
     bf16: bool = option(
@@ -202,6 +233,8 @@ class HealConfig(Options):
     def _fitting_layers(self) -> HealConfig:
         if self.by_layer and self.train is HealTrain.LORA:
             raise ValueError("--by-layer trains weights of the model: leave out --train lora")
+        if self.optimizer is HealOptimizer.MUON and (self.by_layer or self.train is HealTrain.LORA):
+            raise ValueError("--optimizer muon goes with neither --by-layer nor --train lora")
         if self.by_layer and self.gradient_checkpointing:
             raise ValueError("--by-layer holds one layer: leave out --gradient-checkpointing")
         if self.by_layer and self.save_every is not None:

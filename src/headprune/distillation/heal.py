@@ -17,6 +17,7 @@ from headprune.config import DataConfig, HealConfig, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.by_layer import Batched, LayerHealer, Reporting, refuse_by_layer
+from headprune.distillation.optimizer import Chosen
 from headprune.distillation.pair import HealingJob, Pair
 from headprune.distillation.shards import (
     ShardedResult,
@@ -177,6 +178,7 @@ def _refuse_unfit(config: HealConfig) -> None:
         refuse_by_layer(in_shards())
     if in_shards():
         refuse_sharded(config)
+    Chosen.of(config)
 
 
 def _by_layer(job: HealingJob, pair: Pair) -> Healed:
@@ -186,7 +188,7 @@ def _by_layer(job: HealingJob, pair: Pair) -> Healed:
     healer = LayerHealer(pair.net, pair.original, text, config, pair.bf16)
     context.stage("measuring before")
     before = healer.divergence()
-    reporting = Reporting(context, job.go_on, _remedies(config, pair.bf16))
+    reporting = Reporting(context, job.go_on, _remedies(Chosen.of(config), pair.bf16))
     layers = healer.heal(job.work, reporting)
     context.stage("measuring after")
     steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
@@ -205,11 +207,13 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     student = trainable(pair.net, attention_of(pair.net), config)
+    chosen = Chosen.of(config)
     trainer = HealTrainer(
         pair.held_out,
+        chosen,
         model=HealedModel(student, pair.original, pair.bf16),
-        remedies=_remedies(config, pair.bf16),
-        args=heal_arguments(config, work.checkpoints, pair.of_step),
+        remedies=_remedies(chosen, pair.bf16),
+        args=heal_arguments(config, chosen, work.checkpoints, pair.of_step),
         train_dataset=pair.rows,
         data_collator=pair.collate,
     )
@@ -266,13 +270,13 @@ def _written(
     return Healed(pruned, trained.before, trained.after, trained.steps, trained.taken_after)
 
 
-def _remedies(config: HealConfig, bf16: bool) -> Remedies:
+def _remedies(chosen: Chosen, bf16: bool) -> Remedies:
     """What to change where the divergence or a weight is not finite."""
     precision = "try --no-bf16, or " if bf16 else ""
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}look at both models with 'headprune "
         "evaluate', and at the text.",
-        trained=f"Lower --learning-rate (now {config.learning_rate:g}), {precision}train fewer "
+        trained=f"Lower --learning-rate (now {chosen.learning_rate:g}), {precision}train fewer "
         "steps, and start anew with --overwrite.",
     )
 

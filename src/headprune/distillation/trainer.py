@@ -13,12 +13,14 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
-from headprune.config import HealConfig, HealTrain
+from headprune.config import HealConfig, HealOptimizer, HealTrain
+from headprune.distillation.optimizer import Chosen, MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
 from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.arguments import resumable_arguments
+from headprune.training.checkpoints import Kind, kind_of
 from headprune.training.divergence import divergence
 from headprune.training.loss_module import LossModule, recompute_in_eval
 from headprune.training.resumable import ResumableTrainer
@@ -57,12 +59,34 @@ class HealTrainer(ResumableTrainer):
 
     Args:
         rows: Rows that are not trained on.
+        chosen: The optimiser.
         **kwargs: As for Trainer.
     """
 
-    def __init__(self, rows: Dataset, **kwargs: Any) -> None:
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(self, rows: Dataset, chosen: Chosen, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rows = rows
+        self.learning_rate = chosen.learning_rate
+        muon = chosen.optimizer is HealOptimizer.MUON
+        self.matrices = {id(w): w for w in (matrices(self.model.model) if muon else ())}
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Muon for matrices, where it was chosen; else Trainer's AdamW."""
+        if self.optimizer is None and self.matrices:
+            moving = [p for p in self.model.model.parameters() if p.requires_grad]
+            others = [p for p in moving if id(p) not in self.matrices]
+            matrices = list(self.matrices.values())
+            self.optimizer = MuonAndAdamW(matrices, others, self.learning_rate)
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        return optimizer
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
+        """One of a matrix that Muon moves, else those of AdamW."""
+        if id(parameter) in self.matrices:
+            return {"momentum_buffer": kind_of(parameter)}
+        return super().moments(parameter)
 
     @torch.no_grad()
     def held_out(self) -> float:
@@ -138,15 +162,17 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
     return trained
 
 
-def heal_arguments(config: HealConfig, folder: Path, batch_size: int) -> TrainingArguments:
-    """Trainer's settings for healing: AdamW, a tenth of warm-up, then a cosine to zero."""
+def heal_arguments(
+    config: HealConfig, chosen: Chosen, folder: Path, batch_size: int
+) -> TrainingArguments:
+    """Trainer's settings for healing: a tenth of warm-up, then a cosine to zero."""
     return resumable_arguments(
         folder,
         config.steps,
         batch_size,
         config.seed,
         config.save_every,
-        learning_rate=config.learning_rate,
+        learning_rate=chosen.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(config.steps / 10),
         max_grad_norm=1.0,

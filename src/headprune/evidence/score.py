@@ -116,7 +116,7 @@ def score(
         calibration=config.part(CalibrationConfig),
         tokens=examples.tokens if examples is not None else 0,
         ragged=leaves_ragged(attentions, unit),
-        refits=examples is not None and _refits(net, examples),
+        refits=examples is not None and refits(net, examples),
     )
     result = Scores(metadata, found)
     write_scores(output, result)
@@ -199,7 +199,7 @@ def scores_of(
     return torch.cat(parts)
 
 
-def _refits(net: PreTrainedModel, examples: CalibrationSample) -> bool:
+def refits(net: PreTrainedModel, examples: CalibrationSample) -> bool:
     """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
     attentions = attention_of(net)
     width = max((a.query_heads * a.head_dim for a in attentions), default=0)

@@ -25,8 +25,8 @@ class Gates(nn.Module):
     are plain factors, trained on as such: they fold into W_O whatever their value, so nothing binds
     them to [0, 1]. ``reopen`` begins another round of choosing among the heads that are left.
 
-    Gates that are not ``sampled`` are plain factors from the start, and ``close`` takes them away
-    by their ``saliency``.
+    Gates that are not ``sampled`` are plain factors from the start; ``close`` takes them away by
+    their ``saliency``, and ``settle`` all at once by scores.
 
     Attributes:
         sampled: Whether gates are drawn from the hard-concrete distribution while they are chosen.
@@ -143,6 +143,15 @@ class Gates(nn.Module):
         else:  # in the order in which they would go on to be closed
             costs = self.saliency.cost(self.values())[self.kept]
             self.log_alpha.data[self.kept] = costs.argsort().argsort() + 1.0
+        self.chosen.fill_(True)
+
+    @torch.no_grad()
+    def settle(self, kept: Sequence[int], scores: Float[Tensor, " units"]) -> None:
+        """Fixes which units stay, by scores; ``log_alpha`` says in which order they would go."""
+        self.kept.zero_()
+        self.kept[list(kept)] = True
+        ranks = scores.argsort().argsort().to(self.log_alpha) + 1
+        self.log_alpha.copy_(ranks + len(ranks) * (self.kept.to(ranks) - 1))
         self.chosen.fill_(True)
 
     @torch.no_grad()

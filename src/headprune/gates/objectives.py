@@ -32,16 +32,26 @@ class Distillation:
     Args:
         teacher: The model to match; None for the trained model itself without gates, which holds
             as long as its weights are frozen and costs no memory.
+        own: Share of the loss that is the model's own against the labels, as in Hinton et al. 2015
+            (arXiv:1503.02531, section 2).
+        bf16: Whether to compute in bfloat16 (autocast).
     """
 
-    def __init__(self, teacher: nn.Module | None = None) -> None:
+    def __init__(
+        self, teacher: nn.Module | None = None, own: float = 0.0, bf16: bool = False
+    ) -> None:
         self.teacher = teacher
+        self.own = own
+        self.bf16 = bf16
 
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
         """Divergence of the gated model from the teacher, averaged over real tokens."""
         inputs = without_labels(batch)
-        gates.disable()
-        with torch.no_grad():
-            wanted = (self.teacher or model)(**inputs)
-        gates.sample(batch["input_ids"].shape[0])
-        return divergence(model(**inputs), wanted, batch)
+        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16):
+            gates.disable()
+            with torch.no_grad():
+                wanted = (self.teacher or model)(**inputs)
+            gates.sample(batch["input_ids"].shape[0])
+            got = model(**(batch if self.own else inputs))
+        loss = divergence(got, wanted, batch)
+        return torch.lerp(loss, got.loss, self.own) if self.own else loss

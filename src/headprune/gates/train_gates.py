@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import shutil
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from headprune import devices, processes
 from headprune._version import __version__
 from headprune.config import (
     MOST_STEPS,
+    CalibrationConfig,
     DataConfig,
     Dtype,
     Method,
@@ -25,12 +25,20 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.data.batches import batches
+from headprune.data.calibration import calibration
+from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.errors import HeadpruneError
 from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
+from headprune.gates.refitted import (
+    can_refit,
+    choose_and_refit,
+    original_of,
+    output_weights,
+)
 from headprune.gates.rounds import default_count, plan_rounds
 from headprune.gates.sparsity import ConstantPenalty, GradualPruning, HeadTarget, Sparsity
 from headprune.gates.trainer import (
@@ -43,6 +51,7 @@ from headprune.gates.trainer import (
 from headprune.io.outputs import place_of, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.gating import gated
+from headprune.model.lengths import most_tokens
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
@@ -57,6 +66,7 @@ from headprune.model.units import (
 from headprune.placements import in_shards
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
+from headprune.training.checkpoints import found
 from headprune.training.resumable import Remedies, stop_on_interrupt, train
 from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
 
@@ -123,25 +133,33 @@ def train_gates(
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(attention_of(net), config.attention)
         unit = config.unit or default_unit(attentions)
-        sampled = config.method is Method.L0
-        gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, sampled)
-        gates.to(devices.chosen())  # Trainer moves no model that is in shards
         sizes = unit_sizes(attentions, unit)
-        sparsity = _sparsity(config, sizes, len(attentions))
 
         context.stage("reading the data")
-        tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
-        objective = _objective(config.objective, net, data)
-        if not sampled and objective is Objective.DISTILL:
+        remote = context.allowed.trust_remote_code
+        tokenizer = load_tokenizer(model, trust_remote_code=remote)
+        examples = _calibration(net, model, data, config, tokenizer, remote)
+        config = config.model_copy(update={"method": _method(config, net, examples)})
+        if config.method is Method.REFIT and config.dtype is Dtype.AUTO:
+            net.float()  # what is fitted is; what is trained on it computes as the device does best
+        gates = Gates(
+            attentions,
+            unit,
+            config.init_log_alpha,
+            config.temperature,
+            sampled=config.method is Method.L0,
+        )
+        gates.to(devices.chosen())  # Trainer moves no model that is in shards
+        sparsity = _sparsity(config, sizes, len(attentions))
+        objective = _objective(config, net, data)
+        if config.method is Method.GRADUAL and objective is Objective.DISTILL:
             raise HeadpruneError(
                 "--method gradual weighs heads by the gradient of a loss, and that of the "
-                "objective distill is zero where the model starts. Use --method l0."
+                "objective distill is zero where the model starts. Use --method l0 or refit."
             )
         rows, collate, _ = batches(objective, net, tokenizer, data, config, running=True)
         steps = _steps(config, len(rows))
-        loss: Loss = labelled
-        if objective is Objective.DISTILL:
-            loss = Distillation(None if frozen else copy.deepcopy(net).requires_grad_(False))
+        loss = _loss(objective, net, config)
         freeze(net, attentions, config.train)
         channels = Channels(attentions) if config.train is Train.CHANNELS else None
         if config.gradient_checkpointing:
@@ -152,16 +170,20 @@ def train_gates(
             enable({"use_reentrant": False})
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
+        refitted = output_weights(attention_of(net)) if config.method is Method.REFIT else ()
         trainer = GateTrainer(
             config,
             sparsity,
             plan_rounds(steps, _round_count(config, sizes), _settle(config)),
-            GatedModel(net, gates, loss, channels),
+            GatedModel(net, gates, loss, channels, refitted),
             remedies=_remedies(config, objective),
             args=training_arguments(config, work.checkpoints, steps),
             train_dataset=rows,
             data_collator=collate,
         )
+        if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
+            assert examples is not None
+            choose_and_refit(net, attentions, gates, sparsity.heads, unit, examples, context)
         context.stage("training")
         with (
             gated(attentions, gates.source),
@@ -174,6 +196,47 @@ def train_gates(
         about = {"model": source, "unit": unit, "objective": objective.value, "data": data.source}
         metadata = processes.on_main(lambda: _finish(output, work, trainer, attentions, about))
         return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
+
+
+def _calibration(
+    net: PreTrainedModel,
+    model: str | Path,
+    data: DataConfig,
+    config: TrainGatesConfig,
+    tokenizer: Any,
+    trust_remote_code: bool,
+) -> CalibrationSample | None:
+    """What heads are chosen on before any step, where that is asked for or might be best."""
+    might = config.leaves_method and task_of(net) == "causal-lm" and not in_shards()
+    if config.method is not Method.REFIT and not might:
+        return None
+    usual = CalibrationConfig()
+    length = min(usual.seq_len, most_tokens(net.config, tokenizer) or usual.seq_len)
+    sizes = CalibrationConfig(seq_len=length, seed=config.seed)
+    return calibration(net, model, data, sizes, "train-gates", trust_remote_code)
+
+
+def _method(
+    config: TrainGatesConfig, net: PreTrainedModel, examples: CalibrationSample | None
+) -> Method:
+    if config.method is not Method.AUTO:
+        return config.method
+    return Method.REFIT if examples is not None and can_refit(net, examples) else Method.L0
+
+
+def _loss(objective: Objective, net: PreTrainedModel, config: TrainGatesConfig) -> Loss:
+    """The loss of an objective; a teacher is the model as it is now."""
+    if objective not in (Objective.DISTILL, Objective.LM_DISTILL):
+        return labelled
+    refitting = config.method is Method.REFIT
+    changed = {
+        Train.ATTENTION: net.parameters(),
+        Train.ALL: net.parameters(),
+        Train.GATES: output_weights(attention_of(net)) if refitting else (),
+    }.get(config.train, ())
+    own = 0.5 if objective is Objective.LM_DISTILL else 0.0
+    bf16 = refitting and config.dtype is Dtype.AUTO and devices.computes_bfloat16()
+    return Distillation(original_of(net, changed), own, bf16)
 
 
 def _refuse_to_shard(config: TrainGatesConfig) -> None:
@@ -206,7 +269,7 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
     half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
     precision = "compute with --dtype float32, " if half else ""
     hidden = "give text with tokens to mask, " if objective is Objective.MLM else ""
-    rates = ["--scale-lr"] if config.method is Method.GRADUAL else ["--gate-lr", "--scale-lr"]
+    rates = ["--scale-lr"] if config.method is not Method.L0 else ["--gate-lr", "--scale-lr"]
     rates += ["--weight-lr"] if config.train in (Train.ATTENTION, Train.ALL) else []
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}{hidden}or look at the model with "
@@ -217,7 +280,7 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
 
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
     if config.target_heads is not None:
-        kind = HeadTarget if config.method is Method.L0 else GradualPruning
+        kind = GradualPruning if config.method is Method.GRADUAL else HeadTarget
         return kind(head_budget(config.target_heads, sizes), sizes, config.sparsity_warmup)
     assert config.l0_penalty is not None
     return ConstantPenalty(config.l0_penalty, modules)
@@ -225,19 +288,21 @@ def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Spars
 
 def _round_count(config: TrainGatesConfig, sizes: list[int]) -> int:
     # units of unequal size might not add up to the target any more after an earlier round
-    if config.target_heads is None or config.method is Method.GRADUAL or len(set(sizes)) > 1:
+    if config.target_heads is None or config.method is not Method.L0 or len(set(sizes)) > 1:
         return 1
     return config.rounds or default_count(1 - head_budget(config.target_heads, sizes) / sum(sizes))
 
 
 def _settle(config: TrainGatesConfig) -> float:
+    if config.method is Method.REFIT:
+        return 1.0  # they are chosen before the first step
     if config.finetune_fraction is not None:
         return config.finetune_fraction
     return 0.6 if config.method is Method.L0 else 0.3
 
 
-def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Objective:
-    task = task_of(net)
+def _objective(config: TrainGatesConfig, net: PreTrainedModel, data: DataConfig) -> Objective:
+    task, asked = task_of(net), config.objective
     natural = {
         "causal-lm": Objective.LM,
         "seq2seq-lm": Objective.LM,
@@ -245,13 +310,15 @@ def _objective(asked: Objective, net: PreTrainedModel, data: DataConfig) -> Obje
         "classification": Objective.TASK if data.label_column else Objective.DISTILL,
         "features": Objective.DISTILL,
     }[task]
+    others = [Objective.DISTILL, *([Objective.LM_DISTILL] if natural is Objective.LM else [])]
     if asked is Objective.AUTO:
-        return natural
-    if asked not in (natural, Objective.DISTILL):
+        both = config.method is Method.REFIT and natural is Objective.LM
+        return Objective.LM_DISTILL if both else natural
+    if asked not in (natural, *others):
         without = " without --label-column" if asked is Objective.TASK else ""
+        listed = " or ".join(dict.fromkeys(each.value for each in (natural, *others)))
         raise HeadpruneError(
-            f"--objective {asked.value} does not fit {type(net).__name__}{without}; use "
-            f"{natural.value}" + ("." if natural is Objective.DISTILL else " or distill.")
+            f"--objective {asked.value} does not fit {type(net).__name__}{without}; use {listed}."
         )
     return asked
 
@@ -269,6 +336,8 @@ def _finish(
     if trainer.model.channels is not None:
         for weight in trainer.model.channels.fold():
             weight.requires_grad_(True)  # it is a trained weight now
+    for weight in trainer.model.refitted:
+        weight.requires_grad_(True)
     weights = {
         name: parameter.detach().cpu().contiguous()
         for name, parameter in net.named_parameters()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,25 @@ class GateStep(TrainingStep):
 
 
 class GatedModel(LossModule):
-    """A model, its gates, the factors of its channels if they move, and the loss."""
+    """A model, its gates, the factors of its channels if they move, and the loss.
+
+    Attributes:
+        refitted: Weights that were changed before the first step, and stay as they are.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, gates: Gates, loss: Loss, channels: Channels | None = None
+        self,
+        model: PreTrainedModel,
+        gates: Gates,
+        loss: Loss,
+        channels: Channels | None = None,
+        refitted: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.gates = gates
         self.channels = channels
+        self.refitted = refitted
         self._loss = loss
         self.config = model.config
 
@@ -83,8 +93,10 @@ class GatedModel(LossModule):
         return self
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Gates, and the weights that move, by their names in this module."""
+        """Gates, and the weights that move or were refitted, by their names in this module."""
         state = {f"gates.{name}": value for name, value in self.gates.state_dict().items()}
+        refitted = set(map(id, self.refitted))
+        state |= {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
         return super().trained_state() | {name: value.contiguous() for name, value in state.items()}
 
 

@@ -131,7 +131,7 @@ class TrainedGates(BaseModel):
 
     def open_probability(self) -> Tensor:
         """How likely each gate is open; where none is drawn ``log_alpha`` is but an order."""
-        if self.metadata.method is Method.GRADUAL:
+        if self.metadata.method is not Method.L0:
             return self.kept.float()
         return hard_concrete.open_probability(self.log_alpha, self.metadata.temperature)
 

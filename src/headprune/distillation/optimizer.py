@@ -1,0 +1,112 @@
+"""The optimiser of healing: Muon for the matrices of the layers, AdamW for all else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from headprune import devices
+from headprune.config import HealConfig, HealOptimizer, HealTrain
+from headprune.errors import HeadpruneError
+from headprune.placements import in_shards
+
+USUAL_RATE = {HealOptimizer.MUON: 2e-4, HealOptimizer.ADAMW: 1e-4}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The optimiser of a healing, and its highest learning rate."""
+
+    optimizer: HealOptimizer
+    learning_rate: float
+
+    @classmethod
+    def of(cls, config: HealConfig) -> Chosen:
+        """What a configuration comes to on this device.
+
+        Muon orthogonalises in bfloat16, which is slow where a device only emulates it, and takes
+        whole matrices, which shards and low-rank additions are not.
+
+        Raises:
+            HeadpruneError: If Muon is asked for where it cannot be.
+        """
+        known = hasattr(torch.optim, "Muon")
+        asked = config.optimizer
+        if asked is HealOptimizer.MUON and not known:
+            raise HeadpruneError(
+                f"--optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}. "
+                "Install that, or use --optimizer adamw."
+            )
+        if asked is HealOptimizer.MUON and in_shards():
+            raise HeadpruneError(
+                "--optimizer muon takes matrices whole, and --shard splits them. Use --optimizer "
+                "adamw, or leave out --shard."
+            )
+        if asked is HealOptimizer.AUTO:
+            split = in_shards() or config.by_layer or config.train is HealTrain.LORA
+            fit = known and not split and devices.computes_bfloat16()
+            asked = HealOptimizer.MUON if fit else HealOptimizer.ADAMW
+        usual = USUAL_RATE[asked]
+        return cls(asked, usual if config.learning_rate is None else config.learning_rate)
+
+
+def matrices(net: PreTrainedModel) -> list[nn.Parameter]:
+    """The weights of linear layers that are trained, but for the output embeddings."""
+    linear = {id(m.weight) for m in net.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    head = net.get_output_embeddings()
+    embeddings = {id(m.weight) for m in (head, net.get_input_embeddings()) if m is not None}
+    moving = (weight for weight in net.parameters() if weight.requires_grad)
+    return [w for w in moving if w.dim() == 2 and id(w) in linear - embeddings]
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for other weights, as one optimiser.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces the momentum of a matrix
+    by the nearest one with orthogonal columns or rows; scaled by ``0.2 sqrt(max(rows, columns))``
+    its steps are as large as those of AdamW at the same learning rate (Liu et al. 2025,
+    arXiv:2502.16982).
+
+    Args:
+        matrices: Weights of two dimensions.
+        others: All else.
+        learning_rate: Of both.
+    """
+
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], learning_rate: float
+    ) -> None:
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._parts.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=learning_rate,
+                    weight_decay=0.0,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        if others:
+            self._parts.append(torch.optim.AdamW(others, lr=learning_rate, weight_decay=0.0))
+        groups = [group for part in self._parts for group in part.param_groups]
+        super().__init__(groups, {})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of both, on the groups and the state that this optimiser holds."""
+        loss = None if closure is None else closure()
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss

@@ -1,0 +1,88 @@
+"""Heads chosen by scores and W_O refitted, before one factor per head is trained.
+
+What a cut needs most is known without a step of training: which heads the others can make up for,
+and the W_O that makes up for them (``evidence.criteria.compensated``, ``surgery.refit``). Gates
+that choose while they train find worse heads with a hundred times the work, and those that are left
+then work around the choice. So the choice comes first, and all steps go to the factors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headprune.config import ScoreConfig
+from headprune.data.samples import CalibrationSample
+from headprune.declaration import Context
+from headprune.evidence.score import gather, refits, scores_of
+from headprune.gates.gates import Gates
+from headprune.model.attention import attention_of
+from headprune.runtime.modeling_headprune import Attention
+from headprune.surgery.refit import refit
+from headprune.tensors.selection import keep_best
+from headprune.tensors.units import Unit
+
+CRITERION = "compensated"
+ENOUGH = 4096  # tokens to choose and refit on without being asked to
+
+
+def can_refit(net: PreTrainedModel, examples: CalibrationSample) -> bool:
+    """Whether there is text enough, and every W_O in one place, to refit without being asked to."""
+    return examples.tokens >= ENOUGH and refits(net, examples)
+
+
+def original_of(net: PreTrainedModel, changed: Iterable[nn.Parameter]) -> nn.Module | None:
+    """The model as it is now, which shares with it all but what changes; None if nothing does."""
+    changing = {id(weight) for weight in changed}
+    if not changing:
+        return None
+    shared = {id(p): p for p in net.parameters() if id(p) not in changing}
+    original: nn.Module = copy.deepcopy(net, shared)
+    return original.requires_grad_(False)
+
+
+def output_weights(attentions: Sequence[Attention]) -> list[nn.Parameter]:
+    """Every W_O, and its bias: what a refit changes."""
+    some = (a for a in attentions if a.query_heads)
+    return [weight for a in some for weight in a.output_projection.parameters()]
+
+
+def choose_and_refit(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    gates: Gates,
+    heads: int,
+    unit: Unit,
+    examples: CalibrationSample,
+    context: Context,
+) -> None:
+    """Closes the gates of the units that matter least, and refits every W_O to those that are left.
+
+    Args:
+        net: The model; its output projections change.
+        attentions: The modules that have gates.
+        gates: Their gates, plain factors.
+        heads: Query heads that stay.
+        unit: What one gate opens and closes.
+        examples: Calibration text.
+        context: What it runs in.
+
+    Raises:
+        DataError: If there is too little text, or something is not finite.
+        PlanError: If a module runs more than once.
+    """
+    config = ScoreConfig(criterion=(CRITERION,), unit=unit)
+    evidence = gather(net, attentions, config, examples, context=context)
+    scores = scores_of(CRITERION, evidence, attentions, unit)
+    gates.settle(keep_best(scores.tolist(), gates.unit_sizes, heads), scores)
+    context.stage("refitting")
+    of_head = gates.values().detach()[gates.unit_of_head].cpu()
+    sizes = [attention.query_heads for attention in attentions]
+    gated = {a.path: part for a, part in zip(attentions, of_head.split(sizes), strict=True)}
+    every = attention_of(net)
+    rows = [gated.get(a.path, torch.ones(a.query_heads)) for a in every]
+    refit(net, every, rows, examples.whole(), context.step)
