@@ -23,6 +23,7 @@ from headprune.config import (
     DataConfig,
     Dtype,
     HealConfig,
+    HealOptimizer,
     HealTrain,
     Train,
     TrainGatesConfig,
@@ -154,6 +155,7 @@ HEALED: dict[str, dict[str, Any]] = {
 def healed(folder: Path, student: str, output: str, shard: bool = False, seed: int = 0) -> Any:
     """Heals a student, in this process or together with others."""
     settings = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, "bf16": False}
+    settings["optimizer"] = HealOptimizer.ADAMW  # which shards take
     config = HealConfig(**settings | HEALED[student], seed=seed)
     text = DataConfig(source=str(folder / "text.txt"))
     teacher = folder / {"tied": "untied", "half-gqa": "half"}.get(student, "model")

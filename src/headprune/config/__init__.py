@@ -36,6 +36,7 @@ from headprune.config.scoring import ScoreConfig
 from headprune.config.sweeping import SweepConfig
 from headprune.config.training import (
     HealConfig,
+    HealObjective,
     HealOptimizer,
     HealTrain,
     Method,
@@ -104,6 +105,7 @@ __all__ = [
     "Few",
     "Grouping",
     "HealConfig",
+    "HealObjective",
     "HealOptimizer",
     "HealTrain",
     "Kept",

@@ -178,6 +178,14 @@ class HealOptimizer(str, Enum):
     ADAMW = "adamw"
 
 
+class HealObjective(str, Enum):
+    """What healing trains on."""
+
+    AUTO = "auto"
+    DISTILL = "distill"
+    LM_DISTILL = "lm+distill"  # half each
+
+
 class HealConfig(Options):
     """How a converted or cut model is trained to match the one it came from."""
 
@@ -186,6 +194,13 @@ class HealConfig(Options):
         "What is trained. lora: low-rank additions to the attention projections, merged at the "
         "end.",
         HealTrain.ALL,
+        Panel.TRAINING,
+    )
+    objective: HealObjective = option(
+        "The loss. distill: divergence from the teacher. lm+distill: half of it is the language "
+        "model's own. auto: lm+distill for a causal language model, else distill. Checkpoints are "
+        "judged by the divergence alone.",
+        HealObjective.AUTO,
         Panel.TRAINING,
     )
     by_layer: bool = option(
@@ -235,6 +250,8 @@ class HealConfig(Options):
             raise ValueError("--by-layer trains weights of the model: leave out --train lora")
         if self.optimizer is HealOptimizer.MUON and (self.by_layer or self.train is HealTrain.LORA):
             raise ValueError("--optimizer muon goes with neither --by-layer nor --train lora")
+        if self.by_layer and self.objective is HealObjective.LM_DISTILL:
+            raise ValueError("--by-layer matches outputs of layers: leave out --objective")
         if self.by_layer and self.gradient_checkpointing:
             raise ValueError("--by-layer holds one layer: leave out --gradient-checkpointing")
         if self.by_layer and self.save_every is not None:

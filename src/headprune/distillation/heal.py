@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from headprune import processes
-from headprune.config import DataConfig, HealConfig, Resuming
+from headprune.config import DataConfig, HealConfig, HealObjective, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.by_layer import Batched, LayerHealer, Reporting, refuse_by_layer
@@ -31,6 +31,7 @@ from headprune.distillation.trainer import (
     refuse_without_peft,
     trainable,
 )
+from headprune.errors import HeadpruneError
 from headprune.exporting.publish import (
     Changes,
     Pruned,
@@ -41,7 +42,7 @@ from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
-from headprune.model.loading import load_config
+from headprune.model.loading import load_config, task_of
 from headprune.placements import Placement, asked_placement, in_shards, placing
 from headprune.schemas.records import Healing, LayerHealing
 from headprune.surgery.cut import resolve
@@ -181,6 +182,17 @@ def _refuse_unfit(config: HealConfig) -> None:
     Chosen.of(config)
 
 
+def _own_share(config: HealConfig, net: PreTrainedModel) -> float:
+    """Share of the loss that is the language model's own."""
+    asked, causal = config.objective, task_of(net) == "causal-lm"
+    if asked is HealObjective.LM_DISTILL and not causal:
+        raise HeadpruneError(
+            f"--objective lm+distill is for causal language models, and this is a "
+            f"{type(net).__name__}. Use --objective distill."
+        )
+    return 0.5 if causal and asked is not HealObjective.DISTILL else 0.0
+
+
 def _by_layer(job: HealingJob, pair: Pair) -> Healed:
     """Trains one layer after the other."""
     config, context = job.config, job.context
@@ -211,7 +223,7 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
     trainer = HealTrainer(
         pair.held_out,
         chosen,
-        model=HealedModel(student, pair.original, pair.bf16),
+        model=HealedModel(student, pair.original, pair.bf16, _own_share(config, pair.net)),
         remedies=_remedies(chosen, pair.bf16),
         args=heal_arguments(config, chosen, work.checkpoints, pair.of_step),
         train_dataset=pair.rows,

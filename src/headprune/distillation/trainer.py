@@ -27,23 +27,35 @@ from headprune.training.resumable import ResumableTrainer
 
 
 class HealedModel(LossModule):
-    """A student, and the teacher it is measured against; the teacher is no part of the module."""
+    """A student, and the teacher it is measured against; the teacher is no part of the module.
 
-    def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
+    Args:
+        student: What is trained.
+        teacher: The model to match.
+        bf16: Whether to compute in bfloat16 (autocast).
+        own: Share of the loss in training that is the student's own against the labels, as in
+            Hinton et al. 2015 (arXiv:1503.02531, section 2).
+    """
+
+    def __init__(
+        self, student: nn.Module, teacher: PreTrainedModel, bf16: bool, own: float = 0.0
+    ) -> None:
         super().__init__()
         self.model = student
         self._teacher = [teacher.requires_grad_(False).eval()]
         self._bf16 = bf16
+        self._own = own
 
     def forward(self, batch: Batch) -> Tensor:
-        """Divergence of the student from the teacher."""
-        inputs = without_labels(batch)
+        """Divergence of the student from the teacher, and in training its own loss."""
+        inputs, own = without_labels(batch), self._own if self.training else 0.0
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
                 reshard(self._teacher[0])  # nothing that runs backwards would
-            got = self.model(**inputs)
-        return divergence(got, wanted, batch)
+            got = self.model(**(batch if own else inputs))
+        loss = divergence(got, wanted, batch)
+        return torch.lerp(loss, got.loss, own) if own else loss
 
     def train(self, mode: bool = True) -> HealedModel:
         """Dropout stays off: the student matches what the teacher computes without it."""

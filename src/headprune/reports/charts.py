@@ -221,16 +221,15 @@ def _heads_chart(history: History) -> Chart | None:
 
 
 def _loss_chart(history: History) -> Chart:
-    what = "loss" if history.kind == "gates" else "divergence from the teacher"
-    series = [Series(what, history.steps, history.loss)]
-    figure = figures.trajectories(series, "", "step", what, history.phases)
+    series = [Series("loss", history.steps, history.loss)]
+    figure = figures.trajectories(series, "", "step", "loss", history.phases)
     return Chart(
         name=f"{history.kind}-loss",
         title="Loss while gates are trained" if history.kind == "gates" else "Healing",
         figure=figure,
-        alt=f"The {what} goes from {history.loss[0]:.4g} to {history.loss[-1]:.4g} in "
+        alt=f"The loss goes from {history.loss[0]:.4g} to {history.loss[-1]:.4g} in "
         f"{history.records:,} steps.",
-        columns=("step", what),
+        columns=("step", "loss"),
         rows=_some(history.steps, history.loss),
         note=_thinned(history),
     )

@@ -64,7 +64,7 @@ class TrainingStep:
     @property
     def numbers(self) -> str:
         """What moves, beside a progress bar."""
-        return f"divergence {self.loss:.4f}"
+        return f"loss {self.loss:.4f}"
 
 
 @dataclass(frozen=True)
