@@ -3,8 +3,8 @@
     python scripts/bench_quality.py --model FOLDER --data TEST --train-data TRAIN
 
 Protocol: the test text as one document, its first 40 windows of 512 tokens, no overlap, no BOS, the
-first token of each window unscored, float32. Gates are trained with the weights frozen on another
-text, 300 steps of 1,024 tokens. Every row is cut, proven, written and reloaded; single heads of a
+first token of each window unscored, float32. Gates are trained on another text with the weights
+frozen, 300 steps of 1,024 tokens. Every row is cut, proven, written and reloaded; single heads of a
 grouped-query model leave ragged groups.
 """
 
@@ -94,7 +94,7 @@ def main(
     train_data: Annotated[str, typer.Option(help="Training text.")],
     keep: Annotated[str, typer.Option(help="Shares of heads to keep.")] = "0.75,0.5",
     units: Annotated[str, typer.Option(help="Units.")] = "head,kv-group",
-    method: Annotated[Method, typer.Option(help="How heads are chosen.")] = Method.L0,
+    method: Annotated[Method, typer.Option(help="How heads are chosen.")] = Method.AUTO,
     train: Annotated[Train, typer.Option(help="What is trained beside the gates.")] = Train.GATES,
     objective: Annotated[Objective, typer.Option(help="The loss.")] = Objective.AUTO,
     refit: Annotated[
@@ -103,7 +103,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of batch-size x seq-len tokens.")] = 300,
     batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
-    dtype: Annotated[Dtype, typer.Option(help="Element type in training.")] = Dtype.FLOAT32,
+    dtype: Annotated[Dtype, typer.Option(help="Element type in training.")] = Dtype.AUTO,
     windows: Annotated[int, typer.Option(help="Test windows.")] = 40,
     window: Annotated[int, typer.Option(help="Tokens per test window.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,

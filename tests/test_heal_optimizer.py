@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from headprune import placements
-from headprune.config import HealConfig, HealOptimizer, HealTrain
+from headprune import from_pretrained, placements
+from headprune.config import DataConfig, HealConfig, HealOptimizer, HealTrain
 from headprune.distillation import optimizer as module
-from headprune.distillation.optimizer import Chosen, MuonAndAdamW, matrices
+from headprune.distillation.heal import heal
+from headprune.distillation.optimizer import MuonAndAdamW, matrices, resolved
+from headprune.distillation.trainer import HealedModel
 from headprune.errors import HeadpruneError
+from headprune.schemas.records import Healing
 from tests import tiny
 
 MUON, ADAMW = HealOptimizer.MUON, HealOptimizer.ADAMW
@@ -70,23 +76,65 @@ def test_a_learning_rate_that_is_lowered_reaches_both() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
 
 
+def chosen(**settings: Any) -> tuple[HealOptimizer, float | None]:
+    config = resolved(HealConfig(steps=1, **settings))
+    return config.optimizer, config.learning_rate
+
+
 def test_which_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.devices, "computes_bfloat16", lambda: True)
-    assert Chosen.of(HealConfig(steps=1)) == Chosen(MUON, 2e-4)
-    assert Chosen.of(HealConfig(steps=1, learning_rate=1e-3)) == Chosen(MUON, 1e-3)
-    assert Chosen.of(HealConfig(steps=1, optimizer=ADAMW)) == Chosen(ADAMW, 1e-4)
+    assert chosen() == (MUON, 2e-4)
+    assert chosen(learning_rate=1e-3) == (MUON, 1e-3)
+    assert chosen(optimizer=ADAMW) == (ADAMW, 1e-4)
     for settings in ({"train": HealTrain.LORA}, {"by_layer": True}):
-        assert Chosen.of(HealConfig(steps=1, **settings)) == Chosen(ADAMW, 1e-4)
+        assert chosen(**settings) == (ADAMW, 1e-4)
         with pytest.raises(ValueError, match="--optimizer muon goes with neither"):
-            HealConfig(steps=1, optimizer=MUON, **settings)
-    asked = HealConfig(steps=1, optimizer=MUON)
+            chosen(optimizer=MUON, **settings)
     with placements.sharding(True):
-        assert Chosen.of(HealConfig(steps=1)) == Chosen(ADAMW, 1e-4)
+        assert chosen() == (ADAMW, 1e-4)
         with pytest.raises(HeadpruneError, match="--shard splits them"):
-            Chosen.of(asked)
+            chosen(optimizer=MUON)
     monkeypatch.setattr(module.devices, "computes_bfloat16", lambda: False)
-    assert Chosen.of(HealConfig(steps=1)) == Chosen(ADAMW, 1e-4)
-    assert Chosen.of(asked) == Chosen(MUON, 2e-4)
+    assert chosen() == (ADAMW, 1e-4)
+    assert chosen(optimizer=MUON) == (MUON, 2e-4)
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(HeadpruneError, match="needs torch 2.9 or newer"):
-        Chosen.of(asked)
+        chosen(optimizer=MUON)
+
+
+@pytest.mark.parametrize(
+    ("case", "asked", "objective"),
+    [
+        ("llama-gqa", "auto", "lm+distill"),
+        ("llama-gqa", "distill", "distill"),
+        ("bert-base", "auto", "distill"),
+        ("bert-base", "lm+distill", None),
+    ],
+)
+def test_what_healing_trains_on_is_recorded(
+    case: str, asked: str, objective: str | None, text_file: Path, tmp_path: Path
+) -> None:
+    folder = tiny.save(tiny.model(case), tmp_path / "model")
+    config = HealConfig(steps=1, batch_size=2, seq_len=16, objective=asked, optimizer=ADAMW)
+    arguments = (folder, folder, DataConfig(source=str(text_file)), tmp_path / "out", config)
+    if objective is None:
+        with pytest.raises(HeadpruneError, match="is for causal language models"):
+            heal(*arguments)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        return
+    done = heal(*arguments).pruned.manifest.done
+    assert isinstance(done, Healing)
+    assert (done.objective, done.optimizer, done.learning_rate) == (objective, "adamw", 1e-4)
+
+
+def test_half_of_the_loss_in_training_is_the_models_own(llama_folder: Path) -> None:
+    net, teacher = (from_pretrained(llama_folder) for _ in range(2))
+    torch.manual_seed(0)
+    for weight in net.parameters():
+        weight.data += 0.02 * torch.randn_like(weight)
+    ids = torch.arange(32).reshape(2, 16) % 30
+    batch = {"input_ids": ids, "labels": ids}
+    both = HealedModel(net, teacher, bf16=False, own=0.5)
+    apart = both.eval()(batch)
+    assert apart > 0
+    torch.testing.assert_close(both.train()(batch), (apart + net(**batch).loss) / 2)

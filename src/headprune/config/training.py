@@ -58,6 +58,17 @@ class Method(Choice):
         return {"cheapest": "gradual"}
 
 
+OF_L0 = (
+    "l0_penalty",
+    "rounds",
+    "gate_lr",
+    "temperature",
+    "init_log_alpha",
+    "sparsity_warmup",
+    "finetune_fraction",
+)
+
+
 class TrainGatesConfig(OfKinds, InUnits):
     """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
 
@@ -90,8 +101,8 @@ class TrainGatesConfig(OfKinds, InUnits):
     )
     objective: Objective = option(
         "The loss. auto: task for a classifier with labels, lm or mlm for a language model, else "
-        "distill, which needs no labels: it matches the ungated model. With --method refit lm "
-        "is lm+distill, half each.",
+        "distill, which needs no labels: it matches the ungated model. With --method refit "
+        "auto is lm+distill for a language model, half each.",
         Objective.AUTO,
         Panel.TRAINING,
     )
@@ -158,7 +169,9 @@ class TrainGatesConfig(OfKinds, InUnits):
     @property
     def leaves_method(self) -> bool:
         """Whether all that is set goes with any method, so that the best may be taken."""
-        of_l0 = self.l0_penalty is not None or self.rounds is not None
+        of_l0 = any(
+            getattr(self, name) != TrainGatesConfig.model_fields[name].default for name in OF_L0
+        )
         return self.method is Method.AUTO and self.train is Train.GATES and not of_l0
 
 

@@ -33,7 +33,8 @@ def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
     share = m.kept_heads / max(m.query_heads, 1)
     console.print(
         f"Gates of [bold]{m.kept_heads} of {m.query_heads}[/] heads stay open ({share:.1%}, unit "
-        f"{m.unit.value}) after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
+        f"{m.unit.value}, method {m.method.value}) after {m.steps} steps; last {m.objective} loss "
+        f"{m.final_loss:.4f}."
     )
     console.print(f"Written to {escape(str(run.output))}.")
     if run.ragged:

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from headprune import processes
-from headprune.config import HealConfig, HealTrain
+from headprune.config import HealConfig, HealOptimizer, HealTrain
 from headprune.declaration import Context
-from headprune.distillation.optimizer import Chosen
+from headprune.distillation.optimizer import USUAL_RATE
 from headprune.distillation.pair import Pair
 from headprune.distillation.stack import Stack, Streams
 from headprune.distillation.trainer import HealedModel
@@ -282,7 +282,9 @@ class _Run:
             return LayerHealing(before=before, after=before, steps=0)
         steps, first = healer.config.steps, self._step
         optimiser = torch.optim.AdamW(
-            weights.values(), lr=Chosen.of(healer.config).learning_rate, weight_decay=0.0
+            weights.values(),
+            lr=healer.config.learning_rate or USUAL_RATE[HealOptimizer.ADAMW],
+            weight_decay=0.0,
         )
         schedule = get_cosine_schedule_with_warmup(optimiser, math.ceil(steps / 10), steps)
         seed = f"{healer.config.seed} {number}"

@@ -17,7 +17,7 @@ from headprune.config import DataConfig, HealConfig, HealObjective, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.by_layer import Batched, LayerHealer, Reporting, refuse_by_layer
-from headprune.distillation.optimizer import Chosen
+from headprune.distillation.optimizer import resolved
 from headprune.distillation.pair import HealingJob, Pair
 from headprune.distillation.shards import (
     ShardedResult,
@@ -136,6 +136,7 @@ def heal(
     """
     processes.share_of(config.batch_size)
     _refuse_unfit(config)
+    config = resolved(config)
     if not processes.is_main():
         context = context.unheard()
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
@@ -162,6 +163,7 @@ def heal(
         load_config(teacher, trust_remote_code=context.allowed.trust_remote_code)
         job = HealingJob(model, teacher, output, config, context, work, f"Go on with: {again}")
         pair = Pair.by(job, data)
+        _objective(config, pair.net)
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
         if config.by_layer:
@@ -179,18 +181,23 @@ def _refuse_unfit(config: HealConfig) -> None:
         refuse_by_layer(in_shards())
     if in_shards():
         refuse_sharded(config)
-    Chosen.of(config)
 
 
-def _own_share(config: HealConfig, net: PreTrainedModel) -> float:
-    """Share of the loss that is the language model's own."""
+def _objective(config: HealConfig, net: PreTrainedModel) -> HealObjective:
+    """What a model is healed on.
+
+    Raises:
+        HeadpruneError: If it has no such loss.
+    """
     asked, causal = config.objective, task_of(net) == "causal-lm"
     if asked is HealObjective.LM_DISTILL and not causal:
         raise HeadpruneError(
             f"--objective lm+distill is for causal language models, and this is a "
             f"{type(net).__name__}. Use --objective distill."
         )
-    return 0.5 if causal and asked is not HealObjective.DISTILL else 0.0
+    if asked is HealObjective.AUTO and causal and not config.by_layer:
+        return HealObjective.LM_DISTILL
+    return HealObjective.DISTILL if asked is HealObjective.AUTO else asked
 
 
 def _by_layer(job: HealingJob, pair: Pair) -> Healed:
@@ -200,7 +207,7 @@ def _by_layer(job: HealingJob, pair: Pair) -> Healed:
     healer = LayerHealer(pair.net, pair.original, text, config, pair.bf16)
     context.stage("measuring before")
     before = healer.divergence()
-    reporting = Reporting(context, job.go_on, _remedies(Chosen.of(config), pair.bf16))
+    reporting = Reporting(context, job.go_on, _remedies(config, pair.bf16))
     layers = healer.heal(job.work, reporting)
     context.stage("measuring after")
     steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
@@ -219,13 +226,13 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     student = trainable(pair.net, attention_of(pair.net), config)
-    chosen = Chosen.of(config)
+    own = 0.5 if _objective(config, pair.net) is HealObjective.LM_DISTILL else 0.0
     trainer = HealTrainer(
         pair.held_out,
-        chosen,
-        model=HealedModel(student, pair.original, pair.bf16, _own_share(config, pair.net)),
-        remedies=_remedies(chosen, pair.bf16),
-        args=heal_arguments(config, chosen, work.checkpoints, pair.of_step),
+        config.optimizer,
+        model=HealedModel(student, pair.original, pair.bf16, own),
+        remedies=_remedies(config, pair.bf16),
+        args=heal_arguments(config, work.checkpoints, pair.of_step),
         train_dataset=pair.rows,
         data_collator=pair.collate,
     )
@@ -271,6 +278,9 @@ def _written(
         teacher=str(job.teacher),
         teacher_id=id_of_model(job.teacher),
         seed=job.config.seed,
+        optimizer=job.config.optimizer.value,
+        objective=_objective(job.config, pair.net).value,
+        learning_rate=job.config.learning_rate,
         **vars(trained),
     )
     record = Changes(healing, made_by=job.context.made_by, history=job.work.history)
@@ -282,13 +292,13 @@ def _written(
     return Healed(pruned, trained.before, trained.after, trained.steps, trained.taken_after)
 
 
-def _remedies(chosen: Chosen, bf16: bool) -> Remedies:
+def _remedies(config: HealConfig, bf16: bool) -> Remedies:
     """What to change where the divergence or a weight is not finite."""
     precision = "try --no-bf16, or " if bf16 else ""
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}look at both models with 'headprune "
         "evaluate', and at the text.",
-        trained=f"Lower --learning-rate (now {chosen.learning_rate:g}), {precision}train fewer "
+        trained=f"Lower --learning-rate (now {config.learning_rate:g}), {precision}train fewer "
         "steps, and start anew with --overwrite.",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import overload
 
 import torch
@@ -19,41 +18,32 @@ from headprune.placements import in_shards
 USUAL_RATE = {HealOptimizer.MUON: 2e-4, HealOptimizer.ADAMW: 1e-4}
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The optimiser of a healing, and its highest learning rate."""
+def resolved(config: HealConfig) -> HealConfig:
+    """A configuration with the optimiser and the learning rate that it comes to on this device.
 
-    optimizer: HealOptimizer
-    learning_rate: float
+    Muon orthogonalises in bfloat16, which is slow where a device only emulates it, and takes
+    whole matrices, which shards and low-rank additions are not.
 
-    @classmethod
-    def of(cls, config: HealConfig) -> Chosen:
-        """What a configuration comes to on this device.
-
-        Muon orthogonalises in bfloat16, which is slow where a device only emulates it, and takes
-        whole matrices, which shards and low-rank additions are not.
-
-        Raises:
-            HeadpruneError: If Muon is asked for where it cannot be.
-        """
-        known = hasattr(torch.optim, "Muon")
-        asked = config.optimizer
-        if asked is HealOptimizer.MUON and not known:
-            raise HeadpruneError(
-                f"--optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}. "
-                "Install that, or use --optimizer adamw."
-            )
-        if asked is HealOptimizer.MUON and in_shards():
-            raise HeadpruneError(
-                "--optimizer muon takes matrices whole, and --shard splits them. Use --optimizer "
-                "adamw, or leave out --shard."
-            )
-        if asked is HealOptimizer.AUTO:
-            split = in_shards() or config.by_layer or config.train is HealTrain.LORA
-            fit = known and not split and devices.computes_bfloat16()
-            asked = HealOptimizer.MUON if fit else HealOptimizer.ADAMW
-        usual = USUAL_RATE[asked]
-        return cls(asked, usual if config.learning_rate is None else config.learning_rate)
+    Raises:
+        HeadpruneError: If Muon is asked for where it cannot be.
+    """
+    known, asked = hasattr(torch.optim, "Muon"), config.optimizer
+    if asked is HealOptimizer.MUON and not known:
+        raise HeadpruneError(
+            f"--optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}. "
+            "Install that, or use --optimizer adamw."
+        )
+    if asked is HealOptimizer.MUON and in_shards():
+        raise HeadpruneError(
+            "--optimizer muon takes matrices whole, and --shard splits them. Use --optimizer "
+            "adamw, or leave out --shard."
+        )
+    if asked is HealOptimizer.AUTO:
+        split = in_shards() or config.by_layer or config.train is HealTrain.LORA
+        fit = known and not split and devices.computes_bfloat16()
+        asked = HealOptimizer.MUON if fit else HealOptimizer.ADAMW
+    rate = USUAL_RATE[asked] if config.learning_rate is None else config.learning_rate
+    return config.model_copy(update={"optimizer": asked, "learning_rate": rate})
 
 
 def matrices(net: PreTrainedModel) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import HealConfig, HealOptimizer, HealTrain
-from headprune.distillation.optimizer import Chosen, MuonAndAdamW, matrices
+from headprune.distillation.optimizer import MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
 from headprune.model.placement import on_device, reshard
@@ -55,7 +55,7 @@ class HealedModel(LossModule):
                 reshard(self._teacher[0])  # nothing that runs backwards would
             got = self.model(**(batch if own else inputs))
         loss = divergence(got, wanted, batch)
-        return torch.lerp(loss, got.loss, own) if own else loss
+        return torch.lerp(loss, got.loss.to(loss), own) if own else loss
 
     def train(self, mode: bool = True) -> HealedModel:
         """Dropout stays off: the student matches what the teacher computes without it."""
@@ -71,17 +71,16 @@ class HealTrainer(ResumableTrainer):
 
     Args:
         rows: Rows that are not trained on.
-        chosen: The optimiser.
+        optimizer: What moves the weights.
         **kwargs: As for Trainer.
     """
 
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(self, rows: Dataset, chosen: Chosen, **kwargs: Any) -> None:
+    def __init__(self, rows: Dataset, optimizer: HealOptimizer, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rows = rows
-        self.learning_rate = chosen.learning_rate
-        muon = chosen.optimizer is HealOptimizer.MUON
+        muon = optimizer is HealOptimizer.MUON
         self.matrices = {id(w): w for w in (matrices(self.model.model) if muon else ())}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -90,7 +89,7 @@ class HealTrainer(ResumableTrainer):
             moving = [p for p in self.model.model.parameters() if p.requires_grad]
             others = [p for p in moving if id(p) not in self.matrices]
             matrices = list(self.matrices.values())
-            self.optimizer = MuonAndAdamW(matrices, others, self.learning_rate)
+            self.optimizer = MuonAndAdamW(matrices, others, self.args.learning_rate)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
 
@@ -174,9 +173,7 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
     return trained
 
 
-def heal_arguments(
-    config: HealConfig, chosen: Chosen, folder: Path, batch_size: int
-) -> TrainingArguments:
+def heal_arguments(config: HealConfig, folder: Path, batch_size: int) -> TrainingArguments:
     """Trainer's settings for healing: a tenth of warm-up, then a cosine to zero."""
     return resumable_arguments(
         folder,
@@ -184,7 +181,7 @@ def heal_arguments(
         batch_size,
         config.seed,
         config.save_every,
-        learning_rate=chosen.learning_rate,
+        learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(config.steps / 10),
         max_grad_norm=1.0,

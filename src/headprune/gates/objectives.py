@@ -54,4 +54,4 @@ class Distillation:
             gates.sample(batch["input_ids"].shape[0])
             got = model(**(batch if self.own else inputs))
         loss = divergence(got, wanted, batch)
-        return torch.lerp(loss, got.loss, self.own) if self.own else loss
+        return torch.lerp(loss, got.loss.to(loss), self.own) if self.own else loss

@@ -9,7 +9,8 @@ then work around the choice. So the choice comes first, and all steps go to the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from headprune.config import ScoreConfig
 from headprune.data.samples import CalibrationSample
 from headprune.declaration import Context
+from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
@@ -75,6 +77,36 @@ def choose_and_refit(
         DataError: If there is too little text, or something is not finite.
         PlanError: If a module runs more than once.
     """
+    try:
+        with _in_float32(net):
+            _choose_and_refit(net, attentions, gates, heads, unit, examples, context)
+    except (DataError, PlanError) as error:
+        raise type(error)(f"{error} Nothing is refitted with --method l0.") from None
+
+
+@contextmanager
+def _in_float32(net: PreTrainedModel) -> Iterator[None]:
+    """Holds weights of half precision in float32 for a time: least squares need it."""
+    half = [p for p in net.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    before = [weight.dtype for weight in half]
+    for weight in half:
+        weight.data = weight.data.float()
+    try:
+        yield
+    finally:
+        for weight, dtype in zip(half, before, strict=True):
+            weight.data = weight.data.to(dtype)
+
+
+def _choose_and_refit(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    gates: Gates,
+    heads: int,
+    unit: Unit,
+    examples: CalibrationSample,
+    context: Context,
+) -> None:
     config = ScoreConfig(criterion=(CRITERION,), unit=unit)
     evidence = gather(net, attentions, config, examples, context=context)
     scores = scores_of(CRITERION, evidence, attentions, unit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from headprune import devices, processes
@@ -29,7 +30,7 @@ from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
-from headprune.errors import HeadpruneError
+from headprune.errors import DataError, HeadpruneError
 from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
@@ -140,8 +141,6 @@ def train_gates(
         tokenizer = load_tokenizer(model, trust_remote_code=remote)
         examples = _calibration(net, model, data, config, tokenizer, remote)
         config = config.model_copy(update={"method": _method(config, net, examples)})
-        if config.method is Method.REFIT and config.dtype is Dtype.AUTO:
-            net.float()  # what is fitted is; what is trained on it computes as the device does best
         gates = Gates(
             attentions,
             unit,
@@ -183,7 +182,11 @@ def train_gates(
         )
         if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
             assert examples is not None
-            choose_and_refit(net, attentions, gates, sparsity.heads, unit, examples, context)
+            try:
+                choose_and_refit(net, attentions, gates, sparsity.heads, unit, examples, context)
+            except HeadpruneError:
+                processes.on_main(work.remove)  # there is nothing to go on from
+                raise
         context.stage("training")
         with (
             gated(attentions, gates.source),
@@ -213,7 +216,12 @@ def _calibration(
     usual = CalibrationConfig()
     length = min(usual.seq_len, most_tokens(net.config, tokenizer) or usual.seq_len)
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
-    return calibration(net, model, data, sizes, "train-gates", trust_remote_code)
+    try:
+        return calibration(net, model, data, sizes, "train-gates", trust_remote_code)
+    except DataError:
+        if config.method is Method.REFIT:
+            raise
+        return None  # too short for it, and maybe not for shorter sequences
 
 
 def _method(
@@ -235,7 +243,8 @@ def _loss(objective: Objective, net: PreTrainedModel, config: TrainGatesConfig) 
         Train.GATES: output_weights(attention_of(net)) if refitting else (),
     }.get(config.train, ())
     own = 0.5 if objective is Objective.LM_DISTILL else 0.0
-    bf16 = refitting and config.dtype is Dtype.AUTO and devices.computes_bfloat16()
+    whole = config.dtype is Dtype.AUTO and net.dtype is torch.float32
+    bf16 = refitting and whole and devices.computes_bfloat16()
     return Distillation(original_of(net, changed), own, bf16)
 
 
@@ -246,6 +255,11 @@ def _refuse_to_shard(config: TrainGatesConfig) -> None:
         HeadpruneError: Saying why, and what to do instead.
     """
     refuse_to_shard()
+    if config.method is Method.REFIT:
+        raise HeadpruneError(
+            "--method refit changes output projections, and --shard leaves weights as they are. "
+            "Use --method l0, or leave out --shard."
+        )
     if config.train is not Train.GATES:
         raise HeadpruneError(
             f"--shard leaves weights as they are, and --train {config.train.value} changes them. "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig, LayoutOption, Target
+from headprune.config import BudgetConfig, DataConfig, LayoutOption, Method, Target
 from headprune.data.sources import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
@@ -22,11 +22,12 @@ from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.padding import laid_out
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.gates import read_metadata
+from headprune.schemas.gates import GatesMetadata, read_metadata
 from headprune.schemas.plan import ModelIdentity, Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import Cut
+from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
 
 
@@ -101,14 +102,34 @@ def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
     refuse_target(keep)
     if isinstance(plan, Path):
         plan_content(plan)
-    trained = gates is not None and read_metadata(gates).trained_weights
-    if refit is not None and trained:
+    trained = read_metadata(gates) if gates is not None else None
+    if trained is not None and trained.method is Method.REFIT:
+        _refuse_other_than_refitted(trained, keep, refit)
+    if refit is not None and trained is not None and trained.trained_weights:
         raise PlanError(
             "--refit fits W_O to the original's outputs, but these gates come with trained "
             "weights, which compute something else. Leave out --refit, or train with --train gates."
         )
     if refit is not None:
         refuse_missing_file(refit.source)
+
+
+def _refuse_other_than_refitted(
+    trained: GatesMetadata, keep: float | int | None, refit: DataConfig | None
+) -> None:
+    """Refuses what gates do not go with whose W_O was refitted to the heads that they keep."""
+    if refit is not None:
+        raise PlanError(
+            "--refit: W_O was refitted when these gates were made, and is in them. Leave out "
+            "--refit, or train gates with --method l0."
+        )
+    sizes = trained.unit_sizes()
+    if keep is not None and head_budget(keep, sizes) != trained.kept_heads:
+        raise PlanError(
+            f"--keep {keep} of gates whose W_O was refitted to {trained.kept_heads} of "
+            f"{trained.query_heads} heads. Leave out --keep, train gates with that "
+            "--target-heads, or train them with --method l0."
+        )
 
 
 def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> ChosenCuts:
@@ -204,6 +225,13 @@ def _from_gates(
     scores = found + (found.max() - found.min() + 1.0) * trained.kept
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
     flags, budget = _chosen(constraints, attentions, unit, scores, budget)
+    if trained.metadata.method is Method.REFIT:
+        kept = set(trained.kept.nonzero()[:, 0].tolist())
+        if set(keep_best(flags, sizes, budget)) != kept:
+            raise PlanError(
+                "W_O was refitted to the heads that these gates keep, and --layout, --for or "
+                "--tensor-parallel keeps others. Leave these out, or train gates with --method l0."
+            )
     plan = plan_from_scores(attentions, unit, flags, budget, source, scale, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)

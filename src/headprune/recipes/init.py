@@ -215,6 +215,7 @@ _STEPS = {
   # which heads matter: their gates, trained once
   train-gates:
     target_heads: 0.5
+    method: l0 # gates that are cut at several counts below; refit fits W_O to one
     steps: {gate_steps}
     batch_size: {batch_size}
     seq_len: {seq_len}

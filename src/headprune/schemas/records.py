@@ -108,7 +108,7 @@ class Pruning(_Part):
 
     Attributes:
         evidence: What chose them; None in older manifests.
-        trained_weights: Whether weights were trained beside the gates.
+        trained_weights: Whether weights came with the gates: trained beside them, or refitted.
         refit_left_out: What a refit of W_O would have cost, where it was left out for that.
     """
 
@@ -179,6 +179,9 @@ class Healing(_Part):
         taken_after: Steps after which these were had; 0 for those that it began with. None in
             older manifests, where they are the last.
         seed: Seed of the order of the data; None in older manifests.
+        optimizer: What moved the weights; None in older manifests, as are the next two.
+        objective: What they were trained on.
+        learning_rate: The highest.
         layers: What was trained layer by layer; None where all were trained at once.
     """
 
@@ -190,6 +193,9 @@ class Healing(_Part):
     after: Finite | None = None
     taken_after: Count | None = None
     seed: Count | None = None
+    optimizer: str | None = None
+    objective: str | None = None
+    learning_rate: Finite | None = None
     layers: dict[str, LayerHealing] | None = None
 
 
