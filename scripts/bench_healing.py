@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bench_quality import Protocol, say_step
+from bench_quality import Protocol, ratios, say_step
 from headprune import from_pretrained
 from headprune.config import DataConfig, HealConfig, HealObjective, HealOptimizer
 from headprune.declaration import Allowed, Context
@@ -64,8 +64,7 @@ def main(
                 "seed": seed,
                 "taken_after": done.taken_after,
                 "divergence": [done.before, done.after],
-                "ratio": measured["perplexity"] / original["perplexity"],
-                "other_ratio": measured["other_perplexity"] / original["other_perplexity"],
+                **ratios(measured, original),
                 **measured,
                 "seconds": seconds,
             }

@@ -136,7 +136,8 @@ def main(
                 run = train_gates(model, text, gates, config, context=Context(step=say_step))
                 seconds = time.monotonic() - start
                 layout = LayoutOption.RAGGED if run.ragged else LayoutOption.PER_LAYER
-                for fitted in (None, text) if refit else (None,):
+                fits = refit and run.metadata.method is not Method.REFIT  # or it is in the gates
+                for fitted in (None, text) if fits else (None,):
                     out = Path(folder) / f"out-{fitted is not None}"
                     result = prune(
                         model,
@@ -153,7 +154,7 @@ def main(
                             "heads_kept": run.metadata.kept_heads,
                             "heads": run.metadata.query_heads,
                             "kv_heads": result.manifest.kv_heads[1],
-                            "ratio": measured["perplexity"] / original["perplexity"],
+                            **ratios(measured, original),
                             **measured,
                             "train_s": seconds,
                         }
@@ -168,6 +169,13 @@ def main(
     for row in rows:
         table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
     console.print(table)
+
+
+def ratios(measured: dict[str, float], original: dict[str, float]) -> dict[str, float]:
+    """Perplexities over the original's, and the share of its last words that is still right."""
+    named = {"ratio": "perplexity", "other_ratio": "other_perplexity"}
+    named["last_words"] = "last_word_accuracy"
+    return {n: measured[key] / original[key] for n, key in named.items() if key in measured}
 
 
 def say_step(step: int, steps: int, numbers: str = "") -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, output
-from headprune.config import Place, Resuming, Train, TrainGatesConfig
+from headprune.config import (
+    CalibrationConfig,
+    Method,
+    Place,
+    Resuming,
+    Train,
+    TrainGatesConfig,
+)
 from headprune.declaration import (
     Allowed,
     Chapter,
@@ -78,7 +86,22 @@ def _estimate(options: TrainGatesOptions, sizes: Sizes) -> Estimate:
     if options.steps is not None:
         tokens = float(options.steps * batch)
     itemsize = sizes.computed_itemsize(options.dtype)
-    return sizes.training(tokens, batch, trained, itemsize, options.gradient_checkpointing)
+    settings = (tokens, batch, trained, itemsize, options.gradient_checkpointing)
+    might = sizes.causal and options.leaves_method
+    if options.method is not Method.REFIT and not might:
+        return sizes.training(*settings)
+    # heads are chosen and W_O refitted before, in float32; then the original, which has a W_O of
+    # its own, runs beside the model
+    outputs, sample = sizes.attention_parameters // 4, CalibrationConfig().calibration_tokens
+    training = sizes.training(*settings, teacher=outputs * itemsize)
+    fitting = sizes.computed("float32") + sizes.calibration(sample, "float32", streams=2)
+    seconds = training.seconds
+    return replace(
+        training,
+        seconds=None if seconds is None else seconds + 5 * sizes.forward(sample),
+        memory_bytes=max(training.memory_bytes, fitting),
+        disk_bytes=training.disk_bytes + 2 * outputs * itemsize,
+    )
 
 
 def _summary(result: GatesRun) -> str:
