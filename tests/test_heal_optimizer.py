@@ -120,7 +120,7 @@ def test_what_healing_trains_on_is_recorded(
     if objective is None:
         with pytest.raises(HeadpruneError, match="is for causal language models"):
             heal(*arguments)
-        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert not list(tmp_path.glob("out*"))
         return
     done = heal(*arguments).pruned.manifest.done
     assert isinstance(done, Healing)

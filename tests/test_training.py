@@ -562,8 +562,12 @@ def test_a_refit_in_half_precision_is_that_of_float32(
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     run(folder, text_file, tmp_path / "f", **settings | {"dtype": "float32"})
     exact = load_file(tmp_path / "f" / "weights.safetensors")
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight.float(), exact[name], rtol=1e-2, atol=2e-3)
+    plain = dict(from_pretrained(folder, dtype="float32").named_parameters())
+    for name in weights:
+        rounding, fitted = (
+            float((exact[name] - other[name].float()).norm()) for other in (weights, plain)
+        )
+        assert fitted == 0 or rounding < 0.1 * fitted, name
     pruned = prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "g"))
     assert pruned.plan.kept_heads == 12
 

@@ -218,9 +218,9 @@ def _calibration(
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
     try:
         return calibration(net, model, data, sizes, "train-gates", trust_remote_code)
-    except DataError:
+    except DataError as error:
         if config.method is Method.REFIT:
-            raise
+            raise DataError(f"{error} Or use --method l0.") from None
         return None  # too short for it, and maybe not for shorter sequences
 
 
