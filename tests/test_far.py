@@ -126,8 +126,9 @@ def train_gates(**settings: Any) -> Callable[[Job], dict[str, Tensor]]:
 def heal(job: Job) -> dict[str, Tensor]:
     """What was cut; the divergences are what its losses come to."""
     student, output = job.pruned("cpu"), job.output("healed")
-    # in bfloat16 where devices have it, which is not the same everywhere
-    given = {"teacher": job.model, "steps": 4, "bf16": False, **BATCHES, **job.columns}
+    # in bfloat16 where devices have it, which is not the same everywhere; Muon is for such alone
+    alike = {"bf16": False, "optimizer": "adamw"}
+    given = {"teacher": job.model, "steps": 4, **alike, **BATCHES, **job.columns}
     healed = job("heal", student, data=job.data, output=output, **given)
     divergences = torch.tensor([healed.before, healed.after])
     return _tensors(output) | {"divergence": divergences}
@@ -216,6 +217,7 @@ JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
     "convert-medoid": convert_gqa("medoid"),
     "convert-budget": convert_gqa(None, kv_heads=None, kv_budget=0.5),
     "gates": train_gates(),
+    "gates-refit": train_gates(method="refit", dtype="float32"),
     "gates-gradual": train_gates(method="gradual"),
     "gates-channels": train_gates(train="channels"),
     "gates-distill": train_gates(objective="distill", train="attention"),

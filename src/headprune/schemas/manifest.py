@@ -132,7 +132,7 @@ class LineageStep(BaseModel):
         if self.refit is not None:
             return f"its output projections were refitted on '{self.refit.data}' after the cut"
         trained = isinstance(self.done, Pruning) and self.done.trained_weights
-        return "its weights were trained or refitted with its gates" if trained else None
+        return "its weights were trained" if trained else None
 
     @property
     def uneven(self) -> bool:
