@@ -109,8 +109,8 @@ def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> 
         ("llama-mha", Method.GRADUAL),
         ("bert-mlm", Method.GRADUAL),
         ("llama-mha", Method.REFIT),
-        ("gpt2", Method.REFIT),
-        ("bert-mlm", Method.REFIT),
+        pytest.param("gpt2", Method.REFIT, marks=pytest.mark.slow),
+        pytest.param("bert-mlm", Method.REFIT, marks=pytest.mark.slow),
     ],
 )
 def test_planted_useless_heads_are_the_ones_removed(
@@ -550,7 +550,9 @@ def test_a_teacher_shares_what_does_not_change(llama_folder: Path) -> None:
     assert original_of(net, ()) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_a_refit_in_half_precision_is_that_of_float32(
     dtype: torch.dtype, text_file: Path, tmp_path: Path
 ) -> None:
