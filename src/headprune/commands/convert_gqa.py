@@ -89,7 +89,10 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Place
         "With --heal: what is trained.", _HEAL.train, Panel.TRAINING, in_recipes=False
     )
     learning_rate: Positive | None = option(
-        "With --heal: highest learning rate.", _HEAL.learning_rate, Panel.TRAINING, in_recipes=False
+        "With --heal: highest learning rate. Default: that of heal.",
+        _HEAL.learning_rate,
+        Panel.TRAINING,
+        in_recipes=False,
     )
     heal_seq_len: Length | None = option(
         "With --heal: tokens per sequence. Default: --seq-len, up to 256.",

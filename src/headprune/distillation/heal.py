@@ -46,6 +46,7 @@ from headprune.model.loading import load_config, task_of
 from headprune.placements import Placement, asked_placement, in_shards, placing
 from headprune.schemas.records import Healing, LayerHealing
 from headprune.surgery.cut import resolve
+from headprune.training.divergence import OWN_SHARE
 from headprune.training.resumable import (
     HistoryCallback,
     Remedies,
@@ -226,7 +227,7 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     student = trainable(pair.net, attention_of(pair.net), config)
-    own = 0.5 if _objective(config, pair.net) is HealObjective.LM_DISTILL else 0.0
+    own = OWN_SHARE if _objective(config, pair.net) is HealObjective.LM_DISTILL else 0.0
     trainer = HealTrainer(
         pair.held_out,
         config.optimizer,

@@ -21,7 +21,7 @@ from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.arguments import resumable_arguments
 from headprune.training.checkpoints import Kind, kind_of
-from headprune.training.divergence import divergence
+from headprune.training.divergence import blended
 from headprune.training.loss_module import LossModule, recompute_in_eval
 from headprune.training.resumable import ResumableTrainer
 
@@ -33,8 +33,7 @@ class HealedModel(LossModule):
         student: What is trained.
         teacher: The model to match.
         bf16: Whether to compute in bfloat16 (autocast).
-        own: Share of the loss in training that is the student's own against the labels, as in
-            Hinton et al. 2015 (arXiv:1503.02531, section 2).
+        own: Share of the loss in training that is the student's own against the labels.
     """
 
     def __init__(
@@ -54,8 +53,7 @@ class HealedModel(LossModule):
                 wanted = self._teacher[0](**inputs)
                 reshard(self._teacher[0])  # nothing that runs backwards would
             got = self.model(**(batch if own else inputs))
-        loss = divergence(got, wanted, batch)
-        return torch.lerp(loss, got.loss.to(loss), own) if own else loss
+        return blended(got, wanted, batch, own)
 
     def train(self, mode: bool = True) -> HealedModel:
         """Dropout stays off: the student matches what the teacher computes without it."""

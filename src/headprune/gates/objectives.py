@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headprune.gates.gates import Gates
 from headprune.model.batch import Batch, without_labels
-from headprune.training.divergence import divergence
+from headprune.training.divergence import blended
 
 Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 """Computes the loss of one batch, gated: a scalar."""
@@ -32,8 +32,7 @@ class Distillation:
     Args:
         teacher: The model to match; None for the trained model itself without gates, which holds
             as long as its weights are frozen and costs no memory.
-        own: Share of the loss that is the model's own against the labels, as in Hinton et al. 2015
-            (arXiv:1503.02531, section 2).
+        own: Share of the loss that is the model's own against the labels.
         bf16: Whether to compute in bfloat16 (autocast).
     """
 
@@ -45,7 +44,7 @@ class Distillation:
         self.bf16 = bf16
 
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
-        """Divergence of the gated model from the teacher, averaged over real tokens."""
+        """The loss of the gated model, averaged over real tokens."""
         inputs = without_labels(batch)
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16):
             gates.disable()
@@ -53,5 +52,4 @@ class Distillation:
                 wanted = (self.teacher or model)(**inputs)
             gates.sample(batch["input_ids"].shape[0])
             got = model(**(batch if self.own else inputs))
-        loss = divergence(got, wanted, batch)
-        return torch.lerp(loss, got.loss.to(loss), self.own) if self.own else loss
+        return blended(got, wanted, batch, self.own)

@@ -79,7 +79,17 @@ def choose_and_refit(
     """
     try:
         with _in_float32(net):
-            _choose_and_refit(net, attentions, gates, heads, unit, examples, context)
+            config = ScoreConfig(criterion=(CRITERION,), unit=unit)
+            evidence = gather(net, attentions, config, examples, context=context)
+            scores = scores_of(CRITERION, evidence, attentions, unit)
+            gates.settle(keep_best(scores.tolist(), gates.unit_sizes, heads), scores)
+            context.stage("refitting")
+            of_head = gates.values().detach()[gates.unit_of_head].cpu()
+            sizes = [attention.query_heads for attention in attentions]
+            gated = {a.path: part for a, part in zip(attentions, of_head.split(sizes), strict=True)}
+            every = attention_of(net)
+            rows = [gated.get(a.path, torch.ones(a.query_heads)) for a in every]
+            refit(net, every, rows, examples.whole(), context.step)
     except (DataError, PlanError) as error:
         raise type(error)(f"{error} Nothing is refitted with --method l0.") from None
 
@@ -96,25 +106,3 @@ def _in_float32(net: PreTrainedModel) -> Iterator[None]:
     finally:
         for weight, dtype in zip(half, before, strict=True):
             weight.data = weight.data.to(dtype)
-
-
-def _choose_and_refit(
-    net: PreTrainedModel,
-    attentions: Sequence[Attention],
-    gates: Gates,
-    heads: int,
-    unit: Unit,
-    examples: CalibrationSample,
-    context: Context,
-) -> None:
-    config = ScoreConfig(criterion=(CRITERION,), unit=unit)
-    evidence = gather(net, attentions, config, examples, context=context)
-    scores = scores_of(CRITERION, evidence, attentions, unit)
-    gates.settle(keep_best(scores.tolist(), gates.unit_sizes, heads), scores)
-    context.stage("refitting")
-    of_head = gates.values().detach()[gates.unit_of_head].cpu()
-    sizes = [attention.query_heads for attention in attentions]
-    gated = {a.path: part for a, part in zip(attentions, of_head.split(sizes), strict=True)}
-    every = attention_of(net)
-    rows = [gated.get(a.path, torch.ones(a.query_heads)) for a in every]
-    refit(net, every, rows, examples.whole(), context.step)

@@ -68,6 +68,7 @@ from headprune.placements import in_shards
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.training.checkpoints import found
+from headprune.training.divergence import OWN_SHARE
 from headprune.training.resumable import Remedies, stop_on_interrupt, train
 from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
 
@@ -242,7 +243,7 @@ def _loss(objective: Objective, net: PreTrainedModel, config: TrainGatesConfig) 
         Train.ALL: net.parameters(),
         Train.GATES: output_weights(attention_of(net)) if refitting else (),
     }.get(config.train, ())
-    own = 0.5 if objective is Objective.LM_DISTILL else 0.0
+    own = OWN_SHARE if objective is Objective.LM_DISTILL else 0.0
     whole = config.dtype is Dtype.AUTO and net.dtype is torch.float32
     bf16 = refitting and whole and devices.computes_bfloat16()
     return Distillation(original_of(net, changed), own, bf16)

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from headprune.model.batch import Batch
 
+OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both
+
 
 def divergence(got: Any, wanted: Any, batch: Batch) -> Tensor:
     """How far a model's outputs are from another's, averaged over real tokens.
@@ -26,6 +28,15 @@ def divergence(got: Any, wanted: Any, batch: Batch) -> Tensor:
             return kl_divergence(logits[:, None], target[:, None], torch.ones_like(mask[:, :1]))
         return kl_divergence(logits, target, mask)
     return relative_error(got.last_hidden_state, wanted.last_hidden_state, mask)
+
+
+def blended(got: Any, wanted: Any, batch: Batch, own: float) -> Tensor:
+    """The divergence of a model's outputs from another's, a share of it replaced by its own loss.
+
+    As in Hinton et al. 2015 (arXiv:1503.02531, section 2), at a temperature of 1.
+    """
+    loss = divergence(got, wanted, batch)
+    return torch.lerp(loss, got.loss.to(loss), own) if own else loss
 
 
 def kl_divergence(
