@@ -1,7 +1,7 @@
-"""What ``--placement layers`` costs and saves: ``python scripts/bench_layers.py TEXT [LAYERS]``.
+"""What ``--placement layers`` costs and saves: ``python scripts/bench_layers.py TEXT [LAYERS [WIDTH]]``.
 
-Makes a Llama in bfloat16 with random weights and so many equal layers (24) in a temporary folder
-(TMPDIR). A refit and a merge run with the whole model in memory and then layer by layer, each once
+Makes a Llama in bfloat16 with random weights and so many equal layers (24) of a width (1024) in a
+temporary folder (TMPDIR). A refit and a merge run with the whole model in memory and then layer by layer, each once
 and as a process of its own. Prints seconds, the most resident memory (VmHWM) above that of the
 imports, and whether both wrote the same weights, byte for byte.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench_scale import child
 
-WIDTH = 1024
+SIZES = ("24", "1024")
 TOKENS = 4096
 WAYS = ("whole", "layers")
 
@@ -59,11 +59,12 @@ def measured(name: str, command: list[str], home: Path, imported: float) -> str:
 
 def main() -> None:
     """Measures both jobs and prints the table."""
-    text, layers = sys.argv[1], (sys.argv[2:] or ["24"])[0]
+    text, *given = sys.argv[1:]
+    sizes = *given, *SIZES[len(given) :]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         model, plan = home / "model", home / "plan.json"
-        child("make", model, layers, WIDTH)
+        child("make", model, *sizes)
         child("plan", model, plan)
         _, imported = child("imports")
         print(
