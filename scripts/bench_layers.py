@@ -1,9 +1,9 @@
-"""What ``--placement layers`` costs and saves: ``python scripts/bench_layers.py TEXT [LAYERS [WIDTH]]``.
+"""What ``--placement layers`` costs and saves: ``bench_layers.py TEXT [LAYERS [WIDTH]]``.
 
 Makes a Llama in bfloat16 with random weights and so many equal layers (24) of a width (1024) in a
-temporary folder (TMPDIR). A refit and a merge run with the whole model in memory and then layer by layer, each once
-and as a process of its own. Prints seconds, the most resident memory (VmHWM) above that of the
-imports, and whether both wrote the same weights, byte for byte.
+temporary folder (TMPDIR). A refit and a merge run with the whole model in memory and then layer by
+layer, each once and as a process of its own. Prints seconds, the most resident memory (VmHWM) above
+that of the imports, and whether both wrote the same weights, byte for byte.
 """
 
 from __future__ import annotations
