@@ -91,7 +91,7 @@ def outputs(model: PreTrainedModel) -> probes.Outputs:
     return probes.probe(model, probes.probe_inputs(model))
 
 
-@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(SHARING).__contains__, SHARING))
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(SHARING).__contains__, SHARING))
 def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
     before = tiny.kv_heads(case)
     count = 2 if before == 6 else 1
@@ -114,7 +114,7 @@ def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
 DECODERS = [case for case in SHARING if tiny.task(case) == "causal-lm"]
 
 
-@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(DECODERS).__contains__, DECODERS))
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(DECODERS).__contains__, DECODERS))
 def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> None:
     before = tiny.kv_heads(case)
     convert(folder, case, before // 3, merge="first")

@@ -11,6 +11,7 @@ from torch import nn
 
 from headprune import from_pretrained, placements
 from headprune.config import DataConfig, HealConfig, HealOptimizer, HealTrain
+from headprune.distillation import heal as heal_module
 from headprune.distillation import optimizer as module
 from headprune.distillation.heal import heal
 from headprune.distillation.optimizer import MuonAndAdamW, matrices, resolved
@@ -125,6 +126,30 @@ def test_what_healing_trains_on_is_recorded(
     done = heal(*arguments).pruned.manifest.done
     assert isinstance(done, Healing)
     assert (done.objective, done.optimizer, done.learning_rate) == (objective, "adamw", 1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.01, 1.0])
+def test_a_model_near_its_teacher_learns_less_of_the_text(
+    noise: float, llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = []
+
+    class Seen(HealedModel):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(heal_module, "HealedModel", Seen)
+    net = from_pretrained(llama_folder)
+    torch.manual_seed(0)
+    for weight in net.parameters():
+        weight.data += noise * torch.randn_like(weight)
+    tiny.save(net, tmp_path / "model")
+    config = HealConfig(steps=1, batch_size=2, seq_len=16)
+    data = DataConfig(source=str(text_file))
+    done = heal(tmp_path / "model", llama_folder, data, tmp_path / "out", config)
+    assert (done.before < 0.5) is (noise < 0.1)
+    assert [seen.own for seen in made] == [min(done.before, 0.5)]
 
 
 def test_half_of_the_loss_in_training_is_the_models_own(llama_folder: Path) -> None:

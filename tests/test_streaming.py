@@ -143,7 +143,7 @@ def ragged_plan(net: PreTrainedModel) -> Plan:
     return Plan(unit=Unit.HEAD, attentions=parts)
 
 
-@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(CASES).__contains__, CASES))
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(CASES).__contains__, CASES))
 def test_on_disk_is_in_memory(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "model")
     whole = in_memory(model, first_gone, tmp_path / "whole")
@@ -261,7 +261,7 @@ def test_names_that_change_on_load(names: str, tmp_path: Path) -> None:
 # Headers alone
 
 
-@pytest.mark.parametrize("case", [*FUSED, *sorted(tiny.one_per_row(CASES))])
+@pytest.mark.parametrize("case", [*FUSED, *sorted(tiny.one_per_layout(CASES))])
 def test_headers_say_who_a_model_is(case: str, tmp_path: Path) -> None:
     model = saved(case, tmp_path / "model")
     whole = headprune.from_pretrained(model)

@@ -105,8 +105,8 @@ def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> 
     [
         ("llama-mha", Method.L0),
         ("gpt2", Method.L0),
-        ("bert-base", Method.L0),
-        ("llama-mha", Method.GRADUAL),
+        pytest.param("bert-base", Method.L0, marks=pytest.mark.slow),
+        pytest.param("llama-mha", Method.GRADUAL, marks=pytest.mark.slow),
         ("bert-mlm", Method.GRADUAL),
         ("llama-mha", Method.REFIT),
         pytest.param("gpt2", Method.REFIT, marks=pytest.mark.slow),

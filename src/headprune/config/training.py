@@ -196,7 +196,7 @@ class HealObjective(str, Enum):
 
     AUTO = "auto"
     DISTILL = "distill"
-    LM_DISTILL = "lm+distill"  # half each
+    LM_DISTILL = "lm+distill"
 
 
 class HealConfig(Options):
@@ -210,9 +210,10 @@ class HealConfig(Options):
         Panel.TRAINING,
     )
     objective: HealObjective = option(
-        "The loss. distill: divergence from the teacher. lm+distill: half of it is the language "
-        "model's own. auto: lm+distill for a causal language model, else distill. Checkpoints are "
-        "judged by the divergence alone.",
+        "The loss. distill: divergence from the teacher. lm+distill: a share of it is the language "
+        "model's own, as large as the divergence that it begins with and at most half. auto: "
+        "lm+distill for a causal language model, else distill. Checkpoints are judged by the "
+        "divergence alone.",
         HealObjective.AUTO,
         Panel.TRAINING,
     )

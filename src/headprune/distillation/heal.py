@@ -46,7 +46,7 @@ from headprune.model.loading import load_config, task_of
 from headprune.placements import Placement, asked_placement, in_shards, placing
 from headprune.schemas.records import Healing, LayerHealing
 from headprune.surgery.cut import resolve
-from headprune.training.divergence import OWN_SHARE
+from headprune.training.divergence import own_share
 from headprune.training.resumable import (
     HistoryCallback,
     Remedies,
@@ -227,11 +227,11 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     student = trainable(pair.net, attention_of(pair.net), config)
-    own = OWN_SHARE if _objective(config, pair.net) is HealObjective.LM_DISTILL else 0.0
+    healed = HealedModel(student, pair.original, pair.bf16)
     trainer = HealTrainer(
         pair.held_out,
         config.optimizer,
-        model=HealedModel(student, pair.original, pair.bf16, own),
+        model=healed,
         remedies=_remedies(config, pair.bf16),
         args=heal_arguments(config, work.checkpoints, pair.of_step),
         train_dataset=pair.rows,
@@ -239,6 +239,8 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
     )
     context.stage("measuring before")
     before = trainer.held_out()
+    if _objective(config, pair.net) is HealObjective.LM_DISTILL:
+        healed.own = own_share(before)
     context.stage("healing")
     with stop_on_interrupt() as stopped:
         callback = HistoryCallback(trainer, work, context.step, stopped.is_set)

@@ -43,11 +43,11 @@ class HealedModel(LossModule):
         self.model = student
         self._teacher = [teacher.requires_grad_(False).eval()]
         self._bf16 = bf16
-        self._own = own
+        self.own = own
 
     def forward(self, batch: Batch) -> Tensor:
         """Divergence of the student from the teacher, and in training its own loss."""
-        inputs, own = without_labels(batch), self._own if self.training else 0.0
+        inputs, own = without_labels(batch), self.own if self.training else 0.0
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)

@@ -129,6 +129,8 @@ def _on_this_machine(model: str | Path, on_stage: Stage) -> Path:
     try:
         with hub.asked_once(model):
             return Path(snapshot_download(str(model), ignore_patterns=_NOT_FETCHED))
+    except MemoryError:
+        raise
     except Exception as error:  # of whichever client this version of huggingface_hub has
         why = "there is none of that name in its cache" if hub.why_not() else str(error)
         raise CheckpointError(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from headprune.model.batch import Batch
 
-OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both
+OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both; the most
 
 
 def divergence(got: Any, wanted: Any, batch: Batch) -> Tensor:
@@ -28,6 +28,14 @@ def divergence(got: Any, wanted: Any, batch: Batch) -> Tensor:
             return kl_divergence(logits[:, None], target[:, None], torch.ones_like(mask[:, :1]))
         return kl_divergence(logits, target, mask)
     return relative_error(got.last_hidden_state, wanted.last_hidden_state, mask)
+
+
+def own_share(before: float) -> float:
+    """Share of a language model's own loss where it begins ``before`` nats from the original.
+
+    What is near the original has little to catch up on, and would learn the text beside.
+    """
+    return min(OWN_SHARE, before)
 
 
 def blended(got: Any, wanted: Any, batch: Batch, own: float) -> Tensor:

@@ -232,6 +232,8 @@ def _taken_over(like: Path, size: int) -> Vocabulary:
         }
     except FileNotFoundError:
         raise CheckpointError(f"There is no file '{like}' (--like).") from None
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a damaged file makes of numpy and struct
         raise CheckpointError(
             f"--like '{like}' cannot be read as GGUF ({error}): it is truncated, damaged, or of a "
