@@ -353,7 +353,7 @@ def apart(function: Callable[..., Any], folder: Path, *arguments: Any) -> None:
 
 
 def _quick(name: str, case: str) -> bool:
-    quick = {"llama-gqa": {"refit", "gates", "check"}, "t5": {"plan"}}
+    quick = {"llama-gqa": {"refit", "gates"}, "t5": {"plan"}}
     quick["bert-mlm"] = {"convert-procrustes", "evaluate", "migrate"}
     quick["gpt2"] = {"gates-channels", "verify"}
     return name in quick[case]

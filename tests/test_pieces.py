@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,13 @@ COMMANDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "dtype"),
+    slow_unless(
+        lambda command, dtype: (command == "prune") is (dtype == torch.bfloat16),
+        product(COMMANDS, [torch.float32, torch.bfloat16]),
+    ),
+)
 def test_a_result_is_the_same_in_pieces_and_layer_by_layer(
     command: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

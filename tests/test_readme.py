@@ -18,6 +18,7 @@ from tests.test_import_pickle import pickled
 from tests.test_verify import PRUNED, old_folder
 
 ROOT = Path(__file__).parents[1]
+LONG = ("compress", "evaluate", "gqa", "large-models", "roles", "without-training")
 GUIDES = {page.stem: page for page in sorted((ROOT / "docs" / "guides").glob("*.md"))}
 PAGES = {"README": ROOT / "README.md", **GUIDES}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
@@ -128,8 +129,8 @@ def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The model finds 0 of")  # needles, as it is random
 @pytest.mark.parametrize(
     "name",
-    # what takes longest there, compress and exports, runs in test_compress and test_engines too
-    slow_unless(lambda name: name not in ("evaluate", "compress"), filter(commands, GUIDES)),
+    # what takes longest there, compress, merges and exports, runs in tests of its own too
+    slow_unless(lambda name: name not in LONG, filter(commands, GUIDES)),
 )
 def test_the_commands_of_a_guide_run_after_those_of_the_readme(
     name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,6 @@ from headprune.model.stored import fetch_weights, stored_tensors
 from headprune.placements import Placement, placing
 from headprune.proof.equivalence import difference
 from tests import tiny
-from tests.marks import slow_unless
 from tests.test_verify import old_folder
 
 
@@ -373,7 +372,8 @@ def test_roles(sharded: Path, tmp_path: Path) -> None:
     assert whole == layers and whole != whole[::-1]
 
 
-@pytest.mark.parametrize("keep", slow_unless((0.5).__eq__, [0.5, 0.75]))
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [0.5, 0.75])
 def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
     written, choices = {}, []
     for placement in ("whole", "layers"):

@@ -192,14 +192,15 @@ def furthest(one: Path, other: Path) -> float:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("student", "near", "near_losses"),
     [
         ("gqa", 1e-5, 1e-5),  # rounding, as Adam magnifies it
-        pytest.param("tied", 1e-5, 1e-5, marks=pytest.mark.slow),
-        pytest.param("uneven", 1e-5, 1e-5, marks=pytest.mark.slow),
+        ("tied", 1e-5, 1e-5),
+        ("uneven", 1e-5, 1e-5),
         # of 8 bits: 6e-3 and 3e-4 were measured, and 3e-2 and 0.2 with other batches
-        pytest.param("half-gqa", 1e-2, 1e-3, marks=pytest.mark.slow),
+        ("half-gqa", 1e-2, 1e-3),
     ],
 )
 def test_a_model_in_shards_is_healed_as_in_one_process(
