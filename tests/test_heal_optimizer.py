@@ -130,7 +130,11 @@ def test_what_healing_trains_on_is_recorded(
 
 @pytest.mark.parametrize("noise", [0.01, 1.0])
 def test_a_model_near_its_teacher_learns_less_of_the_text(
-    noise: float, llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: Any
+    noise: float,
+    llama_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
 
@@ -159,7 +163,8 @@ def test_half_of_the_loss_in_training_is_the_models_own(llama_folder: Path) -> N
         weight.data += 0.02 * torch.randn_like(weight)
     ids = torch.arange(32).reshape(2, 16) % 30
     batch = {"input_ids": ids, "labels": ids}
-    both = HealedModel(net, teacher, bf16=False, own=0.5)
+    both = HealedModel(net, teacher, bf16=False)
+    both.own = 0.5
     apart = both.eval()(batch)
     assert apart > 0
     torch.testing.assert_close(both.train()(batch), (apart + net(**batch).loss) / 2)

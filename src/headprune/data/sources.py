@@ -272,6 +272,8 @@ def _of_the_hub(data: DataConfig) -> Dataset:
     try:
         with hub.asked_once(path):
             return datasets.load_dataset(path, name or None, split=data.split)
+    except MemoryError:
+        raise
     except Exception:  # of whichever client this version of datasets has
         if not hub.may_be_id(path) or (why_not := hub.why_not()) is None:
             raise

@@ -33,17 +33,17 @@ class HealedModel(LossModule):
         student: What is trained.
         teacher: The model to match.
         bf16: Whether to compute in bfloat16 (autocast).
-        own: Share of the loss in training that is the student's own against the labels.
+
+    Attributes:
+        own: Share of the loss in training that is the student's own against the labels; 0 at first.
     """
 
-    def __init__(
-        self, student: nn.Module, teacher: PreTrainedModel, bf16: bool, own: float = 0.0
-    ) -> None:
+    def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
         super().__init__()
         self.model = student
         self._teacher = [teacher.requires_grad_(False).eval()]
         self._bf16 = bf16
-        self.own = own
+        self.own = 0.0
 
     def forward(self, batch: Batch) -> Tensor:
         """Divergence of the student from the teacher, and in training its own loss."""

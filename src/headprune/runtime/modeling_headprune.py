@@ -640,6 +640,7 @@ class PartOfHeads(_Changed):
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._own_heads(hidden_states.shape[0], args, kwargs)
+        # the stock class has it
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def _own_heads(self, batch: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -676,6 +677,7 @@ class PartOfSharedBias(PartOfHeads):
     has_relative_attention_bias: bool
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> Any:
+        # the stock class has it
         self.headprune_bias = super().compute_bias(*args, **kwargs)  # type: ignore[misc]
         return self._own(self.headprune_bias, 1, 0)
 
