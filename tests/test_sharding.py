@@ -23,6 +23,7 @@ from headprune.config import (
     DataConfig,
     Dtype,
     HealConfig,
+    HealObjective,
     HealOptimizer,
     HealTrain,
     Train,
@@ -148,7 +149,8 @@ def in_two(function: Callable[..., None], *arguments: str) -> None:
 HEALED: dict[str, dict[str, Any]] = {
     "gqa": {"train": HealTrain.ALL},
     "tied": {"train": HealTrain.ALL},
-    "half-gqa": {"train": HealTrain.ALL, "bf16": True},
+    # on the divergence alone, which the bounds of half precision below were measured with
+    "half-gqa": {"train": HealTrain.ALL, "bf16": True, "objective": HealObjective.DISTILL},
     "uneven": {"train": HealTrain.ATTENTION, "gradient_checkpointing": True},
 }
 
@@ -221,6 +223,7 @@ def test_a_model_in_shards_is_healed_as_in_one_process(
     torch.testing.assert_close(*told, rtol=near_losses, atol=0)
     done = read_manifest(two).done
     assert isinstance(done, Healing)
+    assert done.before == pytest.approx(alone.before, rel=near_losses)
     assert done.after == pytest.approx(alone.after, rel=near_losses)
     assert done.taken_after == alone.taken_after > 0
     assert verify(two).passed
@@ -281,7 +284,9 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
     def long(name: str) -> list[str]:
-        how = ("--learning-rate", "5e-3", "--no-bf16", "--steps", "20", "--save-every", "1")
+        # the optimiser that shards take, as one of them goes on without
+        how = ("--optimizer", "adamw", "--learning-rate", "5e-3", "--no-bf16")
+        how += ("--steps", "20", "--save-every", "1")
         sizes = ("--batch-size", "4", "--seq-len", "16", "--shard", "--output", name)
         return ["heal", "gqa", "--teacher", "model", "--data", "text.txt", *how, *sizes]
 
