@@ -43,13 +43,15 @@ quick: $(STAMP)
 
 ## test: the suite without what is marked slow; offline, on a CPU
 IN_PARALLEL := --numprocesses $(WORKERS) --dist worksteal
+# the small files of tests go to memory where it has room: a disk makes every one of them wait
+IN_MEMORY := $(shell test "$${TMPDIR:+taken}$$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 2>/dev/null && echo TMPDIR=/dev/shm)
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(IN_PARALLEL)
+	HF_HUB_OFFLINE=1 $(IN_MEMORY) $(BIN)/python -m pytest $(IN_PARALLEL)
 
 ## test-all: the whole suite
 EVERY := -m 'not real and not gpu'
 test-all: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(EVERY) $(IN_PARALLEL)
+	HF_HUB_OFFLINE=1 $(IN_MEMORY) $(BIN)/python -m pytest $(EVERY) $(IN_PARALLEL)
 
 ## test-engines: the checks of what engines run, in each engine whose package there is for this machine
 ENGINE_TESTS := tests/test_decilm.py tests/test_demo.py tests/test_engines.py tests/test_gguf.py tests/test_regularise.py tests/test_serving.py tests/test_targets.py tests/test_vllm.py
@@ -63,7 +65,7 @@ test-engines: $(STAMP)
 ## coverage: make test, and which lines and branches of the package it runs; WHOLE=1: make test-all
 coverage: $(STAMP)
 	$(BIN)/python -m coverage erase
-	HF_HUB_OFFLINE=1 $(BIN)/python -m coverage run -m pytest $(if $(WHOLE),$(EVERY)) $(IN_PARALLEL)
+	HF_HUB_OFFLINE=1 $(IN_MEMORY) $(BIN)/python -m coverage run -m pytest $(if $(WHOLE),$(EVERY)) $(IN_PARALLEL)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

@@ -28,6 +28,7 @@ from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.marks import slow_unless
 
 LAYOUTS = tiny.present(
     *("llama-gqa", "gpt2", "bert-mlm", "falcon-new", "gpt_neox", "opt", "phi3", "marian", "t5"),
@@ -157,7 +158,7 @@ def test_removals_cost_what_they_do_when_every_fit_is_made_anew(
     assert (costs == pytest.approx(wanted, rel=1e-9)) == downdated
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(LAYOUTS).__contains__, LAYOUTS))
 def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
     model = tiny.model(case)
     plan = uneven_plan(model)

@@ -98,9 +98,13 @@ def test_scores_can_be_limited(task_file: Path, llama_folder: Path, text_file: P
         check(CheckConfig(**settings, limits=limits))
 
 
-def test_tasks_that_are_not_there_are_refused(tmp_path: Path) -> None:
+@pytest.mark.slow  # lm-eval reads the files of all its tasks
+def test_a_misspelt_task_is_refused() -> None:
     with pytest.raises(HeadpruneError, match=r"--tasks lambada_opena: .*Did you mean 'lambada_op"):
         refuse_tasks(["lambada_opena"])
+
+
+def test_files_without_a_task_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadpruneError, match="there is no such file"):
         refuse_tasks([str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("x: 1")
