@@ -393,6 +393,23 @@ def test_a_large_run_is_a_small_page(browser: Browser, tmp_path: Path) -> None:
     assert len(browser.all(".heads rect")) == 1_024
 
 
+@pytest.mark.parametrize("moving", [True, False])
+def test_gates_that_were_chosen_first_are_not_drawn_as_a_flat_line(
+    moving: bool, tmp_path: Path
+) -> None:
+    folder = synthesized(tmp_path / "gates", layers=2, heads=4)
+    history = folder / "history.jsonl"
+    records = [json.loads(line) for line in history.read_text().splitlines()]
+    if not moving:
+        still = {name: records[-1][name] for name in ("expected_heads", "target_heads")}
+        records = [{**r, **still, "open_percent": 4 * [100, 0]} for r in records]
+    history.write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    page = report([folder], tmp_path / "page.html").output.read_text()
+    assert ("Open heads while gates are trained" in page) is moving
+    assert ("Gates at step" in page) is moving
+    assert "Loss" in page
+
+
 def test_the_markdown_form(place: Path, tmp_path: Path) -> None:
     text = report([place / "cut", place / "mqa"], tmp_path / "two.md").output.read_text()
     tables = [line for line in text.splitlines() if line.startswith("|")]

@@ -32,6 +32,7 @@ from headprune.model.heads import read_output
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import input_dim
+from headprune.schemas.gates import read_metadata
 from headprune.tensors.units import Unit
 from headprune.training.divergence import divergence, kl_divergence, relative_error
 from headprune.training.resumable import Interrupted
@@ -484,6 +485,7 @@ def test_auto_refits_a_language_model_where_there_is_text_enough(
     ]
     for number, (folder, text, settings, method) in enumerate(rows):
         result = run(folder, text, tmp_path / str(number), steps=1, **settings)
+        assert result.metadata == read_metadata(tmp_path / str(number))
         assert result.metadata.method is method, settings
         refitted = method is Method.REFIT or "train" in settings
         assert result.metadata.trained_weights is refitted

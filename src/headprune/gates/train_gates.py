@@ -379,7 +379,7 @@ def _finish(
         "kept": gates.kept,
     }
     with whole_folder(output) as folder:
-        write_gates(folder, metadata, tensors, weights or None)
+        metadata = write_gates(folder, metadata, tensors, weights or None)
         for name in (CONFIG, HISTORY):
             shutil.copyfile(work.folder / name, folder / name)
     work.remove()

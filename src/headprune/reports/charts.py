@@ -202,7 +202,7 @@ def _thinned(history: History) -> str:
 
 
 def _heads_chart(history: History) -> Chart | None:
-    if not history.expected:
+    if len({*history.expected}) < 2:  # unknown, or chosen before the first step
         return None
     series = [Series("expected open heads", history.steps, history.expected)]
     if history.target:

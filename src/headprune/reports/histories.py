@@ -44,9 +44,10 @@ def _records(path: Path) -> tuple[_Record, ...]:
 
 
 def frames(path: Path, units: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The snapshots of all gates in a history."""
+    """The snapshots of all gates in a history; none if no gate moved in it."""
     snapshots = ((record.step, record.open_percent) for record in _records(path))
-    return tuple((step, open_) for step, open_ in snapshots if open_ and len(open_) == units)
+    found = tuple((step, open_) for step, open_ in snapshots if open_ and len(open_) == units)
+    return found if len({open_ for _, open_ in found}) > 1 else ()
 
 
 def history(path: Path, kind: Literal["gates", "heal"]) -> History | None:

@@ -141,8 +141,12 @@ def write_gates(
     metadata: GatesMetadata,
     tensors: dict[str, Tensor],
     weights: dict[str, Tensor] | None,
-) -> None:
-    """Writes finished gates; gates.json comes last, so that its presence says they are complete."""
+) -> GatesMetadata:
+    """Writes finished gates; gates.json comes last, so that its presence says they are complete.
+
+    Returns:
+        What gates.json says now: with the id, and the names of the trained weights.
+    """
     metadata = metadata.model_copy(update={"weights": tuple(weights or ())})
     gates = TrainedGates(metadata=metadata, weights=weights, **tensors)
     metadata = metadata.model_copy(update={"id": gates.id})
@@ -153,6 +157,7 @@ def write_gates(
     except (OSError, SafetensorError) as error:
         raise write_error(folder, error) from error
     write_whole(folder / METADATA, metadata.model_dump_json(indent=2) + "\n")
+    return metadata
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
