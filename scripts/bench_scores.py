@@ -53,7 +53,7 @@ from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
-from rivals import RIVALS, taylor
+from rivals import CUTTERS, RIVALS, taylor
 
 console = Console()
 OWN_LENGTH = 64  # tokens; most sequences that such a model writes end sooner or later
@@ -141,6 +141,9 @@ def main(
     criteria: Annotated[str, typer.Option(help="Criteria, or none.")] = "gradient,fisher",
     rounds: Annotated[int, typer.Option(help="Rounds of scoring, refitted in between.")] = 1,
     rivals: Annotated[bool, typer.Option(help="Also what others do.")] = False,
+    cutters: Annotated[
+        bool, typer.Option(help="Also what others do layer by layer, or to layers.")
+    ] = False,
     plain: Annotated[bool, typer.Option(help="Also without refit.")] = True,
     seeds: Annotated[int, typer.Option(help="Seeds.")] = 1,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 16_384,
@@ -246,6 +249,11 @@ def main(
                 name = f"{label}, {'equal layers' if even else 'global'}"
                 with context, gated(attentions, fixed(gates)):
                     add(name, False, share, seed, quality(net))
+        for label, share in itertools.product(CUTTERS if cutters else (), shares):
+            gates, context = CUTTERS[label](net, attentions, share, examples)
+            closed = sum(int((gate == 0).sum()) for gate in gates)
+            with context, gated(attentions, fixed(gates)):
+                add(f"{label}, {closed} heads", False, share, seed, quality(net))
     _print(rows, base)
 
 

@@ -1,14 +1,19 @@
 """What other tools do to choose heads and to make up for them, at equal head counts.
 
 Each is written from its paper, over query heads, and gets the same tokens as ours. Where a method
-has a compensation of its own it is applied. None trains a weight.
+has a compensation of its own it is applied. None trains a weight. ``RIVALS`` score all heads, and
+``CUTTERS`` choose on their way through the layers, or choose layers.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +21,18 @@ from transformers import PreTrainedModel
 
 from headprune.data.samples import CalibrationSample
 from headprune.evidence.criteria import UnitEvidence
+from headprune.evidence.criteria.spec import columns
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import doubled, real_tokens, token_mask
-from headprune.model.heads import project_output, read_output
+from headprune.model.forward import run_model
+from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.loading import task_of
 from headprune.model.streams import OneStream, Stream, in_sequence
+from headprune.planning.choice import equal_shares
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices
+from headprune.tensors.least_squares import outer_sum
+from headprune.tensors.units import Unit
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Rival:
 Gates = list[Tensor]
 Compensate = Callable[
     [PreTrainedModel, Sequence[Attention], Gates, CalibrationSample, Sequence[UnitEvidence]],
-    tuple[Gates, AbstractContextManager[None]],
+    tuple[Gates, AbstractContextManager[bool | None]],
 ]
 
 
@@ -103,7 +113,7 @@ def mean_for_gone(
     gates: Gates,
     examples: CalibrationSample,
     evidence: Sequence[UnitEvidence],
-) -> tuple[Gates, AbstractContextManager[None]]:
+) -> tuple[Gates, AbstractContextManager[bool | None]]:
     """FLAP's bias compensation: what a removed head gives in the mean is added as a bias."""
     handles = []
     for attention, gate, seen in zip(attentions, gates, evidence, strict=True):
@@ -125,7 +135,7 @@ def tuned_masks(
     gates: Gates,
     examples: CalibrationSample,
     evidence: Sequence[UnitEvidence],
-) -> tuple[Gates, AbstractContextManager[None]]:
+) -> tuple[Gates, AbstractContextManager[bool | None]]:
     """Kwon et al.'s mask tuning: one factor per kept head, least squares, layer after layer."""
     batch = examples.whole()
     tuned = {a.path: gate.clone() for a, gate in zip(attentions, gates, strict=True)}
@@ -155,6 +165,133 @@ def tuned_masks(
     return [tuned[a.path] for a in attentions], nullcontext()
 
 
+Choose = Callable[[Callable[[Sequence[int]], float], int, int], Sequence[int]]
+
+
+def greedily(loss: Callable[[Sequence[int]], float], heads: int, count: int) -> Sequence[int]:
+    """The heads that go: one after the other, the one whose loss is least beside those gone."""
+    gone: list[int] = []
+    for _ in range(count):
+        left = [head for head in range(heads) if head not in gone]
+        gone.append(min(left, key=lambda head: loss([*gone, head])))
+    return gone
+
+
+def best_subset(loss: Callable[[Sequence[int]], float], heads: int, count: int) -> Sequence[int]:
+    """The heads that go: of all subsets the best, which a local search can at most find."""
+    return min(itertools.combinations(range(heads), count), key=loss)
+
+
+def slimgpt(
+    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
+) -> tuple[Gates, AbstractContextManager[bool | None]]:
+    """SlimGPT: greedy removal with the OBS update; more goes from later layers (section 3.3).
+
+    The share that goes grows with the logarithm of the depth, here from nothing in the first layer.
+    """
+    heads, depth = [a.query_heads for a in attentions], len(attentions)
+    growth = [math.log(layer + 1) / math.log(depth) for layer in range(depth)]
+    total = round((1 - share) * sum(heads))
+    wanted = [total * g * h for g, h in zip(growth, heads, strict=True)]
+    exact = [each / sum(growth[i] * h for i, h in enumerate(heads)) for each in wanted]
+    sums = [round(upto) for upto in itertools.accumulate(exact)]
+    gone = [min(now - before, h) for before, now, h in zip([0, *sums], sums, heads, strict=False)]
+    return _layer_by_layer(net, attentions, gone, examples, greedily)
+
+
+def osscar(
+    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
+) -> tuple[Gates, AbstractContextManager[bool | None]]:
+    """OSSCAR: of every layer the same share, those heads without which a refit misses least."""
+    total = sum(a.query_heads for a in attentions)
+    kept = equal_shares(attentions, Unit.HEAD, round(share * total), 0)
+    gone = [a.query_heads - count for a, count in zip(attentions, kept, strict=True)]
+    return _layer_by_layer(net, attentions, gone, examples, best_subset)
+
+
+def _layer_by_layer(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    gone: Sequence[int],
+    examples: CalibrationSample,
+    choose: Choose,
+) -> tuple[Gates, AbstractContextManager[bool | None]]:
+    """Chooses heads and refits W_O on what the layers that were cut before make of the text.
+
+    Both papers refit to what the layer's own W_O makes of that, damped by 1 % of the mean diagonal.
+    """
+    batch, restoring = examples.whole(), ExitStack()
+    gates = {a.path: torch.ones(a.query_heads) for a in attentions}
+    counts = {a.path: count for a, count in zip(attentions, gone, strict=True)}
+
+    def enter(attention: Attention, x: Tensor) -> Tensor:
+        gate, count = gates[attention.path], counts[attention.path]
+        if not count:
+            return x
+        heads, bias = read_output(attention)
+        restoring.callback(write_output, attention, heads.clone(), bias)
+        weight = heads.transpose(0, 1).flatten(1).double()
+        rows = real_tokens(x, token_mask(batch, attention.kind))
+        gram = outer_sum(rows, rows).double()
+        gram.diagonal().add_(0.01 * gram.diagonal().mean())
+        inverse = torch.linalg.inv(gram)
+
+        def of(some: Sequence[int]) -> Tensor:
+            return torch.tensor([c for head in some for c in columns((head,), heads.shape[-1])])
+
+        def loss(some: Sequence[int]) -> float:
+            """What a layer misses without some heads, the others refitted (OBS, of a block)."""
+            own = of(some)
+            needs = torch.linalg.inv(inverse[own[:, None], own])
+            return float((needs * (weight[:, own].T @ weight[:, own])).sum())
+
+        gate[list(choose(loss, len(gate), count))] = 0.0
+        kept = of(gate.nonzero().flatten().tolist())
+        new = torch.zeros_like(weight)
+        cross = weight @ gram[:, kept]
+        new[:, kept] = torch.linalg.solve(gram[kept[:, None], kept], cross.T).T
+        shaped = new.unflatten(1, (len(gate), -1)).transpose(0, 1)
+        write_output(attention, shaped.to(heads.dtype), bias)
+        left: Tensor = x.unflatten(-1, (len(gate), -1)) * gate[:, None]
+        return left.flatten(-2)
+
+    in_sequence(net, attentions, batch, enter)
+    return [gates[a.path] for a in attentions], restoring
+
+
+def dropped_layers(
+    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
+) -> tuple[Gates, AbstractContextManager[bool | None]]:
+    """He et al.: whole layers of attention go, those after which the stream is most as before.
+
+    Where the share is of no whole number of layers, fewer go. For decoders whose layers take the
+    stream as their first argument and add attention to it.
+    """
+    streams: dict[int, Tensor] = {}
+    found: list[list[Tensor]] = [[] for _ in attentions]
+
+    def entered(layer: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        streams[layer] = args[0]
+
+    def left(layer: int, module: nn.Module, args: object, given: Any) -> None:
+        x, added = streams.pop(layer), given[0] if isinstance(given, tuple) else given
+        found[layer].append(torch.cosine_similarity(x, x + added, -1).mean())
+
+    hooks = _Handles([])
+    for i, path in enumerate(a.path for a in attentions):
+        layer = net.get_submodule(path.rpartition(".")[0])
+        hooks.handles.append(layer.register_forward_pre_hook(partial(entered, i)))
+        hooks.handles.append(net.get_submodule(path).register_forward_hook(partial(left, i)))
+    with hooks, torch.no_grad():
+        for batch in examples.batches():
+            run_model(net, batch)
+    alike = [float(torch.stack(each).mean()) for each in found]
+    order = sorted(range(len(alike)), key=alike.__getitem__, reverse=True)
+    gone = {*order[: int((1 - share) * len(attentions))]}
+    gates = [torch.full((a.query_heads,), float(i not in gone)) for i, a in enumerate(attentions)]
+    return gates, nullcontext()
+
+
 class _Handles(AbstractContextManager[None]):
     def __init__(self, handles: list[torch.utils.hooks.RemovableHandle]) -> None:
         self.handles = handles
@@ -172,4 +309,12 @@ RIVALS = {
     "Kwon et al.": Rival(
         "fisher", "arXiv 2204.09656, without its rearrangement", compensate=tuned_masks
     ),
+}
+
+# method -> from model, modules, share of heads that stay and text to gates, and a context in which
+# the model runs with its compensation
+CUTTERS = {
+    "SlimGPT": slimgpt,  # arXiv 2412.18110, heads alone
+    "OSSCAR": osscar,  # arXiv 2403.12983, heads alone
+    "dropped layers (He et al.)": dropped_layers,  # arXiv 2406.15786
 }
