@@ -56,7 +56,7 @@ class Rival:
 Gates = list[Tensor]
 Compensate = Callable[
     [PreTrainedModel, Sequence[Attention], Gates, CalibrationSample, Sequence[UnitEvidence]],
-    tuple[Gates, AbstractContextManager[bool | None]],
+    tuple[Gates, AbstractContextManager[Any]],
 ]
 
 
@@ -113,7 +113,7 @@ def mean_for_gone(
     gates: Gates,
     examples: CalibrationSample,
     evidence: Sequence[UnitEvidence],
-) -> tuple[Gates, AbstractContextManager[bool | None]]:
+) -> tuple[Gates, AbstractContextManager[Any]]:
     """FLAP's bias compensation: what a removed head gives in the mean is added as a bias."""
     handles = []
     for attention, gate, seen in zip(attentions, gates, evidence, strict=True):
@@ -135,7 +135,7 @@ def tuned_masks(
     gates: Gates,
     examples: CalibrationSample,
     evidence: Sequence[UnitEvidence],
-) -> tuple[Gates, AbstractContextManager[bool | None]]:
+) -> tuple[Gates, AbstractContextManager[Any]]:
     """Kwon et al.'s mask tuning: one factor per kept head, least squares, layer after layer."""
     batch = examples.whole()
     tuned = {a.path: gate.clone() for a, gate in zip(attentions, gates, strict=True)}
@@ -184,7 +184,7 @@ def best_subset(loss: Callable[[Sequence[int]], float], heads: int, count: int) 
 
 def slimgpt(
     net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
-) -> tuple[Gates, AbstractContextManager[bool | None]]:
+) -> tuple[Gates, AbstractContextManager[Any]]:
     """SlimGPT: greedy removal with the OBS update; more goes from later layers (section 3.3).
 
     The share that goes grows with the logarithm of the depth, here from nothing in the first layer.
@@ -201,7 +201,7 @@ def slimgpt(
 
 def osscar(
     net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
-) -> tuple[Gates, AbstractContextManager[bool | None]]:
+) -> tuple[Gates, AbstractContextManager[Any]]:
     """OSSCAR: of every layer the same share, those heads without which a refit misses least."""
     total = sum(a.query_heads for a in attentions)
     kept = equal_shares(attentions, Unit.HEAD, round(share * total), 0)
@@ -215,7 +215,7 @@ def _layer_by_layer(
     gone: Sequence[int],
     examples: CalibrationSample,
     choose: Choose,
-) -> tuple[Gates, AbstractContextManager[bool | None]]:
+) -> tuple[Gates, AbstractContextManager[Any]]:
     """Chooses heads and refits W_O on what the layers that were cut before make of the text.
 
     Both papers refit to what the layer's own W_O makes of that, damped by 1 % of the mean diagonal.
@@ -261,7 +261,7 @@ def _layer_by_layer(
 
 def dropped_layers(
     net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
-) -> tuple[Gates, AbstractContextManager[bool | None]]:
+) -> tuple[Gates, AbstractContextManager[Any]]:
     """He et al.: whole layers of attention go, those after which the stream is most as before.
 
     Where the share is of no whole number of layers, fewer go. For decoders whose layers take the
