@@ -50,6 +50,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # what is built and forgotten here is small
 
 
 @pytest.fixture(autouse=True)

@@ -384,6 +384,7 @@ def test_a_name_says_that_a_refit_was_left_out(
     assert choice.chosen.name == "KV groups, fisher, refit (left out)"
 
 
+@pytest.mark.slow
 def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(
     llama_folder: Path, data: list[Path], tmp_path: Path
 ) -> None:

@@ -465,7 +465,10 @@ def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("hardware", "asked", "rounded"),
-    [(True, True, True), (True, False, False), (False, True, False)],
+    slow_unless(
+        lambda hardware, asked, rounded: hardware,
+        [(True, True, True), (True, False, False), (False, True, False)],
+    ),
 )
 def test_healing_computes_in_bfloat16_where_the_device_has_it(
     hardware: bool, asked: bool, rounded: bool, folder: Path, monkeypatch: pytest.MonkeyPatch

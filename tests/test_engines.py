@@ -83,10 +83,10 @@ def engine(form: str) -> pytest.ParameterSet:
     """A format that is tested where its engine is installed."""
     name = ENGINES[form]
     why = f"the engine {name} is not installed: pip install 'headprune[{form}]'"
-    marks = [pytest.mark.skipif(find_spec(name) is None, reason=why)]
-    return pytest.param(form, marks=[*marks, *([] if form == "onnx" else [pytest.mark.slow])])
+    return pytest.param(form, marks=pytest.mark.skipif(find_spec(name) is None, reason=why))
 
 
+@pytest.mark.slow  # make test runs a model in ONNX Runtime in test_demo.py
 @pytest.mark.parametrize("form", [*map(engine, ENGINES)])
 def test_a_cut_decoder_is_proven_in_its_engine(
     form: str,

@@ -171,6 +171,7 @@ def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
     assert torch.equal(cached, whole)
 
 
+@pytest.mark.slow
 def test_points_of_the_curve(voita: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.en").write_text(sentences(60, 0))
     (tmp_path / "test.en").write_text(sentences(6, 1))

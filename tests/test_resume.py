@@ -147,7 +147,7 @@ def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
-@pytest.mark.parametrize("train", ["attention", "lora"])
+@pytest.mark.parametrize("train", slow_unless("attention".__eq__, ["attention", "lora"]))
 def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
     train: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +188,9 @@ def test_a_training_goes_on_to_the_same_end(
     assert go_on(home, tmp_path) == whole
 
 
-@pytest.mark.parametrize("optimizer", [HealOptimizer.MUON, HealOptimizer.ADAMW])
+@pytest.mark.parametrize(
+    "optimizer", slow_unless(HealOptimizer.MUON.__eq__, [HealOptimizer.MUON, HealOptimizer.ADAMW])
+)
 def test_a_healing_goes_on_to_the_same_end(
     optimizer: HealOptimizer, home: Path, tmp_path: Path
 ) -> None:

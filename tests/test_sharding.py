@@ -47,7 +47,6 @@ from headprune.schemas.records import Healing
 from headprune.tensors.shards import own_part
 from headprune.training.resumable import ResumableTrainer
 from tests import forked, tiny
-from tests.marks import slow_unless
 
 SETTINGS: dict[str, Any] = {
     **{"target_heads": 0.5, "method": "gradual", "steps": 6},
@@ -264,7 +263,8 @@ def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("killed", slow_unless(bool, [0, 1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
 def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
     folder: Path, killed: int
 ) -> None:

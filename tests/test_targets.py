@@ -252,6 +252,7 @@ def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 2 and "--for anywhere needs the same number of KV heads" in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_compressed_for_an_engine(tmp_path: Path) -> None:
     """Every candidate is one that the engine holds."""
     model, text = saved(tmp_path), tmp_path / "t.txt"

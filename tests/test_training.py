@@ -108,7 +108,7 @@ def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> 
         pytest.param("gpt2", Method.L0, marks=pytest.mark.slow),
         pytest.param("bert-base", Method.L0, marks=pytest.mark.slow),
         pytest.param("llama-mha", Method.GRADUAL, marks=pytest.mark.slow),
-        ("bert-mlm", Method.GRADUAL),
+        pytest.param("bert-mlm", Method.GRADUAL, marks=pytest.mark.slow),
         ("llama-mha", Method.REFIT),
         pytest.param("gpt2", Method.REFIT, marks=pytest.mark.slow),
         pytest.param("bert-mlm", Method.REFIT, marks=pytest.mark.slow),

@@ -21,8 +21,7 @@ TASKS = ("causal-lm", "masked-lm", "seq2seq-lm")
 # Whisper reads sound; transformers takes the tiny tokenizer for another where a Qwen2 has it
 OTHERS = {"whisper", "qwen2"}
 CASES = [c for c in tiny.FAMILY_CASES if tiny.task(c) in TASKS and c not in OTHERS]
-# sinusoids that are not stored; weights on demand only
-ODD = {"marian", "mpnet"}
+ODD = {"mpnet"}  # weights on demand only
 SHARED = {"albert"}  # one module is all layers: there is no place to fit a W_O at
 NOT_MERGED = (
     "cannot have fewer KV heads|hand its queries and keys|of its own for every KV head|"
