@@ -194,7 +194,7 @@ def main(
     for seed in range(seeds):
         examples = calibration_of(net, model, data, tokens, seq_len, seed)
         wanted = {*names, *(r.criterion for r in RIVALS.values() if rivals)} - {"taylor"}
-        evidence = gather(net, attentions, scoring(wanted, seed), examples)
+        evidence = gather(net, attentions, scoring(wanted, seed), examples) if wanted else []
         scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}
         for name in names:
             current, values, gone = copy.deepcopy(net), scores[name], torch.zeros(sum(heads)).bool()
