@@ -123,7 +123,8 @@ def calibration_of(
             ids = torch.tensor([f["input_ids"] for f in features])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-        return CalibrationSample(rows, collate, len(rows) * OWN_LENGTH, 8, (0, 1, 2, 3))
+        tokens = len(rows) * OWN_LENGTH
+        return CalibrationSample(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
     every = calibration(net, model, DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)

@@ -185,17 +185,16 @@ def best_subset(loss: Callable[[Sequence[int]], float], heads: int, count: int) 
 def slimgpt(
     net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
 ) -> tuple[Gates, AbstractContextManager[Any]]:
-    """SlimGPT: greedy removal with the OBS update; more goes from later layers (section 3.3).
+    """SlimGPT: greedy removal with the OBS update, of more heads in later layers.
 
-    The share that goes grows with the logarithm of the depth, here from nothing in the first layer.
+    How the share of heads that go grows is our choice: with the logarithm of the depth, from
+    nothing in the first layer.
     """
-    heads, depth = [a.query_heads for a in attentions], len(attentions)
-    growth = [math.log(layer + 1) / math.log(depth) for layer in range(depth)]
+    heads = [a.query_heads for a in attentions]
+    growing = [count * math.log(layer) for layer, count in enumerate(heads, 1)]
     total = round((1 - share) * sum(heads))
-    wanted = [total * g * h for g, h in zip(growth, heads, strict=True)]
-    exact = [each / sum(growth[i] * h for i, h in enumerate(heads)) for each in wanted]
-    sums = [round(upto) for upto in itertools.accumulate(exact)]
-    gone = [min(now - before, h) for before, now, h in zip([0, *sums], sums, heads, strict=False)]
+    upto = [round(total * part / sum(growing)) for part in itertools.accumulate(growing)]
+    gone = [now - before for before, now in itertools.pairwise([0, *upto])]
     return _layer_by_layer(net, attentions, gone, examples, greedily)
 
 
@@ -218,7 +217,7 @@ def _layer_by_layer(
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """Chooses heads and refits W_O on what the layers that were cut before make of the text.
 
-    Both papers refit to what the layer's own W_O makes of that, damped by 1 % of the mean diagonal.
+    To what the layer's own W_O makes of that. The damping, 1 % of the mean diagonal, is our choice.
     """
     batch, restoring = examples.whole(), ExitStack()
     gates = {a.path: torch.ones(a.query_heads) for a in attentions}

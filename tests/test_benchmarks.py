@@ -1,4 +1,7 @@
-"""The benchmark of GPUs runs without one, and the docs hold what it wrote and nothing else."""
+"""The benchmark of GPUs runs without one, and the docs hold what it wrote and nothing else.
+
+Where others cut, the heads that are left make up for it, and the model is as it was afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
+
+from headprune.data.samples import CalibrationSample
+from headprune.model.attention import attention_of
+from headprune.model.gating import fixed, gated
+from headprune.model.heads import read_output
+from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,3 +72,38 @@ def test_the_page_is_what_the_script_wrote(bench: Any) -> None:
     page = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     assert page == bench.page([], "") or re.match(r"NVIDIA .*, torch 2", page[len(bench.TOP) :])
     assert page.startswith(bench.TOP)
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [("SlimGPT", [0, 3, 4, 5]), ("OSSCAR", [3, 3, 3, 3]), ("dropped layers (He et al.)", None)],
+)
+def test_what_others_cut(
+    name: str, gone: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import rivals
+
+    net = tiny.model("llama-gqa").requires_grad_(False)
+    attentions, ids = attention_of(net), torch.randint(5, tiny.VOCAB, (16, 32))
+    rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": [[1] * 32] * 16})
+
+    def collate(features: list[dict[str, Any]]) -> Any:
+        return {key: torch.tensor([f[key] for f in features]) for key in features[0]}
+
+    text = CalibrationSample(rows, collate, ids.numel(), batch_size=4)
+    before, wanted = [read_output(a)[0].clone() for a in attentions], net(ids).logits
+    gates, context = rivals.CUTTERS[name](net, attentions, 0.5, text)
+    closed = [int((gate == 0).sum()) for gate in gates]
+    assert closed == gone if gone else sorted(closed) == [0, 0, 6, 6]
+
+    def far() -> float:
+        with gated(attentions, fixed(gates)):
+            return float((net(ids).logits - wanted).norm() / wanted.norm())
+
+    with context:
+        made_up = far()
+    bare = far()
+    assert made_up < 0.5 * bare if gone else made_up == bare > 0
+    after = [read_output(a)[0] for a in attentions]
+    assert all(map(torch.equal, before, after))
