@@ -262,7 +262,7 @@ def llama_perplexity(folder: Path, dtype: str, text: Path, work: Path) -> float:
         **{"data": text, "engine": "llama.cpp", "seq_len": 256, "max_windows": 16},
         **{"speed": False, "copying": 0, "last_words": 0},
     )
-    return report.model.metrics[0].value
+    return float(report.model.metrics[0].value)
 
 
 def two_windows(model: Path, text: Path) -> Tensor:

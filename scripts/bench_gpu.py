@@ -35,6 +35,7 @@ from headprune.distillation.trainer import HealedModel, trainable
 from headprune.evidence.score import gather, scores_of
 from headprune.model import speed
 from headprune.model.attention import attention_of
+from headprune.model.batch import Batch
 from headprune.model.cost import model_cost
 from headprune.model.heads import HeadWeights
 from headprune.model.opening import as_it_fits
@@ -143,7 +144,8 @@ class Table:
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        times, note = [], ""
+        times: list[float] = []
+        note: object = ""
         try:
             for _ in range(repeats + 1):
                 start = time.perf_counter()
@@ -179,7 +181,7 @@ def sample_of(size: Size) -> CalibrationSample:
         {"input_ids": torch.randint(0, size.vocabulary, shape, generator=draw).tolist()}
     )
 
-    def collate(features: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def collate(features: list[dict[str, Any]]) -> Batch:
         ids = torch.tensor([feature["input_ids"] for feature in features])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
@@ -264,7 +266,7 @@ def bytes_read(net: PreTrainedModel, batch: int, context: int) -> int:
     """What one step of decoding reads: all weights but the embeddings, and the KV cache."""
     cost, embeddings = model_cost(net), net.get_input_embeddings().weight.numel()
     weights = (cost.parameters - embeddings) * net.dtype.itemsize
-    return weights + batch * context * cost.kv_cache_bytes_per_token
+    return int(weights + batch * context * cost.kv_cache_bytes_per_token)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -68,7 +68,8 @@ def language(model: str, test: str, windows: int, other: str | None) -> Quality:
 def own_text(net: PreTrainedModel, count: int, length: int, seed: int) -> Dataset:
     """Sequences that a causal model writes itself, those that do not end before ``length``."""
     torch.manual_seed(seed)
-    config, found = net.config, []
+    config = net.config
+    found: list[list[int]] = []
     start = torch.full((32, 1), config.bos_token_id)
     while len(found) < count:
         ids = net.generate(start, do_sample=True, max_new_tokens=length - 1, top_k=0)
@@ -244,7 +245,8 @@ def main(
                 kept = allocate(attentions, Unit.HEAD, values.tolist(), count_all, per_module)
                 mask = torch.zeros(sum(heads)).bool()
                 mask[kept] = True
-                gates, context = _gates(mask, heads), nullcontext()
+                gates = _gates(mask, heads)
+                context: AbstractContextManager[Any] = nullcontext()
                 if rival.compensate is not None:
                     gates, context = rival.compensate(net, attentions, gates, examples, evidence)
                 name = f"{label}, {'equal layers' if even else 'global'}"

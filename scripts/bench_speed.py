@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -146,7 +147,7 @@ def prefill_rows(
             net(ids, use_cache=True)
 
         cut_s, original_s, speedup = paired_ratio(
-            lambda net=model: prefill(net), lambda: prefill(original), pairs, ids.device.type
+            partial(prefill, model), partial(prefill, original), pairs, ids.device.type
         )
         ideal = before / after
         rows.append(
