@@ -14,10 +14,10 @@ from torch import Tensor
 import headprune
 from headprune.engines import spec
 from headprune.engines.model import open_exported, run_by_engine
-from headprune.errors import CheckpointError, HeadpruneError, PlanError
+from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.exporting import export as exporting
 from headprune.exporting.graphs import Graph, graphs_of
-from headprune.exporting.run_by_engine import prove
+from headprune.exporting.run_by_engine import prove, write_graphs
 from headprune.exporting.source import open_source
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.sizes import without_weights
@@ -149,6 +149,26 @@ def test_an_engine_that_stops_at_a_graph_leaves_nothing(
     code, _, err = run(capsys, "export", folder, "--to", "openvino", "--output", out)
     assert code == 1 and not out.exists()
     assert f"openvino cannot run what was written of '{folder}' (no kernel)" in err
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_too_little_memory_is_no_limit_of_an_exporter_or_engine(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise error
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("no kernel")  # which is one
+
+    source = open_source(tiny.save(tiny.model("llama-gqa"), tmp_path / "model"))
+    for save, told in ((full, type(error)), (fails, PlanError)):
+        with pytest.raises(told):
+            write_graphs(source, tmp_path / "out", save, lambda *_: None)
+    for opened, told in ((full, type(error)), (fails, ProofError)):
+        monkeypatch.setattr("headprune.exporting.run_by_engine.open_exported", opened)
+        with pytest.raises(told):
+            prove(source, tmp_path / "out", "openvino")
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,11 @@ def out_of_memory(error: BaseException) -> bool:
     return told or type(error).__name__ == "OutOfMemoryError"
 
 
+def memory_ran_out(error: BaseException) -> bool:
+    """Whether the host or a device has no memory left, which says nothing of what was worked on."""
+    return isinstance(error, MemoryError) or out_of_memory(error)
+
+
 def _found(asked: str) -> torch.device:
     import torch
 

@@ -13,6 +13,7 @@ import torch
 from rich.text import Text
 from transformers import PreTrainedModel
 
+from headprune import devices
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.engines.model import open_exported
 from headprune.engines.spec import ENGINES
@@ -59,9 +60,11 @@ def write_graphs(
             with _quiet():
                 graph.module(*graph.inputs.values())  # what is kept from a first run is kept now
                 save(graph, folder)
-        except (OSError, MemoryError):  # a full disk is no limit of the exporter
+        except OSError:  # a full disk is no limit of the exporter
             raise
         except Exception as error:  # whatever an exporter raises at what it does not know
+            if devices.memory_ran_out(error):
+                raise
             raise PlanError(
                 f"The exporter cannot make a graph of this {type(net).__name__} ({_why(error)}). "
                 "Give another --to."
@@ -102,9 +105,11 @@ def prove(source: ExportSource, folder: Path, engine: str) -> ExportProof:
     wanted = probe(net, inputs)
     try:
         found = probe(open_exported(folder, engine), inputs)
-    except (HeadpruneError, OSError, MemoryError):
+    except (HeadpruneError, OSError):
         raise
     except Exception as error:  # whatever an engine raises at a graph that it cannot run
+        if devices.memory_ran_out(error):
+            raise
         raise ProofError(
             f"{engine} cannot run what was written of '{source.folder}' ({_why(error)}). Nothing "
             "was left there; give another --to."

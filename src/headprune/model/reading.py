@@ -14,9 +14,9 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from headprune import devices
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.io.parsing import read_as, read_json, validated
 from headprune.runtime import MANIFEST
@@ -95,9 +95,11 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (HeadpruneError, MemoryError, torch.OutOfMemoryError):
+    except HeadpruneError:
         raise
     except BaseException as error:
+        if devices.memory_ran_out(error):
+            raise
         panic = type(error).__name__ == "PanicException"
         if not (isinstance(error, Exception) or panic) or _is_a_bug(error):
             raise

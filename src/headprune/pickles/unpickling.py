@@ -82,7 +82,7 @@ def read(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
     except CheckpointError:
         raise
-    except Exception as error:  # bytes without meaning fail in any way
+    except Exception as error:  # bytes without meaning fail in any way, and may ask for any memory
         asks = re.search(r"GLOBAL ([^\s`]+)", str(error))
         if asks:
             raise CheckpointError(
