@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,7 @@ def _as_json(result: Planned) -> str:
     content = {
         "criterion": result.criterion,
         "rounds": result.rounds,
+        "exchanges": [asdict(exchange) for exchange in result.exchanges],
         "notes": list(result.notes),
         "kept_of_free": result.kept_of_free,
         "roles_lost": result.roles_lost,

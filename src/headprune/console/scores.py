@@ -90,6 +90,12 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         f"{plan.kept_heads} of {plan.query_heads} query heads stay ({share:.1%}), by "
         f"{result.criterion}{rounds}."
     )
+    for number, one in enumerate(result.exchanges, start=1):
+        outcome = "" if one.taken else ": not taken"
+        console.print(
+            f"Exchange {number}: {one.returned} back and others instead, distance of the outputs "
+            f"from the original {one.before:.4g} -> {one.after:.4g}{outcome}."
+        )
     if result.spent:
         grid = table("budget", "at most", "plan")
         for said, (most, spent) in result.spent.items():

@@ -5,29 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError
-from headprune.evidence.losses import embedding
-from headprune.model.batch import Batch
-from headprune.model.forward import run_model
+from headprune.evidence.distance import distance, distance_name, outputs
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import keeping_outputs
-from headprune.model.loading import task_of
 from headprune.schemas.records import Refit, RefitWorth
 from headprune.surgery.cut import Cut
 from headprune.surgery.refit import refit
-from headprune.training.divergence import divergence
-
-DISTANCES = {
-    "logits": "divergence (nats per token) from the original",
-    "features": "1 - cosine to the embeddings of the original",
-}
 
 
 @dataclass(frozen=True)
@@ -98,11 +87,11 @@ def judged_refit(
     with torch.no_grad():
         for batch in batches:
             whole()
-            wanted = _outputs(net, batch)
+            wanted = outputs(net, batch)
             for number, write_back in enumerate(versions):
                 write_back()
                 with gated(attentions, fixed(gates)):
-                    sums[number] += float(_distance(_outputs(net, batch), wanted, batch))
+                    sums[number] += float(distance(outputs(net, batch), wanted, batch))
     without, refitted = (total / len(batches) for total in sums)
     if not math.isfinite(without + refitted):
         raise DataError(
@@ -110,7 +99,7 @@ def judged_refit(
             "Try --dtype float32, or cut without a refit."
         )
     worth = RefitWorth(
-        measure=DISTANCES["features" if task_of(net) == "features" else "logits"],
+        measure=distance_name(net),
         tokens=held_out.tokens,
         without=without,
         refitted=refitted,
@@ -119,16 +108,3 @@ def judged_refit(
         return JudgedRefit(taken.model_copy(update={"held_out": worth}), worth)
     whole()
     return JudgedRefit(None, worth)
-
-
-def _outputs(net: PreTrainedModel, batch: Batch) -> Any:
-    if task_of(net) == "features":
-        return embedding(net, batch)
-    return run_model(net, batch, head=True)
-
-
-def _distance(got: Any, wanted: Any, batch: Batch) -> Tensor:
-    if isinstance(got, Tensor):  # embeddings of length 1
-        cosine: Tensor = (got * wanted).sum(-1).mean()
-        return 1 - cosine
-    return divergence(got, wanted, batch)

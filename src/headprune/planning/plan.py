@@ -7,20 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig, LayoutOption, PlanConfig, ScoreConfig
-from headprune.data.calibration import calibration
+from headprune.config import BudgetConfig, LayoutOption, PlanConfig
 from headprune.declaration import Context
 from headprune.errors import PlanError
-from headprune.evidence.criteria import CRITERIA
-from headprune.evidence.score import gather, reckons_with_refit, scores_of
+from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_scores
-from headprune.model.heads import keeping_outputs
 from headprune.model.opening import load
 from headprune.model.residency import residency_of
 from headprune.model.speed import measure
@@ -30,13 +26,14 @@ from headprune.planning.allocation import BudgetLimit, PerModule, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
 from headprune.planning.choice import HeadChoice, share_of, with_held
 from headprune.planning.constraints import constraints_of
+from headprune.planning.exchange import Exchange, Exchanges
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
+from headprune.planning.rounds import ScoredAgain, refuse_exchanges, refuse_rounds, text_of
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
-from headprune.surgery.refit import refit as refit_outputs
 from headprune.tensors.units import Unit, members
 
 PROMPT = 256  # tokens of the prefill that --min-speedup is measured on
@@ -51,6 +48,7 @@ class Planned:
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
+        exchanges: What layers exchanged, round by round.
         scores: What the scores say of themselves.
         kept_of_free: With ``--for`` or ``--tensor-parallel``: the sum of the scores that stay, as a
             share of what stays without; None where shares of scores say nothing.
@@ -64,6 +62,7 @@ class Planned:
     scores: ScoresMetadata
     kept_of_free: float | None = None
     roles_lost: tuple[str, ...] | None = None
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -87,7 +86,7 @@ def plan(
         scores: The scores folder.
         config: What may stay, and how it is chosen. In rounds after the first, the model is scored
             without the heads that have gone, on the data the scores came from; equally many heads
-            go in every round.
+            go in every round. Exchanges run on that data as well.
         output: The plan file to write; None for none.
         overwrite: Replace an existing output.
         context: What it runs in.
@@ -98,11 +97,13 @@ def plan(
     metadata = read_scores(scores).metadata
     name, _ = read_scores(scores).of(config.criterion)
     if config.rounds > 1:
-        _refuse_rounds(name, metadata.data)
+        refuse_rounds(name, metadata.data)
+    if config.exchanges:
+        refuse_exchanges(metadata.data)
     refuse_target(config.keep)
     asked_roles(config)
     context.stage("loading the model")
-    runs = config.rounds > 1 or config.min_speedup is not None
+    runs = config.rounds > 1 or config.exchanges > 0 or config.min_speedup is not None
     net, source = load(model, metadata.calibration.dtype, context.allowed, weights=runs)
     found = read_scores(scores, source)
     planned = make_plan(net, source, model, found, config, context)
@@ -125,6 +126,11 @@ def make_plan(
         PlanError: If the budgets cannot be kept to.
     """
     name, values = scores.of(config.criterion)
+    if config.exchanges and residency_of(net) is not None:
+        raise PlanError(
+            "--exchanges runs the model dozens of times, and --placement layers would read it as "
+            "often. Give --placement whole, or leave out --exchanges."
+        )
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
@@ -139,7 +145,7 @@ def make_plan(
     kept = set(range(len(sizes)))
     rounds, again = config.rounds, None
     if rounds > 1:
-        again = _Again(net, model, scores, attentions, config, context)
+        again = ScoredAgain(net, model, scores, attentions, config, context)
     for number in range(rounds):
         if number and again is not None:
             context.stage(f"round {number + 1} of {rounds}")
@@ -156,6 +162,15 @@ def make_plan(
         choice = HeadChoice(attentions, unit, config, limits if last else [], constraints, held)
         before, kept = kept, choice.of(values, kept, heads)
         refuse_broken_hold(held, kept, sizes, config.keep_roles)
+    exchanges: list[Exchange] = []
+    if config.exchanges:
+        if again is not None:
+            again.back()  # what is exchanged is refitted from the original
+        context.stage("reading the text for exchanges")
+        text = text_of(net, model, scores, context)
+        context.stage("exchanging heads between layers")
+        work = Exchanges(net, choice, values, heads, text, context.step)
+        kept, exchanges = work.run(kept, config.exchanges)
     share = None
     if constraints != constraints.free:
         free = replace(choice, constraints=constraints.free)
@@ -168,76 +183,9 @@ def make_plan(
         # a refit between rounds has changed the weights that the plan's fingerprint is of
         constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
     lost = roles_lost(record, made)
-    return Planned(made, name, spent, rounds, scores.metadata, share, lost)
-
-
-def _refuse_rounds(criterion: str, data: DataConfig | None) -> DataConfig:
-    """The data that a criterion looks at again in every round.
-
-    Raises:
-        PlanError: If it looks at none.
-    """
-    if data is None or "gates" in CRITERIA[criterion].needs:
-        raise PlanError(
-            f"--rounds: the criterion {criterion} does not look at the model again. Leave out "
-            "--rounds, or use one that does, such as fisher or reconstruction."
-        )
-    return data
-
-
-class _Again:
-    """Scores a model once more, as it is without the units that have gone.
-
-    Raises:
-        PlanError: If the criterion does not look at what the model computes.
-    """
-
-    def __init__(
-        self,
-        net: PreTrainedModel,
-        model: str | Path,
-        scores: Scores,
-        attentions: Sequence[Attention],
-        config: PlanConfig,
-        context: Context,
-    ) -> None:
-        self.everything = attention_of(net)
-        self.net, self.attentions, self.context = net, attentions, context
-        self.criterion, _ = scores.of(config.criterion)
-        self.refit, self.unit = config.refit, scores.metadata.unit
-        self.back = keeping_outputs(net, self.everything)
-        data = _refuse_rounds(self.criterion, scores.metadata.data)
-        self.scoring = scores.metadata.calibration.part(
-            ScoreConfig, criterion=(self.criterion,), unit=self.unit
-        )
-        remote = context.allowed.trust_remote_code
-        self.examples = calibration(net, model, data, self.scoring, "plan", remote)
-
-    def scores(self, kept: set[int]) -> Tensor:
-        """Scores of all units, with those that are not in ``kept`` closed."""
-        gates = self._gates(kept)
-        if self.refit:  # always from the original: the first stream must be that
-            scored = {a.path: g for a, g in zip(self.attentions, gates, strict=True)}
-            every = [scored.get(a.path, torch.ones(a.query_heads)) for a in self.everything]
-            self.back()
-            refit_outputs(
-                self.net, self.everything, every, self.examples.whole(), self.context.step
-            )
-        evidence = gather(
-            self.net, self.attentions, self.scoring, self.examples, gates, self.context
-        )
-        return scores_of(self.criterion, evidence, self.attentions, self.unit)
-
-    def _gates(self, kept: set[int]) -> list[Tensor]:
-        gates, at = [], 0
-        for attention in self.attentions:
-            gate = torch.ones(attention.query_heads)
-            for unit in members(self.unit, attention.group_sizes):
-                if at not in kept:
-                    gate[unit] = 0.0
-                at += 1
-            gates.append(gate)
-        return gates
+    return Planned(
+        made, name, spent, rounds, scores.metadata, share, lost, exchanges=tuple(exchanges)
+    )
 
 
 def _limits(

@@ -47,12 +47,28 @@ class ModuleRefit:
     held_out: float
 
 
+@dataclass(frozen=True)
+class FittedOutput:
+    """W_O of a module, fitted.
+
+    Attributes:
+        heads: Its columns, head by head, those of closed heads as they were.
+        bias: Its bias, if it has one.
+        record: What the fit did.
+    """
+
+    heads: Float[Tensor, "heads hidden head_dim"]
+    bias: Float[Tensor, " hidden"] | None
+    record: ModuleRefit
+
+
 def refit(
     model: PreTrainedModel,
     attentions: Sequence[Attention],
     gates: Sequence[Float[Tensor, " _heads"]],
     batch: Batch,
     on_module: Callable[[int, int], None] = lambda done, total: None,
+    on_states: Callable[[Attention, Tensor, Tensor], None] = lambda attention, states, wanted: None,
 ) -> list[ModuleRefit]:
     """Refits every W_O, in place, so that the model with closed gates does what it did with all.
 
@@ -62,6 +78,8 @@ def refit(
         gates: Per module, the gate values it will be cut with; 0 for heads that go.
         batch: Calibration text: every sequence at once, padding marked by ``attention_mask``.
         on_module: Called with modules done and modules in all.
+        on_states: Called with every module before it is refitted, what its heads give in the cut
+            model, none closed, and what W_O gives in the original.
 
     Returns:
         One record per module that has a head left.
@@ -83,11 +101,15 @@ def refit(
         nonlocal seen
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         wanted = project_output(attention, original)
-        heads = Stream.CHANGED.of(x).unflatten(-1, (len(gate), -1))
+        changed = Stream.CHANGED.of(x)
+        on_states(attention, changed, wanted)
+        heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
         # as long as all layers before are whole there is nothing to make up for
         if bool((gate != 0).any()) and not torch.equal(mine, original):
-            records.append(_fitted(attention, gate, mine, wanted, batch))
+            fitted = fit_output(attention, gate, mine, wanted, batch)
+            write_output(attention, fitted.heads, fitted.bias)
+            records.append(fitted.record)
         seen += 1
         on_module(seen, len(attentions))
         return OneStream(Stream.CHANGED, mine.clone(), wanted)  # of a view, x would stay as well
@@ -113,10 +135,25 @@ def refuse_singular(attention: Attention, tokens: int, columns: int, instead: st
         )
 
 
-def _fitted(
-    attention: Attention, gate: Tensor, mine: Tensor, wanted: Tensor, batch: Batch
-) -> ModuleRefit:
-    """Fits the W_O of one module and writes it."""
+def fit_output(
+    attention: Attention,
+    gate: Float[Tensor, " heads"],
+    mine: Float[Tensor, "sequences length width"],
+    wanted: Float[Tensor, "sequences length hidden"],
+    batch: Batch,
+) -> FittedOutput:
+    """Fits the W_O of one module.
+
+    Args:
+        attention: The module; it stays as it is.
+        gate: 0 for heads that are closed.
+        mine: What its heads give, times their gates where these are other than 0 and 1.
+        wanted: What W_O is to make of it.
+        batch: The text.
+
+    Raises:
+        DataError: If there is too little text, or the statistics are not finite.
+    """
     heads, bias = read_output(attention)
     width = heads.shape[-1]
     kept = torch.repeat_interleave(gate != 0, width).to(mine.device)
@@ -153,7 +190,7 @@ def _fitted(
     new[:, kept] = fit.weight
     if bias is not None and fit.shift is not None:
         bias = bias + fit.shift.to(bias)
-    write_output(attention, new.unflatten(1, (len(gate), width)).transpose(0, 1).float(), bias)
     power = max(fit.moments.output_power, 1e-30)
     before, after = fit.whole.error(start[:, kept]), fit.moments.error(fit.weight)
-    return ModuleRefit(attention.path, fit.ridge, before / power, after / power, fit.held_out)
+    record = ModuleRefit(attention.path, fit.ridge, before / power, after / power, fit.held_out)
+    return FittedOutput(new.unflatten(1, (len(gate), width)).transpose(0, 1).float(), bias, record)

@@ -1,0 +1,168 @@
+"""Layers exchange heads: measured in the cut model, chosen within the same budgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from headprune.config import BudgetConfig, PlanConfig, ScoreConfig
+from headprune.data.samples import CalibrationSample
+from headprune.errors import PlanError
+from headprune.evidence.distance import distance, outputs
+from headprune.evidence.score import score
+from headprune.model.attention import attention_of
+from headprune.model.gating import fixed, gated
+from headprune.model.heads import read_output, write_output
+from headprune.model.resuming import Resuming
+from headprune.planning.choice import HeadChoice
+from headprune.planning.constraints import Constraints
+from headprune.planning.exchange import Exchanges
+from headprune.planning.plan import plan
+from headprune.surgery.refit import refit
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.test_criteria import run
+from tests.test_refit import sample_of
+
+FAMILIES = tiny.present("llama-gqa", "gpt2", "bert-mlm", "t5", "marian", "albert", "bloom")
+
+
+def batch_for(net: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A few sequences that a model reads."""
+    ids = torch.randint(5, 40, (3, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if net.config.is_encoder_decoder:
+        batch |= {"decoder_input_ids": ids[:, :7], "labels": ids[:, 1:8]}
+    return batch
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_pass_that_resumes_gives_what_a_whole_one_gives(case: str) -> None:
+    net = tiny.model(case).eval()
+    attentions, batch = attention_of(net), batch_for(net)
+    resuming = Resuming(net, attentions)
+    with torch.no_grad():
+        with resuming.recording():
+            outputs(net, batch)
+        for attention in attentions:
+            heads, bias = read_output(attention)
+            write_output(attention, heads * -2.0, bias)
+            whole = outputs(net, batch).logits
+            with resuming.from_block_of(attention):
+                resumed = outputs(net, batch).logits
+            assert torch.equal(whole, resumed)
+            write_output(attention, heads, bias)
+        assert all("forward" not in vars(module) for module in net.modules())
+
+
+def test_what_changed_before_a_pass_resumes_is_not_seen() -> None:
+    net = tiny.model("gpt2").eval()
+    first, *_, last = attentions = attention_of(net)
+    batch, resuming = batch_for(net), Resuming(net, attentions)
+    with torch.no_grad():
+        with resuming.recording():
+            before = outputs(net, batch).logits
+        heads, bias = read_output(first)
+        write_output(first, heads * -2.0, bias)
+        with resuming.from_block_of(last):
+            assert torch.equal(outputs(net, batch).logits, before)
+        assert not torch.equal(outputs(net, batch).logits, before)
+
+
+def work_on(
+    net: PreTrainedModel, values: torch.Tensor, keep: int, least: int = 0
+) -> tuple[Exchanges, set[int], CalibrationSample]:
+    """Exchanges of a model, what stays by scores, and the text."""
+    generator = torch.Generator().manual_seed(1)
+    taken = torch.randint(5, 40, (24, 24), generator=generator)
+    text = sample_of(taken, taken[:0])
+    budget = BudgetConfig(keep=keep, min_per_layer=least)
+    choice = HeadChoice(attention_of(net), Unit.HEAD, budget, [], Constraints(net))
+    kept = choice.of(values, set(range(len(values))), keep)
+    return Exchanges(net, choice, values, keep, text), kept, text
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_head_that_does_nothing_goes_for_one_that_does(dead: int) -> None:
+    net = tiny.model("gpt2").eval()
+    attentions = attention_of(net)[:2]
+    count = attentions[0].query_heads
+    heads, bias = read_output(attentions[dead])
+    heads[0] = 0.0
+    write_output(attentions[dead], heads * 4, bias)
+    values = torch.arange(1.0, 1.0 + count * len(attention_of(net))).double()
+    own = range(dead * count, (dead + 1) * count)
+    values[own.start] = 100.0 if dead else 0.5  # the dead one stays, or goes
+    values[own.start + 1 : own.stop] += 200.0
+    if not dead:
+        values[0], values[count] = 0.9, 0.1
+    before = [read_output(a)[0] for a in attention_of(net)]
+    work, kept, _ = work_on(net, values, keep=len(values) - 1)
+    ((gone,),) = [set(range(len(values))) - kept]
+    assert gone != own.start
+    after, done = work.run(kept, 3)
+    assert set(range(len(values))) - after == {own.start}
+    assert done[0].taken and done[0].returned == 1
+    assert all(
+        torch.equal(read_output(a)[0], b) for a, b in zip(attention_of(net), before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "bert-mlm"))
+def test_what_it_says_is_what_the_cut_model_does(case: str) -> None:
+    net = tiny.model(case).eval()
+    attentions = attention_of(net)
+    total = sum(a.query_heads for a in attentions)
+    values = torch.rand(total, generator=torch.Generator().manual_seed(3)).double()
+    work, kept, text = work_on(net, values, keep=total // 2, least=1)
+    after, done = work.run(kept, 2)
+    assert len(after) == len(kept) == total // 2
+    (batch,) = [text.whole()]
+    with torch.no_grad():
+        wanted = outputs(net, batch)
+    found = []
+    for stays in (kept, after):
+        mask = torch.tensor([float(at in stays) for at in range(total)])
+        gates = list(mask.split([a.query_heads for a in attentions]))
+        assert all(bool(gate.any()) for gate in gates)
+        own = tiny.model(case).eval()
+        refit(own, attention_of(own), gates, batch)
+        with torch.no_grad(), gated(attention_of(own), fixed(gates)):
+            found.append(float(distance(outputs(own, batch), wanted, batch)))
+    assert done, "nothing was exchanged"
+    assert found[0] == pytest.approx(done[0].before, rel=1e-4)
+    taken = [each.after for each in done if each.taken] or [done[0].before]
+    assert found[1] == pytest.approx(taken[-1], rel=1e-4)
+    assert found[1] <= found[0]
+
+
+def test_a_plan_with_exchanges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(3_000))
+    small = ["--calibration-tokens", 512, "--seq-len", 16]
+    scored = ["score", "model", "--data", "text.txt", "--criterion", "fisher", "--output", "s"]
+    assert run(capsys, monkeypatch, *scored, *small)[0] == 0
+    planned = ["plan", "model", "--scores", "s", "--keep", 0.5]
+    plain, exchanged = (
+        json.loads(run(capsys, monkeypatch, *planned, "--exchanges", times, "--json")[1])
+        for times in (0, 3)
+    )
+    assert plain["exchanges"] == [] and exchanged["exchanges"]
+    taken = [each["after"] < each["before"] for each in exchanged["exchanges"]]
+    assert any(taken) and (plain["plan"] != exchanged["plan"])
+    status, said, _ = run(capsys, monkeypatch, *planned, "--exchanges", 3)
+    assert status == 0 and said.count("Exchange ") == len(taken)
+
+
+def test_without_text_there_is_nothing_to_measure_on(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    score(folder, tmp_path / "s", ScoreConfig(criterion=["magnitude"]))
+    with pytest.raises(PlanError, match="--exchanges measures on the text"):
+        plan(folder, tmp_path / "s", PlanConfig(keep=0.5, exchanges=1))
