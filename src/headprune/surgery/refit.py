@@ -1,7 +1,8 @@
 """Compensation: W_O refitted by least squares, layer after layer, for the heads that are gone.
 
-In one pass of two streams (see ``model.streams``), every W_O is fitted to what the original gives
-at its place, on the inputs that the cut and refitted layers before it produce.
+In one pass of two streams (see ``model.streams``), every W_O is fitted on the inputs that the cut
+and refitted layers before it produce: half to what the original gives at its place, half to what
+the uncut layer makes of these inputs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from headprune.model.streams import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
+# Of the goal of a fit, the share that the uncut layer makes of what enters it in the cut model; the
+# rest, what it gives in the original, has later layers mend what earlier ones have lost, but on the
+# kind of text that is fitted to alone. docs/benchmarks/without-training.md says what each is worth.
+OWN = 0.5
 _TOKENS = 4096  # whose moments are taken at once: what bounds the copies of their states
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
@@ -35,7 +40,7 @@ class ModuleRefit:
     Attributes:
         path: The module.
         ridge: The ridge that the held-out tokens chose; infinity leaves W_O as it is.
-        before: Relative squared error of the outputs on all tokens without the refit.
+        before: Squared error of the outputs on all tokens without the refit, relative to the goal.
         after: The same with it; never above ``before``.
         held_out: The same on the tokens that chose the ridge, fitted on the others.
     """
@@ -79,7 +84,7 @@ def refit(
         batch: Calibration text: every sequence at once, padding marked by ``attention_mask``.
         on_module: Called with modules done and modules in all.
         on_states: Called with every module before it is refitted, what its heads give in the cut
-            model, none closed, and what W_O gives in the original.
+            model, none closed, and what its W_O is fitted to.
 
     Returns:
         One record per module that has a head left.
@@ -102,14 +107,16 @@ def refit(
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         wanted = project_output(attention, original)
         changed = Stream.CHANGED.of(x)
-        on_states(attention, changed, wanted)
+        goal = torch.lerp(wanted, project_output(attention, changed), OWN)
+        on_states(attention, changed, goal)
         heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
         # as long as all layers before are whole there is nothing to make up for
         if bool((gate != 0).any()) and not torch.equal(mine, original):
-            fitted = fit_output(attention, gate, mine, wanted, batch)
+            fitted = fit_output(attention, gate, mine, goal, batch)
             write_output(attention, fitted.heads, fitted.bias)
             records.append(fitted.record)
+        del goal  # makes room for the states below
         seen += 1
         on_module(seen, len(attentions))
         return OneStream(Stream.CHANGED, mine.clone(), wanted)  # of a view, x would stay as well
