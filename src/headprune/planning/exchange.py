@@ -65,7 +65,7 @@ class _Trial:
     Attributes:
         unit: The unit, by its number in the model.
         gate: Its gates, shape (query heads,).
-        heads: Its refitted W_O; None for as it is, where no head is left.
+        heads: Its refitted W_O, beside the model; None for as it is, where no head is left.
         bias: The bias with it.
     """
 
@@ -123,12 +123,12 @@ class Exchanges:
         try:
             trials = self._cut(kept)
             before = self._distance(self._gates(kept))
-            for _ in range(rounds):
+            for number in range(rounds):
                 worth = self._measured(kept, trials, before)
                 new = self.choice.of(self._ranked(kept, worth), everything, self.heads)
                 if new == kept:
                     break
-                trials = self._cut(new)
+                trials = self._cut(new, tried=number < rounds - 1)
                 after = self._distance(self._gates(new))
                 done.append(Exchange(len(new - kept), before, after))
                 if not done[-1].taken:
@@ -138,8 +138,8 @@ class Exchanges:
             self._whole()
         return kept, done
 
-    def _cut(self, kept: set[int]) -> dict[str, list[_Trial]]:
-        """Refits the model to what stays, and every module to one unit more and one less."""
+    def _cut(self, kept: set[int], tried: bool = True) -> dict[str, list[_Trial]]:
+        """Refits the model to what stays, and if asked every module to one unit more and less."""
         self._whole()
         gates = self._gates(kept)
         at_stake = self._at_stake(kept)
@@ -148,14 +148,14 @@ class Exchanges:
 
         def fit_trials(attention: Attention, states: Tensor, wanted: Tensor) -> None:
             at = number_of.get(attention.path)
-            if at is None:
+            if at is None or not tried:
                 return
             for unit in at_stake[at]:
                 trial = _Trial(unit, self._gates(kept ^ {unit})[at])
                 if bool(trial.gate.any()):
                     opened = apply_gate(states, trial.gate[None])
                     fitted = fit_output(attention, trial.gate, opened, wanted, self._text)
-                    trial = replace(trial, heads=fitted.heads, bias=fitted.bias)
+                    trial = replace(trial, heads=fitted.heads.cpu(), bias=fitted.bias)
                 trials.setdefault(attention.path, []).append(trial)
 
         every = dict(zip(number_of, gates, strict=True))
