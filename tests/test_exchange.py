@@ -154,7 +154,7 @@ def test_a_plan_with_exchanges(
         json.loads(run(capsys, monkeypatch, *planned, "--exchanges", times, "--json")[1])
         for times in (0, 3)
     )
-    assert plain["exchanges"] == [] and exchanged["exchanges"]
+    assert plain["exchanges"] is None and exchanged["exchanges"]
     taken = [each["after"] < each["before"] for each in exchanged["exchanges"]]
     assert any(taken) and (plain["plan"] != exchanged["plan"])
     status, said, _ = run(capsys, monkeypatch, *planned, "--exchanges", 3)
@@ -166,3 +166,15 @@ def test_without_text_there_is_nothing_to_measure_on(tmp_path: Path) -> None:
     score(folder, tmp_path / "s", ScoreConfig(criterion=["magnitude"]))
     with pytest.raises(PlanError, match="--exchanges measures on the text"):
         plan(folder, tmp_path / "s", PlanConfig(keep=0.5, exchanges=1))
+
+
+def test_where_nothing_is_gained_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(3_000))
+    small = ["--calibration-tokens", 512, "--seq-len", 16, "--criterion", "fisher"]
+    assert run(capsys, monkeypatch, "score", "model", "--data", "text.txt", "--output", "s", *small)
+    planned = ["plan", "model", "--scores", "s", "--keep", 1.0, "--exchanges", 1]
+    assert "No layer has a head that is worth more" in run(capsys, monkeypatch, *planned)[1]

@@ -65,7 +65,7 @@ def _as_json(result: Planned) -> str:
     content = {
         "criterion": result.criterion,
         "rounds": result.rounds,
-        "exchanges": [asdict(exchange) for exchange in result.exchanges],
+        "exchanges": None if result.exchanges is None else [asdict(e) for e in result.exchanges],
         "notes": list(result.notes),
         "kept_of_free": result.kept_of_free,
         "roles_lost": result.roles_lost,

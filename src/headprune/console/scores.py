@@ -90,7 +90,9 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         f"{plan.kept_heads} of {plan.query_heads} query heads stay ({share:.1%}), by "
         f"{result.criterion}{rounds}."
     )
-    for number, one in enumerate(result.exchanges, start=1):
+    if result.exchanges == ():
+        console.print("No layer has a head that is worth more in another.")
+    for number, one in enumerate(result.exchanges or (), start=1):
         outcome = "" if one.taken else ": not taken"
         console.print(
             f"Exchange {number}: {one.returned} back and others instead, distance of the outputs "

@@ -48,7 +48,7 @@ class Planned:
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
-        exchanges: What layers exchanged, round by round.
+        exchanges: What layers exchanged, round by round; None where it was not asked for.
         scores: What the scores say of themselves.
         kept_of_free: With ``--for`` or ``--tensor-parallel``: the sum of the scores that stay, as a
             share of what stays without; None where shares of scores say nothing.
@@ -62,7 +62,7 @@ class Planned:
     scores: ScoresMetadata
     kept_of_free: float | None = None
     roles_lost: tuple[str, ...] | None = None
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[Exchange, ...] | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def make_plan(
         choice = HeadChoice(attentions, unit, config, limits if last else [], constraints, held)
         before, kept = kept, choice.of(values, kept, heads)
         refuse_broken_hold(held, kept, sizes, config.keep_roles)
-    exchanges: list[Exchange] = []
+    exchanges: tuple[Exchange, ...] | None = None
     if config.exchanges:
         if again is not None:
             again.back()  # what is exchanged is refitted from the original
@@ -170,7 +170,8 @@ def make_plan(
         text = text_of(net, model, scores, context)
         context.stage("exchanging heads between layers")
         work = Exchanges(net, choice, values, heads, text, context.step)
-        kept, exchanges = work.run(kept, config.exchanges)
+        kept, done = work.run(kept, config.exchanges)
+        exchanges = tuple(done)
     share = None
     if constraints != constraints.free:
         free = replace(choice, constraints=constraints.free)
@@ -183,9 +184,7 @@ def make_plan(
         # a refit between rounds has changed the weights that the plan's fingerprint is of
         constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
     lost = roles_lost(record, made)
-    return Planned(
-        made, name, spent, rounds, scores.metadata, share, lost, exchanges=tuple(exchanges)
-    )
+    return Planned(made, name, spent, rounds, scores.metadata, share, lost, exchanges)
 
 
 def _limits(
