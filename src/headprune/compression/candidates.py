@@ -78,12 +78,14 @@ class RemoveHeads:
         criterion: What chooses.
         refit: Whether W_O makes up for it.
         rounds: In how many steps they are chosen; each looks at what the one before has left.
+        exchanges: How often layers then exchange them, at most.
     """
 
     unit: Unit
     criterion: str
     refit: bool
     rounds: int = 1
+    exchanges: int = 0
 
     def applies(self, goal: SizeGoal) -> bool:
         """Where it removes what the goal counts."""
@@ -98,6 +100,7 @@ class RemoveHeads:
             criterion=self.criterion,
             rounds=self.rounds,
             refit=self.refit and self.rounds > 1,
+            exchanges=self.exchanges,
         )
         made = plan(job.model, scores, config, context=context)
         return prune(
@@ -138,21 +141,26 @@ class Candidate:
     way: Maker
 
 
-def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
+def _removing(unit: Unit, name: str, again: Candidate) -> tuple[Candidate, ...]:
     return (
         Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
-        Candidate(
-            f"{name}, compensated in 2 rounds, refit",
-            RemoveHeads(unit, "compensated", refit=True, rounds=2),
-        ),
+        again,
         Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
         Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
     )
 
 
+_IN_ROUNDS = Candidate(
+    "KV groups, compensated in 2 rounds, refit",
+    RemoveHeads(Unit.KV_GROUP, "compensated", refit=True, rounds=2),
+)
+_EXCHANGED = Candidate(
+    "heads, compensated, exchanged, refit",
+    RemoveHeads(Unit.HEAD, "compensated", refit=True, exchanges=2),
+)
 CANDIDATES = (
-    *_removing(Unit.KV_GROUP, "KV groups"),
-    *_removing(Unit.HEAD, "heads"),
+    *_removing(Unit.KV_GROUP, "KV groups", _IN_ROUNDS),
+    *_removing(Unit.HEAD, "heads", _EXCHANGED),
     Candidate("KV heads merged or removed, by layer", ShareKvHeads()),
 )
 
