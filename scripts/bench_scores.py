@@ -245,7 +245,7 @@ def main(
                     current = copy.deepcopy(net)
                     budget, free = BudgetConfig(keep=share), Constraints(current)
                     choice = HeadChoice(attention_of(current), Unit.HEAD, budget, [], free)
-                    work = Exchanges(current, choice, values, len(kept), examples)
+                    work = Exchanges(current, choice, values, examples)
                     exchanged, done = work.run(set(kept), exchanges)
                     for each in done:
                         console.print(f"exchange: {each}")

@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, PlanConfig, ScoreConfig
+from headprune.config import BudgetConfig, DataConfig, PlanConfig, ScoreConfig
 from headprune.data.samples import CalibrationSample
-from headprune.errors import PlanError
-from headprune.evidence.distance import distance, outputs
+from headprune.errors import DataError, PlanError
+from headprune.evidence.distance import distance, outputs, weight_of
 from headprune.evidence.score import score
 from headprune.model.attention import attention_of
+from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output, write_output
 from headprune.model.resuming import Resuming
+from headprune.planning.allocation import BudgetLimit
+from headprune.planning.budgets import parameter_prices
 from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints
 from headprune.planning.exchange import Exchanges
@@ -83,7 +87,7 @@ def work_on(
     budget = BudgetConfig(keep=keep, min_per_layer=least)
     choice = HeadChoice(attention_of(net), Unit.HEAD, budget, [], Constraints(net))
     kept = choice.of(values, set(range(len(values))), keep)
-    return Exchanges(net, choice, values, keep, text), kept, text
+    return Exchanges(net, choice, values, text), kept, text
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -161,6 +165,88 @@ def test_a_plan_with_exchanges(
     assert status == 0 and said.count("Exchange ") == len(taken)
 
 
+@pytest.mark.parametrize("case", tiny.present("bert", "t5"))
+def test_padded_rows_count_by_their_outputs(case: str) -> None:
+    net = tiny.model(case).eval()
+    total = sum(a.query_heads for a in attention_of(net))
+    values = torch.rand(total, generator=torch.Generator().manual_seed(3)).double()
+    ids = torch.randint(5, 40, (30, 24), generator=torch.Generator().manual_seed(1))
+    lengths = [24 - 3 * (row % 5) for row in range(30)]
+
+    def collate(rows: list[dict[str, list[int]]]) -> Batch:
+        mask = torch.zeros(len(rows), 24, dtype=torch.long)
+        for at, row in enumerate(rows):
+            mask[at, : len(row["input_ids"])] = 1
+        padded = [row["input_ids"] + [0] * (24 - len(row["input_ids"])) for row in rows]
+        batch: Batch = {"input_ids": torch.tensor(padded), "attention_mask": mask}
+        if net.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = batch["input_ids"]
+            batch["labels"] = batch["input_ids"].masked_fill(mask == 0, -100)
+        return batch
+
+    cut = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    rows = Dataset.from_dict({"input_ids": cut})
+    budget = BudgetConfig(keep=total // 2)
+    choice = HeadChoice(attention_of(net), Unit.HEAD, budget, [], Constraints(net))
+    kept = choice.of(values, set(range(total)), total // 2)
+    found = []
+    for size in (1, 7):
+        text = CalibrationSample(rows, collate, sum(lengths), batch_size=size)
+        found.append(Exchanges(net, choice, values, text).run(kept, 2))
+    assert found[0][0] == found[1][0] and found[0][1]
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert one.before == pytest.approx(other.before, rel=1e-4)
+    apart = collate([rows[0], rows[4]]), collate([rows[0]])
+    assert weight_of(net, apart[0]) != weight_of(net, apart[1])
+
+
+def test_limits_are_kept_and_what_is_worth_more_comes_back() -> None:
+    net = tiny.model("gpt2").eval()
+    attentions = attention_of(net)
+    count = attentions[0].query_heads
+    heads, bias = read_output(attentions[1])
+    heads[0] = 0.0
+    write_output(attentions[1], heads * 4, bias)
+    values = torch.arange(1.0, 1.0 + count * len(attentions)).double()
+    values[count] = 100.0
+    values[count + 1 : 2 * count] += 200.0
+    prices = parameter_prices(net, attentions)
+    most = prices.total([(a.query_heads, a.kv_heads) for a in attentions]) - 1
+    limit = BudgetLimit(prices, most, "--max-params")
+    budget = BudgetConfig(max_params=int(most))
+    choice = HeadChoice(attentions, Unit.HEAD, budget, [limit], Constraints(net))
+    kept = choice.of(values, set(range(len(values))), None)
+    assert count in kept and len(kept) == len(values) - 1
+    text = sample_of(torch.arange(576).reshape(24, 24) * 7 % 35 + 5, torch.zeros(0, 24).long())
+    after, _ = Exchanges(net, choice, values, text).run(kept, 3)
+    assert set(range(len(values))) - after == {count}
+
+
+def test_outputs_that_are_not_finite_are_told() -> None:
+    net = tiny.model("gpt2").eval()
+    total = sum(a.query_heads for a in attention_of(net))
+    work, kept, _ = work_on(net, torch.arange(total).double(), keep=total - 2)
+    with torch.no_grad():
+        net.transformer.ln_f.weight.fill_(float("nan"))
+    with pytest.raises(DataError, match="exchanges are measured on is not finite"):
+        work.run(kept, 1)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"per_layer": True}, {"tensor_parallel": 2}, {"targets": "anywhere"}]
+)
+def test_where_no_single_head_can_move_exchanges_are_refused(
+    asked: dict[str, object], tmp_path: Path
+) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(3_000))
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    small = {"calibration_tokens": 512, "seq_len": 16, "criterion": ["fisher"]}
+    score(folder, tmp_path / "s", ScoreConfig(**small), data)
+    with pytest.raises(PlanError, match="--exchanges moves"):
+        plan(folder, tmp_path / "s", PlanConfig(keep=0.5, exchanges=1, **asked))
+
+
 def test_without_text_there_is_nothing_to_measure_on(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     score(folder, tmp_path / "s", ScoreConfig(criterion=["magnitude"]))
@@ -175,6 +261,7 @@ def test_where_nothing_is_gained_that_is_said(
     tiny.save(tiny.model("gpt2"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(3_000))
     small = ["--calibration-tokens", 512, "--seq-len", 16, "--criterion", "fisher"]
-    assert run(capsys, monkeypatch, "score", "model", "--data", "text.txt", "--output", "s", *small)
+    scored = ["score", "model", "--data", "text.txt", "--output", "s", *small]
+    assert run(capsys, monkeypatch, *scored)[0] == 0
     planned = ["plan", "model", "--scores", "s", "--keep", 1.0, "--exchanges", 1]
-    assert "No layer has a head that is worth more" in run(capsys, monkeypatch, *planned)[1]
+    assert "No exchange between layers is worth it" in run(capsys, monkeypatch, *planned)[1]

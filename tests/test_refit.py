@@ -20,8 +20,9 @@ from headprune.exporting.prune import prune
 from headprune.exporting.refitting import judged_refit
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
-from headprune.model.heads import read_heads, read_output, write_heads
+from headprune.model.heads import project_output, read_heads, read_output, write_heads
 from headprune.planning.from_evidence import CutRequest
+from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
@@ -344,3 +345,27 @@ def test_moments_are_taken_of_a_few_sequences_at_a_time(
     assert not all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(other, whole, strict=True)
     )
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
+def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(case: str) -> None:
+    ids = torch.randint(5, 60, (60, 12), generator=torch.Generator().manual_seed(0))
+    model = tiny.model(case)
+    attentions = attention_of(model)
+    given: list[torch.Tensor] = []
+    hook = attentions[1].output_projection.register_forward_hook(lambda m, x, y: given.append(y))
+    with torch.no_grad():
+        model(input_ids=ids)
+    hook.remove()
+    goals = {}
+
+    def keep(attention: Attention, states: torch.Tensor, goal: torch.Tensor) -> None:
+        goals[attention.path] = goal, project_output(attention, states)
+
+    gates = [torch.ones(a.query_heads) for a in attentions]
+    gates[0][1:] = 0.0
+    refit(model, attentions, gates, {"input_ids": ids}, on_states=keep)
+    goal, own = goals[attentions[1].path]
+    torch.testing.assert_close(goal, (given[0] + own) / 2, rtol=1e-4, atol=1e-5)
+    for alone in (given[0], own):
+        assert not torch.allclose(goal, alone, rtol=1e-3, atol=1e-4)

@@ -65,7 +65,9 @@ def _as_json(result: Planned) -> str:
     content = {
         "criterion": result.criterion,
         "rounds": result.rounds,
-        "exchanges": None if result.exchanges is None else [asdict(e) for e in result.exchanges],
+        "exchanges": None
+        if result.exchanges is None
+        else [asdict(e) | {"taken": e.taken} for e in result.exchanges],
         "notes": list(result.notes),
         "kept_of_free": result.kept_of_free,
         "roles_lost": result.roles_lost,

@@ -141,10 +141,10 @@ class Candidate:
     way: Maker
 
 
-def _removing(unit: Unit, name: str, again: Candidate) -> tuple[Candidate, ...]:
+def _removing(unit: Unit, name: str, extra: Candidate) -> tuple[Candidate, ...]:
     return (
         Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
-        again,
+        extra,
         Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
         Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
     )

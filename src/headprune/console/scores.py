@@ -91,12 +91,12 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         f"{result.criterion}{rounds}."
     )
     if result.exchanges == ():
-        console.print("No layer has a head that is worth more in another.")
+        console.print("No exchange between layers is worth it within the budgets.")
     for number, one in enumerate(result.exchanges or (), start=1):
-        outcome = "" if one.taken else ": not taken"
+        outcome = "" if one.taken else "; not taken"
         console.print(
-            f"Exchange {number}: {one.returned} back and others instead, distance of the outputs "
-            f"from the original {one.before:.4g} -> {one.after:.4g}{outcome}."
+            f"Exchange {number}: {one.returned} x {result.plan.unit.value} back for others, "
+            f"{one.measure} {one.before:.4g} -> {one.after:.4g}{outcome}."
         )
     if result.spent:
         grid = table("budget", "at most", "plan")

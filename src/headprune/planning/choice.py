@@ -30,6 +30,15 @@ def with_held(values: Tensor, held: frozenset[int]) -> list[float]:
     return [math.inf if at in held else score for at, score in enumerate(values.tolist())]
 
 
+def behind(values: Tensor, allowed: set[int]) -> Tensor:
+    """Scores, of which those of units that went in an earlier round are below all others."""
+    gone = [at for at in range(len(values)) if at not in allowed]
+    ranked = values.clone()
+    if gone:
+        ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
+    return ranked
+
+
 @dataclass(frozen=True)
 class HeadChoice:
     """A choice of units, within budgets and what engines hold.
@@ -53,11 +62,7 @@ class HeadChoice:
     def of(self, values: Tensor, allowed: set[int], heads: int | None) -> set[int]:
         """Units to keep, of those that are still there."""
         attentions, unit, least = self.attentions, self.unit, self.budget.min_per_layer
-        gone = [at for at in range(len(values)) if at not in allowed]
-        ranked = values.clone()
-        if gone:  # a unit that went in an earlier round comes behind all that are there
-            ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
-        scores = with_held(ranked, self.held)
+        scores = with_held(behind(values, allowed), self.held)
         if self.constraints.even:
             wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
             return set(even_units(attentions, unit, scores, wanted, self._fits))

@@ -9,6 +9,7 @@ numbers, within the same budgets, and taken if the model it makes is nearer to t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from transformers import PreTrainedModel
 
 from headprune.data.rows import evenly
 from headprune.data.samples import CalibrationSample
-from headprune.evidence.distance import distance, outputs
+from headprune.errors import DataError
+from headprune.evidence.distance import distance, distance_name, outputs, weight_of
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import apply_gate, fixed, gated
@@ -44,11 +46,13 @@ class Exchange:
 
     Attributes:
         returned: Units that came back; others went for them.
+        measure: What the distance is.
         before: Distance of the outputs of the cut and refitted model from the original's before.
         after: The same afterwards; not below ``before`` where the round was not taken.
     """
 
     returned: int
+    measure: str
     before: float
     after: float
 
@@ -82,7 +86,6 @@ class Exchanges:
         net: The model, whole; its W_O change while this works, and are as before afterwards.
         choice: How units are chosen.
         values: Scores of all units, by which they go within a layer.
-        heads: Query heads to keep; None for as many as the limits allow.
         examples: Text to refit on; distances are measured on a part of it.
         progress: Called with passes done and passes in all.
     """
@@ -92,11 +95,10 @@ class Exchanges:
         net: PreTrainedModel,
         choice: HeadChoice,
         values: Tensor,
-        heads: int | None,
         examples: CalibrationSample,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        self.net, self.choice, self.values, self.heads = net, choice, values, heads
+        self.net, self.choice, self.values = net, choice, values
         self._everything, self._progress = attention_of(net), progress
         self._whole = keeping_outputs(net, self._everything)
         self._text = examples.whole()
@@ -106,6 +108,7 @@ class Exchanges:
             for unit in members(choice.unit, attention.group_sizes):
                 self._units.append((at, list(unit)))
         self._judged = _part(examples).batches()
+        self._weights = [weight_of(net, batch) for batch in self._judged]
         every = self._gates(set(range(len(self._units))))
         self._wanted = [self._outputs(every, batch) for batch in self._judged]
 
@@ -117,20 +120,25 @@ class Exchanges:
             rounds: How often, at most.
 
         Returns:
-            The units that stay then, and what every round did.
+            The units that stay then, of as many query heads, and what every round did.
+
+        Raises:
+            DataError: If there is too little text, or the outputs are not finite.
+            PlanError: If a module runs more than once.
         """
         done, everything = list[Exchange](), set(range(len(self._units)))
+        heads, measure = sum(len(self._units[unit][1]) for unit in kept), distance_name(self.net)
         try:
             trials = self._cut(kept)
             before = self._distance(self._gates(kept))
             for number in range(rounds):
                 worth = self._measured(kept, trials, before)
-                new = self.choice.of(self._ranked(kept, worth), everything, self.heads)
+                new = self.choice.of(self._ranked(kept, worth), everything, heads)
                 if new == kept:
                     break
-                trials = self._cut(new, tried=number < rounds - 1)
+                trials = self._cut(new, with_trials=number < rounds - 1)
                 after = self._distance(self._gates(new))
-                done.append(Exchange(len(new - kept), before, after))
+                done.append(Exchange(len(new - kept), measure, before, after))
                 if not done[-1].taken:
                     break
                 kept, before = new, after
@@ -138,7 +146,7 @@ class Exchanges:
             self._whole()
         return kept, done
 
-    def _cut(self, kept: set[int], tried: bool = True) -> dict[str, list[_Trial]]:
+    def _cut(self, kept: set[int], with_trials: bool = True) -> dict[str, list[_Trial]]:
         """Refits the model to what stays, and if asked every module to one unit more and less."""
         self._whole()
         gates = self._gates(kept)
@@ -148,7 +156,7 @@ class Exchanges:
 
         def fit_trials(attention: Attention, states: Tensor, wanted: Tensor) -> None:
             at = number_of.get(attention.path)
-            if at is None or not tried:
+            if at is None or not with_trials:
                 return
             for unit in at_stake[at]:
                 trial = _Trial(unit, self._gates(kept ^ {unit})[at])
@@ -174,7 +182,8 @@ class Exchanges:
     ) -> dict[int, float]:
         """What every unit at stake is worth: how much farther away the model is without it."""
         units = [trial.unit for some in trials.values() for trial in some]
-        distances, done = dict.fromkeys(units, 0.0), 0
+        found = {unit: list[float]() for unit in units}
+        done = 0
         gates = self._gates(kept)
         for batch, wanted in zip(self._judged, self._wanted, strict=True):
             with self._resuming.recording():
@@ -183,11 +192,11 @@ class Exchanges:
                 for trial in trials.get(attention.path, ()):
                     changed = [*gates[:at], trial.gate, *gates[at + 1 :]]
                     with self._resuming.from_block_of(attention), _trying(attention, trial):
-                        found = self._outputs(changed, batch)
-                    distances[trial.unit] += float(distance(found, wanted, batch))
+                        made = self._outputs(changed, batch)
+                    found[trial.unit].append(float(distance(made, wanted, batch)))
                     done += 1
                     self._progress(done, len(units) * len(self._judged))
-        nearer = {unit: before - each / len(self._judged) for unit, each in distances.items()}
+        nearer = {unit: before - self._mean(each) for unit, each in found.items()}
         return {unit: -by if unit in kept else by for unit, by in nearer.items()}
 
     def _at_stake(self, kept: set[int]) -> list[list[int]]:
@@ -207,7 +216,7 @@ class Exchanges:
 
     def _ranked(self, kept: set[int], worth: Mapping[int, float]) -> Tensor:
         """Scores of all units by what was measured; those not at stake stay, or stay away."""
-        beyond = _BEYOND * max(map(abs, worth.values()), default=1.0)
+        beyond = _BEYOND * (max(map(abs, worth.values()), default=0.0) or 1.0)
         scores = torch.full((len(self._units),), -beyond, dtype=torch.float64)
         scores[sorted(kept)] = beyond
         for unit, value in worth.items():
@@ -220,8 +229,20 @@ class Exchanges:
 
     def _distance(self, gates: Sequence[Tensor]) -> float:
         pairs = zip(self._judged, self._wanted, strict=True)
-        found = [float(distance(self._outputs(gates, b), wanted, b)) for b, wanted in pairs]
-        return sum(found) / len(found)
+        return self._mean(
+            [float(distance(self._outputs(gates, b), wanted, b)) for b, wanted in pairs]
+        )
+
+    def _mean(self, distances: Sequence[float]) -> float:
+        """The distance of all batches, of which every output counts alike."""
+        pairs = zip(self._weights, distances, strict=True)
+        mean = sum(weight * each for weight, each in pairs) / sum(self._weights)
+        if not math.isfinite(mean):
+            raise DataError(
+                "What the cut model makes of the text that exchanges are measured on is not "
+                "finite. Try --dtype float32, or leave out --exchanges."
+            )
+        return mean
 
     @torch.no_grad()
     def _outputs(self, gates: Sequence[Tensor], batch: Batch) -> Any:

@@ -24,12 +24,18 @@ from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit, PerModule, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
-from headprune.planning.choice import HeadChoice, share_of, with_held
+from headprune.planning.choice import HeadChoice, behind, share_of, with_held
 from headprune.planning.constraints import constraints_of
 from headprune.planning.exchange import Exchange, Exchanges
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
-from headprune.planning.rounds import ScoredAgain, refuse_exchanges, refuse_rounds, text_of
+from headprune.planning.rounds import (
+    ScoredAgain,
+    refuse_exchanges,
+    refuse_exchanges_of,
+    refuse_rounds,
+    text_of,
+)
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
@@ -67,7 +73,10 @@ class Planned:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know before it is cut by, a sentence each."""
-        return reckons_with_refit(self.criterion)
+        said = reckons_with_refit(self.criterion)
+        if self.exchanges and not said:
+            return ("The exchanges reckon with a refit of W_O, so cut with --refit DATA.",)
+        return said
 
 
 @claims_output("model", "scores", kind=PLAN)
@@ -99,7 +108,7 @@ def plan(
     if config.rounds > 1:
         refuse_rounds(name, metadata.data)
     if config.exchanges:
-        refuse_exchanges(metadata.data)
+        refuse_exchanges(config, metadata)
     refuse_target(config.keep)
     asked_roles(config)
     context.stage("loading the model")
@@ -126,11 +135,6 @@ def make_plan(
         PlanError: If the budgets cannot be kept to.
     """
     name, values = scores.of(config.criterion)
-    if config.exchanges and residency_of(net) is not None:
-        raise PlanError(
-            "--exchanges runs the model dozens of times, and --placement layers would read it as "
-            "often. Give --placement whole, or leave out --exchanges."
-        )
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
@@ -139,6 +143,8 @@ def make_plan(
     constraints = constraints_of(
         net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
     )
+    if config.exchanges:
+        refuse_exchanges_of(net, constraints)
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, config, stored, context)
     target = None if config.keep is None else head_budget(config.keep, sizes)
@@ -162,6 +168,10 @@ def make_plan(
         choice = HeadChoice(attentions, unit, config, limits if last else [], constraints, held)
         before, kept = kept, choice.of(values, kept, heads)
         refuse_broken_hold(held, kept, sizes, config.keep_roles)
+    share = None
+    if constraints != constraints.free:
+        free = replace(choice, constraints=constraints.free)
+        share = share_of(values, kept, free.of(values, before, heads))
     exchanges: tuple[Exchange, ...] | None = None
     if config.exchanges:
         if again is not None:
@@ -169,13 +179,9 @@ def make_plan(
         context.stage("reading the text for exchanges")
         text = text_of(net, model, scores, context)
         context.stage("exchanging heads between layers")
-        work = Exchanges(net, choice, values, heads, text, context.step)
+        work = Exchanges(net, choice, behind(values, before), text, context.step)
         kept, done = work.run(kept, config.exchanges)
         exchanges = tuple(done)
-    share = None
-    if constraints != constraints.free:
-        free = replace(choice, constraints=constraints.free)
-        share = share_of(values, kept, free.of(values, before, heads))
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)

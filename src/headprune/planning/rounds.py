@@ -18,8 +18,10 @@ from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import gather, scores_of
 from headprune.model.attention import attention_of
 from headprune.model.heads import keeping_outputs
+from headprune.model.residency import residency_of
+from headprune.planning.constraints import Constraints
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.scores import Scores
+from headprune.schemas.scores import Scores, ScoresMetadata
 from headprune.surgery.refit import refit as refit_outputs
 from headprune.tensors.units import members
 
@@ -37,16 +39,46 @@ def refuse_rounds(criterion: str, data: DataConfig | None) -> None:
         )
 
 
-def refuse_exchanges(data: DataConfig | None) -> None:
-    """Refuses exchanges where there is no text to measure them on.
+def refuse_exchanges(config: PlanConfig, scores: ScoresMetadata) -> None:
+    """Refuses exchanges where there is no text to measure them on, or nothing to exchange.
 
     Raises:
-        PlanError: If the scores came from none.
+        PlanError: If the scores came from none, or every layer keeps an equal share.
     """
-    if data is None:
+    if scores.data is None:
         raise PlanError(
             "--exchanges measures on the text that the scores came from, and these came from none. "
             "Leave out --exchanges, or score by a criterion that reads --data."
+        )
+    if not scores.refits:
+        raise PlanError(
+            "--exchanges refits W_O to the text that the scores came from, which is too short for "
+            "that, or the model runs one W_O in several layers. Leave out --exchanges, or score on "
+            "more text."
+        )
+    if config.per_layer:
+        raise PlanError(
+            "--exchanges moves heads from layer to layer, and --per-layer leaves every layer an "
+            "equal share. Leave out one of the two."
+        )
+
+
+def refuse_exchanges_of(net: PreTrainedModel, constraints: Constraints) -> None:
+    """Refuses exchanges by single units where a plan can have none, or that would take for ever.
+
+    Raises:
+        PlanError: If it does.
+    """
+    if residency_of(net) is not None:
+        raise PlanError(
+            "--exchanges runs the model dozens of times, and --placement layers would read it as "
+            "often. Give --placement whole, or leave out --exchanges."
+        )
+    if constraints.even or constraints.tensor_parallel > 1:
+        raise PlanError(
+            "--exchanges moves single heads from layer to layer, which --tensor-parallel and "
+            "engines with the same heads in every layer (--for) leave no room for. Leave out "
+            "--exchanges."
         )
 
 

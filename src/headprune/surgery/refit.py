@@ -28,7 +28,7 @@ from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 # Of the goal of a fit, the share that the uncut layer makes of what enters it in the cut model; the
 # rest, what it gives in the original, has later layers mend what earlier ones have lost, but on the
 # kind of text that is fitted to alone. docs/benchmarks/without-training.md says what each is worth.
-OWN = 0.5
+OWN_SHARE = 0.5
 _TOKENS = 4096  # whose moments are taken at once: what bounds the copies of their states
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
@@ -107,7 +107,7 @@ def refit(
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         wanted = project_output(attention, original)
         changed = Stream.CHANGED.of(x)
-        goal = torch.lerp(wanted, project_output(attention, changed), OWN)
+        goal = torch.lerp(wanted, project_output(attention, changed), OWN_SHARE)
         on_states(attention, changed, goal)
         heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
