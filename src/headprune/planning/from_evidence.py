@@ -107,7 +107,7 @@ def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
         _refuse_other_than_refitted(trained, keep, refit)
     if refit is not None and trained is not None and trained.trained_weights:
         raise PlanError(
-            "--refit fits W_O to the original's outputs, but these gates come with trained "
+            "--refit fits W_O to the original, but these gates come with trained "
             "weights, which compute something else. Leave out --refit, or train with --train gates."
         )
     if refit is not None:

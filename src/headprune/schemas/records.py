@@ -215,7 +215,8 @@ class Refit(_Part):
         data: Source of the text.
         tokens: Tokens that were used.
         modules: Attention modules whose W_O was fitted.
-        error_before: Mean relative error of their outputs, with the old W_O.
+        error_before: Mean squared error of their outputs with the old W_O, relative to what the refit
+            aims at (see ``surgery.refit``; older ones aimed at the original's outputs alone).
         error_after: The same, with the new one.
         ridges: Per module path, how much the old W_O weighed.
         seed: Seed of the sample; None in older manifests.
