@@ -215,7 +215,7 @@ class Refit(_Part):
         data: Source of the text.
         tokens: Tokens that were used.
         modules: Attention modules whose W_O was fitted.
-        error_before: Mean squared error of their outputs with the old W_O, relative to what the refit
+        error_before: Mean squared error of their outputs with the old W_O, relative to what a refit
             aims at (see ``surgery.refit``; older ones aimed at the original's outputs alone).
         error_after: The same, with the new one.
         ridges: Per module path, how much the old W_O weighed.
