@@ -19,7 +19,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output, write_output
-from headprune.model.resuming import Resuming
+from headprune.model.replay import Replay
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import parameter_prices
 from headprune.planning.choice import HeadChoice
@@ -48,15 +48,15 @@ def batch_for(net: PreTrainedModel) -> dict[str, torch.Tensor]:
 def test_a_pass_that_resumes_gives_what_a_whole_one_gives(case: str) -> None:
     net = tiny.model(case).eval()
     attentions, batch = attention_of(net), batch_for(net)
-    resuming = Resuming(net, attentions)
+    replay = Replay(net, attentions)
     with torch.no_grad():
-        with resuming.recording():
+        with replay.recording():
             outputs(net, batch)
         for attention in attentions:
             heads, bias = read_output(attention)
             write_output(attention, heads * -2.0, bias)
             whole = outputs(net, batch).logits
-            with resuming.from_block_of(attention):
+            with replay.from_block_of(attention):
                 resumed = outputs(net, batch).logits
             assert torch.equal(whole, resumed)
             write_output(attention, heads, bias)
@@ -66,13 +66,13 @@ def test_a_pass_that_resumes_gives_what_a_whole_one_gives(case: str) -> None:
 def test_what_changed_before_a_pass_resumes_is_not_seen() -> None:
     net = tiny.model("gpt2").eval()
     first, *_, last = attentions = attention_of(net)
-    batch, resuming = batch_for(net), Resuming(net, attentions)
+    batch, replay = batch_for(net), Replay(net, attentions)
     with torch.no_grad():
-        with resuming.recording():
+        with replay.recording():
             before = outputs(net, batch).logits
         heads, bias = read_output(first)
         write_output(first, heads * -2.0, bias)
-        with resuming.from_block_of(last):
+        with replay.from_block_of(last):
             assert torch.equal(outputs(net, batch).logits, before)
         assert not torch.equal(outputs(net, batch).logits, before)
 

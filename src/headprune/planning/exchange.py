@@ -27,7 +27,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import apply_gate, fixed, gated
 from headprune.model.heads import keeping_outputs, read_output, write_output
-from headprune.model.resuming import Resuming
+from headprune.model.replay import Replay
 from headprune.planning.choice import HeadChoice
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import fit_output, refit
@@ -102,7 +102,7 @@ class Exchanges:
         self._everything, self._progress = attention_of(net), progress
         self._whole = keeping_outputs(net, self._everything)
         self._text = examples.whole()
-        self._resuming = Resuming(net, self._everything)
+        self._replay = Replay(net, self._everything)
         self._units = list[tuple[int, list[int]]]()  # module, and positions of its query heads
         for at, attention in enumerate(choice.attentions):
             for unit in members(choice.unit, attention.group_sizes):
@@ -186,12 +186,12 @@ class Exchanges:
         done = 0
         gates = self._gates(kept)
         for batch, wanted in zip(self._judged, self._wanted, strict=True):
-            with self._resuming.recording():
+            with self._replay.recording():
                 self._outputs(gates, batch)
             for at, attention in enumerate(self.choice.attentions):
                 for trial in trials.get(attention.path, ()):
                     changed = [*gates[:at], trial.gate, *gates[at + 1 :]]
-                    with self._resuming.from_block_of(attention), _trying(attention, trial):
+                    with self._replay.from_block_of(attention), _trying(attention, trial):
                         made = self._outputs(changed, batch)
                     found[trial.unit].append(float(distance(made, wanted, batch)))
                     done += 1

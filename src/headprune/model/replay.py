@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headprune.runtime.modeling_headprune import Attention
 
 
-class Resuming:
+class Replay:
     """What the blocks of a model gave in one pass, to be given again instead of running them.
 
     A block is the outermost item of a list of modules that holds an attention module, mostly a
