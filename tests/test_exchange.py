@@ -144,15 +144,22 @@ def test_what_it_says_is_what_the_cut_model_does(case: str) -> None:
     assert found[1] <= found[0]
 
 
+def scored(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model and its scores in a folder, which becomes the working directory."""
+    monkeypatch.chdir(folder)
+    tiny.save(tiny.model("gpt2"), folder / "model")
+    (folder / "text.txt").write_text(tiny.text(3_000))
+    words = ["score", "model", "--data", "text.txt", "--criterion", "fisher", "--output", "s"]
+    small = ["--calibration-tokens", 512, "--seq-len", 16]
+    assert run(capsys, monkeypatch, *words, *small)[0] == 0
+
+
 def test_a_plan_with_exchanges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    (tmp_path / "text.txt").write_text(tiny.text(3_000))
-    small = ["--calibration-tokens", 512, "--seq-len", 16]
-    scored = ["score", "model", "--data", "text.txt", "--criterion", "fisher", "--output", "s"]
-    assert run(capsys, monkeypatch, *scored, *small)[0] == 0
+    scored(tmp_path, capsys, monkeypatch)
     planned = ["plan", "model", "--scores", "s", "--keep", 0.5]
     plain, exchanged = (
         json.loads(run(capsys, monkeypatch, *planned, "--exchanges", times, "--json")[1])
@@ -257,11 +264,6 @@ def test_without_text_there_is_nothing_to_measure_on(tmp_path: Path) -> None:
 def test_where_nothing_is_gained_that_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    (tmp_path / "text.txt").write_text(tiny.text(3_000))
-    small = ["--calibration-tokens", 512, "--seq-len", 16, "--criterion", "fisher"]
-    scored = ["score", "model", "--data", "text.txt", "--output", "s", *small]
-    assert run(capsys, monkeypatch, *scored)[0] == 0
+    scored(tmp_path, capsys, monkeypatch)
     planned = ["plan", "model", "--scores", "s", "--keep", 1.0, "--exchanges", 1]
     assert "No exchange between layers is worth it" in run(capsys, monkeypatch, *planned)[1]

@@ -23,6 +23,7 @@ from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
+from headprune.model.gating import open_elsewhere
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import refit
 from headprune.tensors.selection import keep_best
@@ -86,9 +87,8 @@ def choose_and_refit(
             context.stage("refitting")
             of_head = gates.values().detach()[gates.unit_of_head].cpu()
             sizes = [attention.query_heads for attention in attentions]
-            gated = {a.path: part for a, part in zip(attentions, of_head.split(sizes), strict=True)}
             every = attention_of(net)
-            rows = [gated.get(a.path, torch.ones(a.query_heads)) for a in every]
+            rows = open_elsewhere(every, attentions, of_head.split(sizes))
             refit(net, every, rows, examples.whole(), context.step)
     except (DataError, PlanError) as error:
         raise type(error)(f"{error} Nothing is refitted with --method l0.") from None

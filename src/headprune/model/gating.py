@@ -61,6 +61,16 @@ def _hook(
     return hook
 
 
+def open_elsewhere(
+    every: Sequence[Attention],
+    attentions: Sequence[Attention],
+    gates: Sequence[Float[Tensor, " _"]],
+) -> list[Float[Tensor, " _"]]:
+    """Gates of all modules of a model: those of some, and open ones of the others."""
+    given = {a.path: gate for a, gate in zip(attentions, gates, strict=True)}
+    return [given.get(a.path, torch.ones(a.query_heads)) for a in every]
+
+
 def fixed(gates: Sequence[Float[Tensor, " _"]]) -> GateSource:
     """A gate source with one constant vector per attention module."""
     rows = [torch.as_tensor(gate)[None] for gate in gates]

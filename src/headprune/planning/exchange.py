@@ -25,9 +25,10 @@ from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs, weight_of
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
-from headprune.model.gating import apply_gate, fixed, gated
+from headprune.model.gating import apply_gate, fixed, gated, open_elsewhere
 from headprune.model.heads import keeping_outputs, read_output, write_output
 from headprune.model.replay import Replay
+from headprune.model.units import unit_gates
 from headprune.planning.choice import HeadChoice
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import fit_output, refit
@@ -103,14 +104,12 @@ class Exchanges:
         self._whole = keeping_outputs(net, self._everything)
         self._text = examples.whole()
         self._replay = Replay(net, self._everything)
-        self._units = list[tuple[int, list[int]]]()  # module, and positions of its query heads
-        for at, attention in enumerate(choice.attentions):
-            for unit in members(choice.unit, attention.group_sizes):
-                self._units.append((at, list(unit)))
+        units_of = [members(choice.unit, a.group_sizes) for a in choice.attentions]
+        self._module_of = [at for at, units in enumerate(units_of) for _ in units]  # by unit
+        self._all = set(range(len(self._module_of)))
         self._judged = _part(examples).batches()
         self._weights = [weight_of(net, batch) for batch in self._judged]
-        every = self._gates(set(range(len(self._units))))
-        self._wanted = [self._outputs(every, batch) for batch in self._judged]
+        self._wanted = [self._outputs(self._gates(self._all), batch) for batch in self._judged]
 
     def run(self, kept: set[int], rounds: int) -> tuple[set[int], list[Exchange]]:
         """Exchanges until nothing is gained by it, or so often.
@@ -126,14 +125,14 @@ class Exchanges:
             DataError: If there is too little text, or the outputs are not finite.
             PlanError: If a module runs more than once.
         """
-        done, everything = list[Exchange](), set(range(len(self._units)))
-        heads, measure = sum(len(self._units[unit][1]) for unit in kept), distance_name(self.net)
+        done, measure = list[Exchange](), distance_name(self.net)
+        heads = sum(int(gate.sum()) for gate in self._gates(kept))
         try:
             trials = self._cut(kept)
             before = self._distance(self._gates(kept))
             for number in range(rounds):
                 worth = self._measured(kept, trials, before)
-                new = self.choice.of(self._ranked(kept, worth), everything, heads)
+                new = self.choice.of(self._ranked(kept, worth), self._all, heads)
                 if new == kept:
                     break
                 trials = self._cut(new, with_trials=number < rounds - 1)
@@ -149,7 +148,6 @@ class Exchanges:
     def _cut(self, kept: set[int], with_trials: bool = True) -> dict[str, list[_Trial]]:
         """Refits the model to what stays, and if asked every module to one unit more and less."""
         self._whole()
-        gates = self._gates(kept)
         at_stake = self._at_stake(kept)
         number_of = {a.path: at for at, a in enumerate(self.choice.attentions)}
         trials: dict[str, list[_Trial]] = {}
@@ -166,15 +164,8 @@ class Exchanges:
                     trial = replace(trial, heads=fitted.heads.cpu(), bias=fitted.bias)
                 trials.setdefault(attention.path, []).append(trial)
 
-        every = dict(zip(number_of, gates, strict=True))
-        refit(
-            self.net,
-            self._everything,
-            [every.get(a.path, torch.ones(a.query_heads)) for a in self._everything],
-            self._text,
-            self._progress,
-            fit_trials,
-        )
+        gates = open_elsewhere(self._everything, self.choice.attentions, self._gates(kept))
+        refit(self.net, self._everything, gates, self._text, self._progress, fit_trials)
         return trials
 
     def _measured(
@@ -203,7 +194,7 @@ class Exchanges:
         """Per module, the unit that was the last to go, and the one that would be the next."""
         found = []
         for at in range(len(self.choice.attentions)):
-            own = [unit for unit, (module, _) in enumerate(self._units) if module == at]
+            own = [unit for unit, module in enumerate(self._module_of) if module == at]
             gone = [unit for unit in own if unit not in kept]
             staying = [unit for unit in own if unit in kept and unit not in self.choice.held]
             last = max(gone, key=self._value, default=None)
@@ -217,7 +208,7 @@ class Exchanges:
     def _ranked(self, kept: set[int], worth: Mapping[int, float]) -> Tensor:
         """Scores of all units by what was measured; those not at stake stay, or stay away."""
         beyond = _BEYOND * (max(map(abs, worth.values()), default=0.0) or 1.0)
-        scores = torch.full((len(self._units),), -beyond, dtype=torch.float64)
+        scores = torch.full((len(self._all),), -beyond, dtype=torch.float64)
         scores[sorted(kept)] = beyond
         for unit, value in worth.items():
             scores[unit] = value
@@ -250,11 +241,7 @@ class Exchanges:
             return outputs(self.net, batch)
 
     def _gates(self, kept: set[int]) -> list[Tensor]:
-        gates = [torch.ones(a.query_heads) for a in self.choice.attentions]
-        for number, (module, heads) in enumerate(self._units):
-            if number not in kept:
-                gates[module][heads] = 0.0
-        return gates
+        return unit_gates(self.choice.attentions, self.choice.unit, kept)
 
 
 @contextmanager

@@ -174,10 +174,12 @@ def make_plan(
         share = share_of(values, kept, free.of(values, before, heads))
     exchanges: tuple[Exchange, ...] | None = None
     if config.exchanges:
-        if again is not None:
+        if again is None:
+            context.stage("reading the text for exchanges")
+            text = text_of(net, model, scores, context)
+        else:
             again.back()  # what is exchanged is refitted from the original
-        context.stage("reading the text for exchanges")
-        text = text_of(net, model, scores, context)
+            text = again.examples
         context.stage("exchanging heads between layers")
         work = Exchanges(net, choice, behind(values, before), text, context.step)
         kept, done = work.run(kept, config.exchanges)

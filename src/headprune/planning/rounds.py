@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,13 +16,14 @@ from headprune.errors import PlanError
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import gather, scores_of
 from headprune.model.attention import attention_of
+from headprune.model.gating import open_elsewhere
 from headprune.model.heads import keeping_outputs
 from headprune.model.residency import residency_of
+from headprune.model.units import unit_gates
 from headprune.planning.constraints import Constraints
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.scores import Scores, ScoresMetadata
 from headprune.surgery.refit import refit as refit_outputs
-from headprune.tensors.units import members
 
 
 def refuse_rounds(criterion: str, data: DataConfig | None) -> None:
@@ -64,7 +64,7 @@ def refuse_exchanges(config: PlanConfig, scores: ScoresMetadata) -> None:
 
 
 def refuse_exchanges_of(net: PreTrainedModel, constraints: Constraints) -> None:
-    """Refuses exchanges by single units where a plan can have none, or that would take for ever.
+    """Refuses exchanges where single units cannot move, and of models read anew for every pass.
 
     Raises:
         PlanError: If it does.
@@ -120,10 +120,9 @@ class ScoredAgain:
 
     def scores(self, kept: set[int]) -> Tensor:
         """Scores of all units, with those that are not in ``kept`` closed."""
-        gates = self._gates(kept)
+        gates = unit_gates(self.attentions, self.unit, kept)
         if self.refit:  # always from the original: the first stream must be that
-            scored = {a.path: g for a, g in zip(self.attentions, gates, strict=True)}
-            every = [scored.get(a.path, torch.ones(a.query_heads)) for a in self.everything]
+            every = open_elsewhere(self.everything, self.attentions, gates)
             self.back()
             refit_outputs(
                 self.net, self.everything, every, self.examples.whole(), self.context.step
@@ -132,14 +131,3 @@ class ScoredAgain:
             self.net, self.attentions, self.scoring, self.examples, gates, self.context
         )
         return scores_of(self.criterion, evidence, self.attentions, self.unit)
-
-    def _gates(self, kept: set[int]) -> list[Tensor]:
-        gates, at = [], 0
-        for attention in self.attentions:
-            gate = torch.ones(attention.query_heads)
-            for unit in members(self.unit, attention.group_sizes):
-                if at not in kept:
-                    gate[unit] = 0.0
-                at += 1
-            gates.append(gate)
-        return gates

@@ -107,7 +107,7 @@ def refit(
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         wanted = project_output(attention, original)
         changed = Stream.CHANGED.of(x)
-        goal = torch.lerp(wanted, project_output(attention, changed), OWN_SHARE)
+        goal = project_output(attention, changed).lerp_(wanted, 1 - OWN_SHARE)
         on_states(attention, changed, goal)
         heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
