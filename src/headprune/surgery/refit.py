@@ -105,21 +105,24 @@ def refit(
     def enter(attention: Attention, x: Tensor) -> OneStream:
         nonlocal seen
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
-        wanted = project_output(attention, original)
         changed = Stream.CHANGED.of(x)
-        goal = project_output(attention, changed).lerp_(wanted, 1 - OWN_SHARE)
+        # W_O is linear: what it makes of a mean is the mean of what it makes
+        goal = project_output(attention, torch.lerp(original, changed, OWN_SHARE))
         on_states(attention, changed, goal)
         heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
+        fitted = None
         # as long as all layers before are whole there is nothing to make up for
         if bool((gate != 0).any()) and not torch.equal(mine, original):
             fitted = fit_output(attention, gate, mine, goal, batch)
+        del goal  # so that no more states are there at once than the streams need
+        known = project_output(attention, original)
+        if fitted is not None:
             write_output(attention, fitted.heads, fitted.bias)
             records.append(fitted.record)
-        del goal  # makes room for the states below
         seen += 1
         on_module(seen, len(attentions))
-        return OneStream(Stream.CHANGED, mine.clone(), wanted)  # of a view, x would stay as well
+        return OneStream(Stream.CHANGED, mine.clone(), known)  # of a view, x would stay as well
 
     try:
         in_sequence(model, attentions, doubled(batch), enter)
