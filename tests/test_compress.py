@@ -492,6 +492,8 @@ def test_which_candidates_apply_follows_from_the_goal() -> None:
     ]
     assert {c.way.unit for c in single if isinstance(c.way, RemoveHeads)} == {Unit.HEAD}
     assert not any(isinstance(c.way, ShareKvHeads) for c in single)
+    apart = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None), exchanging=False)
+    assert [c.name for c in single if c not in apart] == ["heads, compensated, exchanged, refit"]
     assert len({c.name for c in CANDIDATES}) == len(CANDIDATES)
 
 

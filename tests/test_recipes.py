@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from headprune.config import DataConfig
 from headprune.declaration import COMMANDS, Context, build
 from headprune.errors import HeadpruneError, RecipeError
-from headprune.estimates import Sizes
+from headprune.estimates import Estimate, Sizes
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
 from headprune.recipes.init import Answers, init
@@ -790,3 +790,21 @@ def test_memory_follows_a_calibration_that_runs_at_once(
     assert held(65_536) - held(32_768) == 11 * streams * 32_768 * 2048 * 4
     if command == "prune":
         assert held(65_536, refit=None) == held(32_768, refit=None)
+
+
+def test_a_plan_takes_as_long_as_it_exchanges() -> None:
+    facts = {"parameters": 10**9, "attention_parameters": 10**8, "layers": 20, "hidden": 2048}
+    model = Sizes(**facts, vocabulary=32_000, causal=True, itemsize=2, flops=1e11)
+    declared, step = COMMANDS["plan"], COMMANDS["plan"].step
+    assert step is not None
+
+    def estimate(exchanges: int) -> Estimate:
+        given = {"model": "m", "scores": "scores", "keep": 0.5, "exchanges": exchanges}
+        return step.estimate(build(declared.options, given), model)
+
+    none, one, three = (estimate(count) for count in (0, 1, 3))
+    assert none.seconds is not None and one.seconds is not None and three.seconds is not None
+    assert three.seconds - none.seconds == pytest.approx(3 * (one.seconds - none.seconds))
+    assert one.seconds - none.seconds > 2 * model.layers * model.forward(2048)
+    assert one.memory_bytes == three.memory_bytes > none.memory_bytes
+    assert one.layers_bytes is None is not none.layers_bytes

@@ -10,6 +10,7 @@ REACHED = 0.4  # of the FLOP/s of a large matrix product, by training steps of s
 BYTES_PER_TOKEN = 4  # of English text
 OVERHEAD_SECONDS = 10.0  # starting, probing
 BYTES_PER_SECOND = 2e8  # of weights that are read, written and hashed
+JUDGED_TOKENS = 4096  # that exchanges measure distances on, at most
 PASSAGE_TOKENS = 80  # of a passage that ends with the first sentence after 50 words
 SPEED_SECONDS = 20.0  # timing prefill and decoding of one model
 RECORD_BYTES = 100_000  # a plan, scores, a report
@@ -105,7 +106,7 @@ class Sizes:
         """Bytes of an element."""
         return _ITEMSIZE.get(dtype, self.itemsize)
 
-    def computed_itemsize(self, dtype: str) -> int:
+    def computed_itemsize(self, dtype: str = _AUTO) -> int:
         """Bytes of an element of what is computed in."""
         return max(self.itemsize, 4) if dtype == _AUTO else self.itemsize_of(dtype)
 

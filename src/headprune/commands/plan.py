@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Cutting, OneModel, Placed, output
-from headprune.config import PlanConfig, Replacing
+from headprune.config import CalibrationConfig, PlanConfig, Replacing
 from headprune.declaration import (
     Allowed,
     Chapter,
@@ -78,12 +78,25 @@ def _as_json(result: Planned) -> str:
 
 
 def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
-    """The model is loaded, and timed where a speed-up is asked for."""
-    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, SPEED_SECONDS, Estimate
+    """The model is loaded, timed where a speed-up is asked for, and run for every exchange."""
+    from headprune.estimates import (
+        JUDGED_TOKENS,
+        OVERHEAD_SECONDS,
+        RECORD_BYTES,
+        SPEED_SECONDS,
+        Estimate,
+    )
 
     timed = SPEED_SECONDS * (options.min_speedup is not None)
     seconds, weights = options.rounds * OVERHEAD_SECONDS + timed, sizes.computed()
-    return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
+    if not options.exchanges:
+        return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
+    tokens = CalibrationConfig().calibration_tokens  # the scores know better, if they are there
+    # a refit runs two models; then two trials in every layer, of half the layers in the mean
+    of_one = 2 * sizes.forward(tokens) + sizes.layers * sizes.forward(JUDGED_TOKENS)
+    outputs = sizes.activations(JUDGED_TOKENS, sizes.computed_itemsize(), trained=False)
+    held = max(outputs, sizes.calibration(tokens, streams=2))
+    return Estimate(seconds + options.exchanges * of_one, weights + held, RECORD_BYTES, weights)
 
 
 def _summary(result: Planned) -> str:

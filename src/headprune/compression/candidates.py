@@ -62,8 +62,8 @@ class Job:
 class Maker(Protocol):
     """How a candidate is made."""
 
-    def applies(self, goal: SizeGoal) -> bool:
-        """Whether it can meet a goal."""
+    def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
+        """Whether it can meet a goal, of a model whose layers can exchange heads or not."""
 
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Makes it: a folder, verified."""
@@ -87,9 +87,9 @@ class RemoveHeads:
     rounds: int = 1
     exchanges: int = 0
 
-    def applies(self, goal: SizeGoal) -> bool:
+    def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
         """Where it removes what the goal counts."""
-        return self.unit in goal.units
+        return self.unit in goal.units and (exchanging or not self.exchanges)
 
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Plans and cuts."""
@@ -118,7 +118,7 @@ class RemoveHeads:
 class ShareKvHeads:
     """KV heads are merged or removed, in every layer as costs least."""
 
-    def applies(self, goal: SizeGoal) -> bool:
+    def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
         """Where fewer KV heads meet the goal."""
         return goal.kv_share is not None
 
@@ -165,9 +165,14 @@ CANDIDATES = (
 )
 
 
-def candidates_for(goal: SizeGoal) -> tuple[Candidate, ...]:
-    """The candidates that can meet a goal, in the order of the table."""
-    return tuple(candidate for candidate in CANDIDATES if candidate.way.applies(goal))
+def candidates_for(goal: SizeGoal, exchanging: bool = True) -> tuple[Candidate, ...]:
+    """The candidates that can meet a goal, in the order of the table.
+
+    Args:
+        goal: The goal.
+        exchanging: Whether layers can exchange heads.
+    """
+    return tuple(each for each in CANDIDATES if each.way.applies(goal, exchanging))
 
 
 def criteria_of(goal: SizeGoal, unit: Unit) -> tuple[str, ...]:

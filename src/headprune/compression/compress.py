@@ -38,6 +38,7 @@ from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.planning.constraints import constraints_of
+from headprune.planning.rounds import can_exchange
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
@@ -146,7 +147,7 @@ class _Compression:
         context.stage("loading the model")
         self.net, _ = load(model, config.dtype, context.allowed)
         refuse_without_text(self.net, "compress")
-        constraints_of(  # refuses what none takes
+        constraints = constraints_of(  # refuses what none takes
             self.net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
         )
         task = task_of(self.net)
@@ -167,7 +168,7 @@ class _Compression:
             )
         stored = stored_dtypes(self.net, stored_tensors(model)).default
         self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
-        self.candidates = candidates_for(self.goal)
+        self.candidates = candidates_for(self.goal, can_exchange(self.net, constraints))
 
     def outline(self) -> Outline:
         """What would be done."""

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.data.rows import evenly
 from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError
+from headprune.estimates import JUDGED_TOKENS
 from headprune.evidence.distance import distance, distance_name, outputs, weight_of
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
@@ -34,7 +36,6 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import fit_output, refit
 from headprune.tensors.units import members
 
-_JUDGED = 4096  # tokens that distances are measured on, at most
 _BEYOND = 4.0  # times the largest number measured: what is not at stake stays where it is
 _IN_ORDER = 1e-6  # of it: keeps the order within a layer where two numbers are the same
 
@@ -109,7 +110,9 @@ class Exchanges:
         self._all = set(range(len(self._module_of)))
         self._judged = _part(examples).batches()
         self._weights = [weight_of(net, batch) for batch in self._judged]
-        self._wanted = [self._outputs(self._gates(self._all), batch) for batch in self._judged]
+        whole = self._gates(self._all)
+        # beside the model: of a large vocabulary, they are as large as small models
+        self._wanted = [send_to_device(self._outputs(whole, b), "cpu") for b in self._judged]
 
     def run(self, kept: set[int], rounds: int) -> tuple[set[int], list[Exchange]]:
         """Exchanges until nothing is gained by it, or so often.
@@ -176,7 +179,8 @@ class Exchanges:
         found = {unit: list[float]() for unit in units}
         done = 0
         gates = self._gates(kept)
-        for batch, wanted in zip(self._judged, self._wanted, strict=True):
+        for batch, kept_outputs in zip(self._judged, self._wanted, strict=True):
+            wanted = send_to_device(kept_outputs, self.net.device)
             with self._replay.recording():
                 self._outputs(gates, batch)
             for at, attention in enumerate(self.choice.attentions):
@@ -219,10 +223,11 @@ class Exchanges:
         return scores
 
     def _distance(self, gates: Sequence[Tensor]) -> float:
-        pairs = zip(self._judged, self._wanted, strict=True)
-        return self._mean(
-            [float(distance(self._outputs(gates, b), wanted, b)) for b, wanted in pairs]
-        )
+        found = []
+        for batch, kept_outputs in zip(self._judged, self._wanted, strict=True):
+            wanted = send_to_device(kept_outputs, self.net.device)
+            found.append(float(distance(self._outputs(gates, batch), wanted, batch)))
+        return self._mean(found)
 
     def _mean(self, distances: Sequence[float]) -> float:
         """The distance of all batches, of which every output counts alike."""
@@ -259,7 +264,7 @@ def _trying(attention: Attention, trial: _Trial) -> Iterator[None]:
 def _part(examples: CalibrationSample) -> CalibrationSample:
     """Sequences from all over a sample, on which distances are measured."""
     mean = examples.tokens / max(len(examples.rows), 1)
-    count = min(len(examples.rows), max(2, round(_JUDGED / max(mean, 1.0))))
+    count = min(len(examples.rows), max(2, round(JUDGED_TOKENS / max(mean, 1.0))))
     return replace(
         examples, rows=examples.rows.select(evenly(len(examples.rows), count)), left=None
     )

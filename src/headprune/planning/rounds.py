@@ -63,6 +63,11 @@ def refuse_exchanges(config: PlanConfig, scores: ScoresMetadata) -> None:
         )
 
 
+def can_exchange(net: PreTrainedModel, constraints: Constraints) -> bool:
+    """Whether single units can move between layers, of a model that is there for many passes."""
+    return residency_of(net) is None and not _even(constraints)
+
+
 def refuse_exchanges_of(net: PreTrainedModel, constraints: Constraints) -> None:
     """Refuses exchanges where single units cannot move, and of models read anew for every pass.
 
@@ -74,12 +79,16 @@ def refuse_exchanges_of(net: PreTrainedModel, constraints: Constraints) -> None:
             "--exchanges runs the model dozens of times, and --placement layers would read it as "
             "often. Give --placement whole, or leave out --exchanges."
         )
-    if constraints.even or constraints.tensor_parallel > 1:
+    if _even(constraints):
         raise PlanError(
             "--exchanges moves single heads from layer to layer, which --tensor-parallel and "
             "engines with the same heads in every layer (--for) leave no room for. Leave out "
             "--exchanges."
         )
+
+
+def _even(constraints: Constraints) -> bool:
+    return constraints.even or constraints.tensor_parallel > 1
 
 
 def text_of(
