@@ -10,11 +10,20 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig, PlanConfig, ScoreConfig
+from headprune.config import (
+    BudgetConfig,
+    DataConfig,
+    Method,
+    PlanConfig,
+    ScoreConfig,
+    TrainGatesConfig,
+)
 from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError, PlanError
 from headprune.evidence.distance import distance, outputs, weight_of
 from headprune.evidence.score import score
+from headprune.exporting.prune import prune
+from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
@@ -25,6 +34,7 @@ from headprune.planning.budgets import parameter_prices
 from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints
 from headprune.planning.exchange import Exchanges
+from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.surgery.refit import refit
 from headprune.tensors.units import Unit
@@ -267,3 +277,28 @@ def test_where_nothing_is_gained_that_is_said(
     scored(tmp_path, capsys, monkeypatch)
     planned = ["plan", "model", "--scores", "s", "--keep", 1.0, "--exchanges", 1]
     assert "No exchange between layers is worth it" in run(capsys, monkeypatch, *planned)[1]
+
+
+def test_gates_are_trained_of_the_heads_that_a_plan_with_exchanges_keeps(tmp_path: Path) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    tiny.save(tiny.model("llama-mha"), folder)
+    text.write_text(tiny.text(12_000))
+    data = DataConfig(source=str(text))
+    score(str(folder), tmp_path / "scores", ScoreConfig(seq_len=128), data)
+    found = []
+    for exchanges in (0, 3):
+        config = PlanConfig(keep=8, exchanges=exchanges)
+        made = plan(str(folder), tmp_path / "scores", config).plan
+        gates = tmp_path / f"gates-{exchanges}"
+        training = TrainGatesConfig(
+            target_heads=8, method=Method.REFIT, exchanges=exchanges, steps=1, seq_len=32
+        )
+        train_gates(str(folder), data, gates, training)
+        request, cut = CutRequest(gates=gates), tmp_path / f"cut-{exchanges}"
+        trained = prune(str(folder), cut, request).plan
+        planned, kept = (
+            [attention.keep for attention in each.attentions.values()] for each in (made, trained)
+        )
+        assert planned == kept
+        found.append(kept)
+    assert found[0] != found[1]

@@ -160,6 +160,33 @@ def test_what_calibration_shows_is_what_the_model_computes() -> None:
     convert_in_sequence(model, [first], batch, look)
 
 
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "qwen3"))
+def test_scores_are_to_come_near_to_what_is_half_the_original_and_half_the_modules_own(
+    case: str,
+) -> None:
+    model = tiny.model(case)
+    batch, attentions = batch_for(model, 3), attention_of(model)
+    seen: dict[str, list[Tensor]] = {"queries": [], "keys": []}
+
+    def look(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+        if attention is attentions[1]:
+            assert context.activations is not None
+            seen["queries"].append(context.activations.queries)
+            seen["keys"].append(context.activations.keys)
+        return heads
+
+    def louder(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+        heads = look(attention, heads, context)
+        return replace(heads, o=heads.o * 5) if attention is attentions[0] else heads
+
+    convert_in_sequence(model, attentions, batch, look)  # the original's, in both streams
+    convert_in_sequence(model, attentions, batch, louder)
+    convert_in_sequence(model, attentions, batch, look)  # the louder model's own, in both
+    for original, between, own in seen.values():
+        torch.testing.assert_close(between, (original + own) / 2)
+        assert not torch.allclose(original, own, rtol=1e-2, atol=1e-3)
+
+
 def test_projections_compute_one_stream() -> None:
     projection = nn.Linear(4, 3)
     x = torch.randn(6, 5, 4)

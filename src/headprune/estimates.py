@@ -84,6 +84,13 @@ class Sizes:
         """
         return 11 * streams * tokens * self.hidden * self.computed_itemsize(dtype)
 
+    def exchange(self, tokens: int) -> float:
+        """Seconds of one exchange of heads between layers, refitted on so many tokens.
+
+        A refit runs two models; then two trials in every layer run half the layers in the mean.
+        """
+        return 2 * self.forward(tokens) + self.layers * self.forward(JUDGED_TOKENS)
+
     def stored(self, dtype: str = _AUTO) -> int:
         """Bytes of the weights in an element type; "auto" is that of the checkpoint."""
         return self.parameters * self.itemsize_of(dtype)

@@ -92,11 +92,10 @@ def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
     if not options.exchanges:
         return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
     tokens = CalibrationConfig().calibration_tokens  # the scores know better, if they are there
-    # a refit runs two models; then two trials in every layer, of half the layers in the mean
-    of_one = 2 * sizes.forward(tokens) + sizes.layers * sizes.forward(JUDGED_TOKENS)
     outputs = sizes.activations(JUDGED_TOKENS, sizes.computed_itemsize(), trained=False)
     held = max(outputs, sizes.calibration(tokens, streams=2))
-    return Estimate(seconds + options.exchanges * of_one, weights + held, RECORD_BYTES, weights)
+    seconds += options.exchanges * sizes.exchange(tokens)
+    return Estimate(seconds, weights + held, RECORD_BYTES, weights)
 
 
 def _summary(result: Planned) -> str:

@@ -95,10 +95,11 @@ def _estimate(options: TrainGatesOptions, sizes: Sizes) -> Estimate:
     outputs, sample = sizes.attention_parameters // 4, CalibrationConfig().calibration_tokens
     training = sizes.training(*settings, teacher=outputs * itemsize)
     fitting = sizes.computed("float32") + sizes.calibration(sample, "float32", streams=2)
-    seconds = training.seconds
+    seconds, before = training.seconds, 5 * sizes.forward(sample)
+    before += options.exchanges * sizes.exchange(sample)
     return replace(
         training,
-        seconds=None if seconds is None else seconds + 5 * sizes.forward(sample),
+        seconds=None if seconds is None else seconds + before,
         memory_bytes=max(training.memory_bytes, fitting),
         disk_bytes=training.disk_bytes + 2 * outputs * itemsize,
     )

@@ -29,6 +29,7 @@ class Gates(nn.Module):
     their ``saliency``, and ``settle`` all at once by scores.
 
     Attributes:
+        unit: What one gate opens and closes.
         sampled: Whether gates are drawn from the hard-concrete distribution while they are chosen.
         saliency: What closing the gates would cost, as the steps have shown; of plain factors only.
         log_alpha: Location of every gate, shape (units,), float32.
@@ -53,7 +54,7 @@ class Gates(nn.Module):
         sampled: bool = True,
     ) -> None:
         super().__init__()
-        self.sampled = sampled
+        self.sampled, self.unit = sampled, unit
         units, heads = 0, list[int]()
         self._rows: list[slice] = []
         for attention in attentions:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headprune.config import ScoreConfig
+from headprune.config import BudgetConfig, ScoreConfig
 from headprune.data.samples import CalibrationSample
 from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
@@ -24,10 +24,12 @@ from headprune.evidence.score import gather, refits, scores_of
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import open_elsewhere
+from headprune.planning.choice import HeadChoice
+from headprune.planning.constraints import Constraints
+from headprune.planning.exchange import Exchanges
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import refit
 from headprune.tensors.selection import keep_best
-from headprune.tensors.units import Unit
 
 CRITERION = "compensated"
 ENOUGH = 4096  # tokens to choose and refit on without being asked to
@@ -59,7 +61,7 @@ def choose_and_refit(
     attentions: Sequence[Attention],
     gates: Gates,
     heads: int,
-    unit: Unit,
+    exchanges: int,
     examples: CalibrationSample,
     context: Context,
 ) -> None:
@@ -70,7 +72,7 @@ def choose_and_refit(
         attentions: The modules that have gates.
         gates: Their gates, plain factors.
         heads: Query heads that stay.
-        unit: What one gate opens and closes.
+        exchanges: How often layers then exchange units, at most.
         examples: Calibration text.
         context: What it runs in.
 
@@ -80,10 +82,17 @@ def choose_and_refit(
     """
     try:
         with _in_float32(net):
-            config = ScoreConfig(criterion=(CRITERION,), unit=unit)
+            config = ScoreConfig(criterion=(CRITERION,), unit=gates.unit)
             evidence = gather(net, attentions, config, examples, context=context)
-            scores = scores_of(CRITERION, evidence, attentions, unit)
-            gates.settle(keep_best(scores.tolist(), gates.unit_sizes, heads), scores)
+            scores = scores_of(CRITERION, evidence, attentions, gates.unit)
+            kept = set(keep_best(scores.tolist(), gates.unit_sizes, heads))
+            if exchanges:
+                context.stage("exchanging heads between layers")
+                budget, free = BudgetConfig(keep=heads), Constraints(net)
+                choice = HeadChoice(attentions, gates.unit, budget, [], free)
+                work = Exchanges(net, choice, scores, examples, context.step)
+                kept, _ = work.run(kept, exchanges)
+            gates.settle(sorted(kept), scores)
             context.stage("refitting")
             of_head = gates.values().detach()[gates.unit_of_head].cpu()
             sizes = [attention.query_heads for attention in attentions]

@@ -184,7 +184,8 @@ def train_gates(
         if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
             assert examples is not None
             try:
-                choose_and_refit(net, attentions, gates, sparsity.heads, unit, examples, context)
+                made = (sparsity.heads, config.exchanges, examples, context)
+                choose_and_refit(net, attentions, gates, *made)
             except HeadpruneError:
                 processes.on_main(work.remove)  # there is nothing to go on from
                 raise

@@ -28,6 +28,11 @@ from headprune.runtime.modeling_headprune import Attention, ProjectionModule
 from headprune.surgery.merges.spec import MergeActivations, MergeContext, project
 from headprune.tensors.rotary import RotaryPairs, Rotation
 
+# Of the queries and keys that scores should come from, the share that the module itself, unmerged,
+# makes of the changed stream; the rest are the original's. Why, is said in ``surgery.refit``;
+# docs/benchmarks/gqa.md says what it is worth here, and that W_O gains nothing by it.
+OWN_SHARE = 0.5
+
 Convert = Callable[[Attention, HeadWeights, MergeContext], HeadWeights]
 
 
@@ -185,10 +190,8 @@ class _Conversion:
         assert original.attended is not None
         outputs = project_output(attention, original.attended.flatten(2))
         rotation, factor = original.rotation(attention, heads, kwargs)
-        own = None
-        if factor is None:
-            changed = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
-            own = Stream.CHANGED.of(changed.query).float(), Stream.CHANGED.of(changed.key).float()
+        changed = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
+        own = Stream.CHANGED.of(changed.query).float(), Stream.CHANGED.of(changed.key).float()
 
         def read(other: HeadWeights) -> Tensor:
             write_heads(attention, other)
@@ -242,7 +245,7 @@ def _activations(
     rotation: Rotation | None,
     factor: float | None,
     outputs: Tensor,
-    own_scored: tuple[Tensor, Tensor] | None,
+    own: tuple[Tensor, Tensor],
     read: Callable[[HeadWeights], Tensor],
 ) -> MergeActivations:
     """What calibration shows of a module.
@@ -253,7 +256,7 @@ def _activations(
         rotation: Its rotary embedding.
         factor: What queries are multiplied with after it; None where a norm stands in between.
         outputs: What the original's output projection gives.
-        own_scored: Queries and keys of the changed stream, where such a norm does.
+        own: Queries and keys that it makes of the changed stream.
         read: From other weights to what then enters W_O in the changed stream.
     """
     assert original.call is not None
@@ -272,15 +275,17 @@ def _activations(
         if key not in made:
             made[key] = _with_one(Stream.CHANGED.of(entered).float(), heads, role)
         inputs[role] = made[key]
+    scored = (Stream.ORIGINAL.of(given.query).float(), Stream.ORIGINAL.of(given.key).float())
+    queries, keys = (torch.lerp(*both, OWN_SHARE) for both in zip(scored, own, strict=True))
     return MergeActivations(
         inputs,
-        Stream.ORIGINAL.of(given.query).float() / times,
-        Stream.ORIGINAL.of(given.key).float().clone(),  # the other stream is let go
+        queries / times,
+        keys,
         rotation,
         call.scaling * times,
         attention,
         outputs.float(),
-        own_scored,
+        own if factor is None else None,
         # a sink does not shift with the scores, and a soft cap bends them first
         shifts_count=any(call.arguments.get(name) is not None for name in ("s_aux", "softcap")),
         read=read,

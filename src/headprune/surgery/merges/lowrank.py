@@ -3,9 +3,9 @@
 Starts from the closed form of ``tensors.lowrank`` and refines it by least squares on calibration
 text:
 
-    K   queries and the shared keys, in turn, against the original's scores, each score weighted
-        with the attention it gets; what all keys of a query have in common is left out where
-        softmax ignores it
+    K   queries and the shared keys, in turn, against the scores to come near to, half way from the
+        original's queries and keys to the module's own, each score weighted with the attention it
+        gets; what all keys of a query have in common is left out where softmax ignores it
     V   the shared values in closed form, from what the new scores read of them; then W_O against
         the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
@@ -183,7 +183,7 @@ class _ScoreFit:
         return _rotated(project(self.key_inputs, k), self.key_rotation)
 
     def _target(self, part: slice) -> Tensor:
-        """The original's scores, weighted."""
+        """The scores to come near to, weighted."""
         scores = self.own_queries[part] @ self.own_keys[part, self.owners].mT * self.scaling
         # where no attention goes, the weight is 0; far-off values would still overflow
         return self._weighted(scores.masked_fill_(self.weight[part] == 0, 0.0), part)

@@ -24,9 +24,10 @@ class MergeActivations:
     Attributes:
         inputs: What the converted model feeds to the projection of a role ("q", "k", "v"), shape
             (sequences, length, hidden); with a 1 at the end where it has a bias.
-        queries: The original model's queries as they enter the scores, shape (sequences, query
-            heads, length, head_dim).
-        keys: The same for its keys, one per KV head.
+        queries: The queries that scores should come from, as they enter them, shape (sequences,
+            query heads, length, head_dim): between those of the original and those that this
+            module, as it was, makes of what the converted model feeds to it.
+        keys: The same for keys, one per KV head.
         rotation: The rotary embedding; None without one.
         scaling: Factor of the scores.
         attention: The model's own attention, for one sequence at a time: of the queries at some
