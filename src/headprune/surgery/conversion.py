@@ -28,11 +28,6 @@ from headprune.runtime.modeling_headprune import Attention, ProjectionModule
 from headprune.surgery.merges.spec import MergeActivations, MergeContext, project
 from headprune.tensors.rotary import RotaryPairs, Rotation
 
-# Of the queries and keys that scores should come from, the share that the module itself, unmerged,
-# makes of the changed stream; the rest are the original's. Why, is said in ``surgery.refit``;
-# docs/benchmarks/gqa.md says what it is worth here, and that W_O gains nothing by it.
-OWN_SHARE = 0.5
-
 Convert = Callable[[Attention, HeadWeights, MergeContext], HeadWeights]
 
 
@@ -190,8 +185,7 @@ class _Conversion:
         assert original.attended is not None
         outputs = project_output(attention, original.attended.flatten(2))
         rotation, factor = original.rotation(attention, heads, kwargs)
-        changed = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
-        own = Stream.CHANGED.of(changed.query).float(), Stream.CHANGED.of(changed.key).float()
+        own = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
 
         def read(other: HeadWeights) -> Tensor:
             write_heads(attention, other)
@@ -245,7 +239,7 @@ def _activations(
     rotation: Rotation | None,
     factor: float | None,
     outputs: Tensor,
-    own: tuple[Tensor, Tensor],
+    own: RecordedCall,
     read: Callable[[HeadWeights], Tensor],
 ) -> MergeActivations:
     """What calibration shows of a module.
@@ -256,12 +250,12 @@ def _activations(
         rotation: Its rotary embedding.
         factor: What queries are multiplied with after it; None where a norm stands in between.
         outputs: What the original's output projection gives.
-        own: Queries and keys that it makes of the changed stream.
+        own: Its call of the attention function in the changed stream.
         read: From other weights to what then enters W_O in the changed stream.
     """
     assert original.call is not None
-    given, times = original.call, factor or 1.0
-    original.call = call = given.without_numbers()
+    times = factor or 1.0
+    original.call = call = original.call.without_numbers()
 
     def attention(query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
         query, key = (query * times).to(call.query), key.to(call.key)
@@ -275,17 +269,16 @@ def _activations(
         if key not in made:
             made[key] = _with_one(Stream.CHANGED.of(entered).float(), heads, role)
         inputs[role] = made[key]
-    scored = (Stream.ORIGINAL.of(given.query).float(), Stream.ORIGINAL.of(given.key).float())
-    queries, keys = (torch.lerp(*both, OWN_SHARE) for both in zip(scored, own, strict=True))
     return MergeActivations(
         inputs,
-        queries / times,
-        keys,
+        # scores should be as this module's own would be, and not make up for what earlier layers
+        # have lost: that is for W_O. What each is worth, is said in docs/benchmarks/gqa.md
+        Stream.CHANGED.of(own.query).float() / times,
+        Stream.CHANGED.of(own.key).float().clone(),  # the other stream is let go
         rotation,
         call.scaling * times,
         attention,
         outputs.float(),
-        own if factor is None else None,
         # a sink does not shift with the scores, and a soft cap bends them first
         shifts_count=any(call.arguments.get(name) is not None for name in ("s_aux", "softcap")),
         read=read,

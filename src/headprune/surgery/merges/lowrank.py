@@ -3,9 +3,9 @@
 Starts from the closed form of ``tensors.lowrank`` and refines it by least squares on calibration
 text:
 
-    K   queries and the shared keys, in turn, against the scores to come near to, half way from the
-        original's queries and keys to the module's own, each score weighted with the attention it
-        gets; what all keys of a query have in common is left out where softmax ignores it
+    K   queries and the shared keys, in turn, against the scores that the module itself would give,
+        each score weighted with the attention it gets; what all keys of a query have in common is
+        left out where softmax ignores it
     V   the shared values in closed form, from what the new scores read of them; then W_O against
         the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
@@ -54,13 +54,13 @@ def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWe
             "What an attention module is given or gives on the calibration text is not finite. Try "
             "--dtype float32."
         )
-    if activations.own_scored is None:
+    if context.linear:
         merged = _merged_keys(heads, groups, context)
         scored = _scored(merged, activations)
     else:
         chosen = _best_keys(heads, groups, activations)
         merged = heads.with_affine("k", heads.affine("k")[chosen])
-        scored = activations.own_scored[0], activations.own_scored[1][:, chosen]
+        scored = activations.queries, activations.keys[:, chosen]
     return _merged_values(merged, groups, activations, *scored)
 
 
@@ -183,7 +183,7 @@ class _ScoreFit:
         return _rotated(project(self.key_inputs, k), self.key_rotation)
 
     def _target(self, part: slice) -> Tensor:
-        """The scores to come near to, weighted."""
+        """The module's own scores, weighted."""
         scores = self.own_queries[part] @ self.own_keys[part, self.owners].mT * self.scaling
         # where no attention goes, the weight is 0; far-off values would still overflow
         return self._weighted(scores.masked_fill_(self.weight[part] == 0, 0.0), part)

@@ -24,10 +24,9 @@ class MergeActivations:
     Attributes:
         inputs: What the converted model feeds to the projection of a role ("q", "k", "v"), shape
             (sequences, length, hidden); with a 1 at the end where it has a bias.
-        queries: The queries that scores should come from, as they enter them, shape (sequences,
-            query heads, length, head_dim): between those of the original and those that this
-            module, as it was, makes of what the converted model feeds to it.
-        keys: The same for keys, one per KV head.
+        queries: The queries that this module, with its weights as they were, makes of these inputs,
+            as they enter the scores, shape (sequences, query heads, length, head_dim).
+        keys: The same for its keys, one per KV head.
         rotation: The rotary embedding; None without one.
         scaling: Factor of the scores.
         attention: The model's own attention, for one sequence at a time: of the queries at some
@@ -35,8 +34,6 @@ class MergeActivations:
             (1, query heads, rows, length).
         outputs: What the original model's output projection gave, shape (sequences, length,
             hidden).
-        own_scored: Where a norm stands between projections and scores: queries and keys as they
-            enter the scores of the converted model, with this module's weights as they were.
         shifts_count: Whether adding a number to all scores of a query changes its attention.
         read: From other weights of this module to what then enters its output projection in the
             converted model, shape (sequences, length, query heads x head_dim).
@@ -49,7 +46,6 @@ class MergeActivations:
     scaling: float
     attention: Callable[[Tensor, Tensor, slice, Tensor], Tensor]
     outputs: Float[Tensor, "sequences length out"]
-    own_scored: tuple[Tensor, Tensor] | None = None
     shifts_count: bool = False
     read: Callable[[HeadWeights], Tensor] | None = None
 
