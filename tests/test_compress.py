@@ -292,6 +292,18 @@ def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("asked", [{}, {"tensor_parallel": 2}, {"targets": "anywhere"}])
+def test_layers_exchange_heads_where_they_can(asked: dict[str, Any], tmp_path: Path) -> None:
+    folder, said = tiny.save(tiny.model("gpt2"), tmp_path / "model"), list[str]()
+    context = Context(line=lambda line, good=None: said.append(line))
+    config = CompressConfig(keep=0.5, **asked)
+    outline = compress.compress(str(folder), None, config, context=context)
+    assert isinstance(outline, Outline)
+    assert ("heads, compensated, exchanged, refit" in outline.candidates) is not bool(asked)
+    assert ("heads, compensated, refit" in outline.candidates) is True
+    assert bool(said) is bool(asked)
+
+
 def test_a_dry_run_says_what_would_be_done(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

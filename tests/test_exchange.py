@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.data.samples import CalibrationSample
+from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.distance import distance, outputs, weight_of
 from headprune.evidence.score import score
@@ -29,6 +31,7 @@ from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output, write_output
 from headprune.model.replay import Replay
+from headprune.planning import exchange
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import parameter_prices
 from headprune.planning.choice import HeadChoice
@@ -239,6 +242,24 @@ def test_limits_are_kept_and_what_is_worth_more_comes_back() -> None:
     assert set(range(len(values))) - after == {count}
 
 
+def test_the_originals_outputs_wait_beside_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[str]()
+
+    def send(what: Any, device: torch.device | str) -> Any:
+        sent.append(str(device))
+        return what
+
+    monkeypatch.setattr(exchange, "send_to_device", send)
+    monkeypatch.setattr(exchange, "input_device", lambda net: "meta")
+    net = tiny.model("gpt2").eval()
+    total = sum(a.query_heads for a in attention_of(net))
+    work, kept, _ = work_on(net, torch.arange(total).double(), keep=total - 2)
+    assert sent and set(sent) == {"cpu"}  # once made
+    batches = len(sent)
+    work.run(kept, 1)
+    assert sent.count("cpu") == batches and set(sent[batches:]) == {"meta"}  # every time used
+
+
 def test_outputs_that_are_not_finite_are_told() -> None:
     net = tiny.model("gpt2").eval()
     total = sum(a.query_heads for a in attention_of(net))
@@ -293,7 +314,10 @@ def test_gates_are_trained_of_the_heads_that_a_plan_with_exchanges_keeps(tmp_pat
         training = TrainGatesConfig(
             target_heads=8, method=Method.REFIT, exchanges=exchanges, steps=1, seq_len=32
         )
-        train_gates(str(folder), data, gates, training)
+        said = list[str]()
+        context = Context(line=lambda line, good=None, said=said: said.append(line))
+        train_gates(str(folder), data, gates, training, context=context)
+        assert any(line.startswith("Exchange 1: ") for line in said) is (exchanges > 0)
         request, cut = CutRequest(gates=gates), tmp_path / f"cut-{exchanges}"
         trained = prune(str(folder), cut, request).plan
         planned, kept = (

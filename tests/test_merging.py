@@ -276,11 +276,11 @@ def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
     assert (lowrank_cost(h, context)((0, 1, 2)) < 1e-12) == (roles == "qkvo")
 
 
-@pytest.mark.parametrize("where", ["inputs", "outputs"])
+@pytest.mark.parametrize("where", ["inputs", "queries", "keys", "outputs"])
 def test_calibration_that_is_not_finite_is_refused(where: str) -> None:
     h = heads()
     known = seen(h, 2)
-    (known.outputs if where == "outputs" else known.inputs["q"])[0, 0, 0] = torch.inf
+    (known.inputs["q"] if where == "inputs" else getattr(known, where))[0, 0, 0] = torch.inf
     with pytest.raises(DataError, match="not finite"):
         MERGES["lowrank"](h, [tuple(range(6))], MergeContext(activations=known))
 

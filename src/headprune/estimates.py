@@ -10,7 +10,6 @@ REACHED = 0.4  # of the FLOP/s of a large matrix product, by training steps of s
 BYTES_PER_TOKEN = 4  # of English text
 OVERHEAD_SECONDS = 10.0  # starting, probing
 BYTES_PER_SECOND = 2e8  # of weights that are read, written and hashed
-JUDGED_TOKENS = 4096  # that exchanges measure distances on, at most
 PASSAGE_TOKENS = 80  # of a passage that ends with the first sentence after 50 words
 SPEED_SECONDS = 20.0  # timing prefill and decoding of one model
 RECORD_BYTES = 100_000  # a plan, scores, a report
@@ -50,6 +49,7 @@ class Sizes:
         causal: Whether it is a causal language model, of which evaluations read more.
         itemsize: Bytes of an element of the checkpoint.
         flops: FLOP/s that a large matrix product reaches here.
+        grouped: Whether query heads share KV heads.
     """
 
     parameters: int
@@ -60,6 +60,7 @@ class Sizes:
     causal: bool
     itemsize: int
     flops: float
+    grouped: bool = False
 
     def forward(self, tokens: float | int) -> float:
         """Seconds of a forward pass over so many tokens."""
@@ -84,12 +85,24 @@ class Sizes:
         """
         return 11 * streams * tokens * self.hidden * self.computed_itemsize(dtype)
 
-    def exchange(self, tokens: int) -> float:
-        """Seconds of one exchange of heads between layers, refitted on so many tokens.
+    def exchanging(self, times: int, tokens: int, judged: int) -> tuple[float, int]:
+        """Seconds that exchanges of heads between layers take, and bytes beside the weights.
 
         A refit runs two models; then two trials in every layer run half the layers in the mean.
+        Three of every W_O are held.
+
+        Args:
+            times: How many exchanges.
+            tokens: How many W_O is refitted on.
+            judged: How many outputs are compared on.
         """
-        return 2 * self.forward(tokens) + self.layers * self.forward(JUDGED_TOKENS)
+        if not times:
+            return 0.0, 0
+        refits = (times + 1) * 2 * self.forward(tokens)
+        outputs = self.activations(judged, self.computed_itemsize(), trained=False)
+        held = max(outputs, self.calibration(tokens, streams=2))
+        seconds = refits + times * self.layers * self.forward(judged)
+        return seconds, held + 3 * self.attention_parameters
 
     def stored(self, dtype: str = _AUTO) -> int:
         """Bytes of the weights in an element type; "auto" is that of the checkpoint."""

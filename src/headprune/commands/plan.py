@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Cutting, OneModel, Placed, output
-from headprune.config import CalibrationConfig, PlanConfig, Replacing
+from headprune.config import JUDGED_TOKENS, CalibrationConfig, PlanConfig, Replacing
 from headprune.declaration import (
     Allowed,
     Chapter,
@@ -79,23 +79,15 @@ def _as_json(result: Planned) -> str:
 
 def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
     """The model is loaded, timed where a speed-up is asked for, and run for every exchange."""
-    from headprune.estimates import (
-        JUDGED_TOKENS,
-        OVERHEAD_SECONDS,
-        RECORD_BYTES,
-        SPEED_SECONDS,
-        Estimate,
-    )
+    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, SPEED_SECONDS, Estimate
 
     timed = SPEED_SECONDS * (options.min_speedup is not None)
     seconds, weights = options.rounds * OVERHEAD_SECONDS + timed, sizes.computed()
-    if not options.exchanges:
-        return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
-    tokens = CalibrationConfig().calibration_tokens  # the scores know better, if they are there
-    outputs = sizes.activations(JUDGED_TOKENS, sizes.computed_itemsize(), trained=False)
-    held = max(outputs, sizes.calibration(tokens, streams=2))
-    seconds += options.exchanges * sizes.exchange(tokens)
-    return Estimate(seconds, weights + held, RECORD_BYTES, weights)
+    # the scores know how many tokens they came from; a recipe may have yet to make them
+    tokens = CalibrationConfig().calibration_tokens
+    exchanging, held = sizes.exchanging(options.exchanges, tokens, JUDGED_TOKENS)
+    layers = None if options.exchanges else sizes.by_layers(weights)
+    return Estimate(seconds + exchanging, weights + held, RECORD_BYTES, weights, layers)
 
 
 def _summary(result: Planned) -> str:

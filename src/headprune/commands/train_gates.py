@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, output
 from headprune.config import (
+    JUDGED_TOKENS,
     CalibrationConfig,
     Method,
     Place,
@@ -95,8 +96,9 @@ def _estimate(options: TrainGatesOptions, sizes: Sizes) -> Estimate:
     outputs, sample = sizes.attention_parameters // 4, CalibrationConfig().calibration_tokens
     training = sizes.training(*settings, teacher=outputs * itemsize)
     fitting = sizes.computed("float32") + sizes.calibration(sample, "float32", streams=2)
-    seconds, before = training.seconds, 5 * sizes.forward(sample)
-    before += options.exchanges * sizes.exchange(sample)
+    exchanging, held = sizes.exchanging(options.exchanges, sample, JUDGED_TOKENS)
+    fitting = max(fitting, sizes.computed("float32") + held)
+    seconds, before = training.seconds, 5 * sizes.forward(sample) + exchanging
     return replace(
         training,
         seconds=None if seconds is None else seconds + before,

@@ -25,6 +25,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.tensors.units import Unit
 
+EXCHANGES = 2  # of single heads, which are removed where none are grouped
 SCORED = 512  # tokens of a sequence at most: gradients are means over sequences, and want many
 
 
@@ -88,7 +89,7 @@ class RemoveHeads:
     exchanges: int = 0
 
     def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
-        """Where it removes what the goal counts."""
+        """Where it removes what the goal counts, and exchanges it where that can be done."""
         return self.unit in goal.units and (exchanging or not self.exchanges)
 
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
@@ -156,7 +157,7 @@ _IN_ROUNDS = Candidate(
 )
 _EXCHANGED = Candidate(
     "heads, compensated, exchanged, refit",
-    RemoveHeads(Unit.HEAD, "compensated", refit=True, exchanges=2),
+    RemoveHeads(Unit.HEAD, "compensated", refit=True, exchanges=EXCHANGES),
 )
 CANDIDATES = (
     *_removing(Unit.KV_GROUP, "KV groups", _IN_ROUNDS),

@@ -38,7 +38,7 @@ from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.planning.constraints import constraints_of
-from headprune.planning.rounds import can_exchange
+from headprune.planning.rounds import why_no_exchanges
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.training.resumable import Interrupted
@@ -168,7 +168,10 @@ class _Compression:
             )
         stored = stored_dtypes(self.net, stored_tensors(model)).default
         self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
-        self.candidates = candidates_for(self.goal, can_exchange(self.net, constraints))
+        why = why_no_exchanges(self.net, constraints)
+        self.candidates = candidates_for(self.goal, exchanging=why is None)
+        if self.candidates != candidates_for(self.goal):
+            context.line(f"Layers do not exchange heads here: that {why}.")
 
     def outline(self) -> Outline:
         """What would be done."""

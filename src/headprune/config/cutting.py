@@ -176,6 +176,9 @@ class BudgetConfig(Targeted):
         return self
 
 
+JUDGED_TOKENS = 4096  # that exchanges compare outputs on, at most
+
+
 class PlanConfig(BudgetConfig):
     """What a plan may keep, and how that is chosen."""
 

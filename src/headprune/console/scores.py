@@ -15,6 +15,7 @@ from rich.text import Text
 from headprune.console.figures import claimed_figures
 from headprune.console.tables import module_table, next_line, plan_picture, table
 from headprune.evaluation.metrics import label, spec_of
+from headprune.planning.exchange import told
 
 if TYPE_CHECKING:
     from headprune.planning.plan import Planned
@@ -90,14 +91,9 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         f"{plan.kept_heads} of {plan.query_heads} query heads stay ({share:.1%}), by "
         f"{result.criterion}{rounds}."
     )
-    if result.exchanges == ():
-        console.print("No exchange between layers is worth it within the budgets.")
-    for number, one in enumerate(result.exchanges or (), start=1):
-        outcome = "" if one.taken else "; not taken"
-        console.print(
-            f"Exchange {number}: {one.returned} x {result.plan.unit.value} back for others, "
-            f"{one.measure} {one.before:.4g} -> {one.after:.4g}{outcome}."
-        )
+    if result.exchanges is not None:
+        for line in told(result.exchanges, result.plan.unit):
+            console.print(line)
     if result.spent:
         grid = table("budget", "at most", "plan")
         for said, (most, spent) in result.spent.items():

@@ -26,7 +26,7 @@ from headprune.model.attention import attention_of
 from headprune.model.gating import open_elsewhere
 from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints
-from headprune.planning.exchange import Exchanges
+from headprune.planning.exchange import Exchanges, told
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import refit
 from headprune.tensors.selection import keep_best
@@ -88,10 +88,12 @@ def choose_and_refit(
             kept = set(keep_best(scores.tolist(), gates.unit_sizes, heads))
             if exchanges:
                 context.stage("exchanging heads between layers")
-                budget, free = BudgetConfig(keep=heads), Constraints(net)
-                choice = HeadChoice(attentions, gates.unit, budget, [], free)
+                budget = BudgetConfig(keep=heads)
+                choice = HeadChoice(attentions, gates.unit, budget, [], Constraints(net))
                 work = Exchanges(net, choice, scores, examples, context.step)
-                kept, _ = work.run(kept, exchanges)
+                kept, done = work.run(kept, exchanges)
+                for line in told(done, gates.unit):
+                    context.line(line)
             gates.settle(sorted(kept), scores)
             context.stage("refitting")
             of_head = gates.values().detach()[gates.unit_of_head].cpu()

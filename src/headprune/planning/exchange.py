@@ -20,21 +20,22 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.config import JUDGED_TOKENS
 from headprune.data.rows import evenly
 from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError
-from headprune.estimates import JUDGED_TOKENS
 from headprune.evidence.distance import distance, distance_name, outputs, weight_of
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import apply_gate, fixed, gated, open_elsewhere
 from headprune.model.heads import keeping_outputs, read_output, write_output
+from headprune.model.placement import input_device
 from headprune.model.replay import Replay
 from headprune.model.units import unit_gates
 from headprune.planning.choice import HeadChoice
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import fit_output, refit
-from headprune.tensors.units import members
+from headprune.tensors.units import Unit, members
 
 _BEYOND = 4.0  # times the largest number measured: what is not at stake stays where it is
 _IN_ORDER = 1e-6  # of it: keeps the order within a layer where two numbers are the same
@@ -79,6 +80,17 @@ class _Trial:
     gate: Tensor
     heads: Tensor | None = None
     bias: Tensor | None = None
+
+
+def told(exchanges: Sequence[Exchange], unit: Unit) -> list[str]:
+    """What exchanges did, a line each."""
+    if not exchanges:
+        return ["No exchange between layers is worth it within the budgets."]
+    return [
+        f"Exchange {number}: {one.returned} x {unit.value} back for others, {one.measure} "
+        f"{one.before:.4g} -> {one.after:.4g}{'' if one.taken else '; not taken'}."
+        for number, one in enumerate(exchanges, start=1)
+    ]
 
 
 class Exchanges:
@@ -179,8 +191,7 @@ class Exchanges:
         found = {unit: list[float]() for unit in units}
         done = 0
         gates = self._gates(kept)
-        for batch, kept_outputs in zip(self._judged, self._wanted, strict=True):
-            wanted = send_to_device(kept_outputs, self.net.device)
+        for batch, wanted in self._judging():
             with self._replay.recording():
                 self._outputs(gates, batch)
             for at, attention in enumerate(self.choice.attentions):
@@ -224,10 +235,15 @@ class Exchanges:
 
     def _distance(self, gates: Sequence[Tensor]) -> float:
         found = []
-        for batch, kept_outputs in zip(self._judged, self._wanted, strict=True):
-            wanted = send_to_device(kept_outputs, self.net.device)
+        for batch, wanted in self._judging():
             found.append(float(distance(self._outputs(gates, batch), wanted, batch)))
         return self._mean(found)
+
+    def _judging(self) -> Iterator[tuple[Batch, Any]]:
+        """What distances are measured on, and what the whole model makes of it."""
+        device = input_device(self.net)
+        for batch, wanted in zip(self._judged, self._wanted, strict=True):
+            yield batch, send_to_device(wanted, device)
 
     def _mean(self, distances: Sequence[float]) -> float:
         """The distance of all batches, of which every output counts alike."""

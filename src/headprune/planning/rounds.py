@@ -63,9 +63,19 @@ def refuse_exchanges(config: PlanConfig, scores: ScoresMetadata) -> None:
         )
 
 
-def can_exchange(net: PreTrainedModel, constraints: Constraints) -> bool:
-    """Whether single units can move between layers, of a model that is there for many passes."""
-    return residency_of(net) is None and not _even(constraints)
+def why_no_exchanges(net: PreTrainedModel, constraints: Constraints) -> str | None:
+    """Why layers cannot exchange single units; None if they can."""
+    if residency_of(net) is not None:
+        return (
+            "runs the model dozens of times, and layer by layer (--placement layers) it would be "
+            "read as often"
+        )
+    if constraints.even or constraints.tensor_parallel > 1:
+        return (
+            "moves single heads from layer to layer, which --tensor-parallel and engines with the "
+            "same heads in every layer (--for) leave no room for"
+        )
+    return None
 
 
 def refuse_exchanges_of(net: PreTrainedModel, constraints: Constraints) -> None:
@@ -74,21 +84,9 @@ def refuse_exchanges_of(net: PreTrainedModel, constraints: Constraints) -> None:
     Raises:
         PlanError: If it does.
     """
-    if residency_of(net) is not None:
-        raise PlanError(
-            "--exchanges runs the model dozens of times, and --placement layers would read it as "
-            "often. Give --placement whole, or leave out --exchanges."
-        )
-    if _even(constraints):
-        raise PlanError(
-            "--exchanges moves single heads from layer to layer, which --tensor-parallel and "
-            "engines with the same heads in every layer (--for) leave no room for. Leave out "
-            "--exchanges."
-        )
-
-
-def _even(constraints: Constraints) -> bool:
-    return constraints.even or constraints.tensor_parallel > 1
+    why = why_no_exchanges(net, constraints)
+    if why is not None:
+        raise PlanError(f"--exchanges {why}. Leave out one of the two.")
 
 
 def text_of(

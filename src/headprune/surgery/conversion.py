@@ -1,7 +1,7 @@
 """KV heads merged on calibration text, one attention module after the other, in one pass.
 
-Every module is run once before it runs in earnest, in the original's stream alone, to record what
-its projections and its attention are given. What it is converted to then computes the other stream.
+Every module is run before it runs in earnest, once in each stream, to record what its projections
+and its attention are given. What it is converted to then computes the changed one.
 """
 
 from __future__ import annotations
@@ -181,11 +181,12 @@ class _Conversion:
             ) from None
         heads = read_heads(attention)
         original = self._record(attention, Stream.ORIGINAL, args, kwargs)
-        original.complete(attention)
+        call = original.complete(attention)
         assert original.attended is not None
         outputs = project_output(attention, original.attended.flatten(2))
         rotation, factor = original.rotation(attention, heads, kwargs)
-        own = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
+        original.call = call.without_numbers()
+        del call  # as large as all that is kept
 
         def read(other: HeadWeights) -> Tensor:
             write_heads(attention, other)
@@ -193,7 +194,9 @@ class _Conversion:
             write_heads(attention, heads)
             return call.outputs(len(call.query) // 2).flatten(2).float()
 
+        own = self._own_scored(attention, args, kwargs)
         activations = _activations(heads, original, rotation, factor, outputs, own, read)
+        del own  # as large as they are
         context = MergeContext(_pairs(rotation), factor is not None, activations)
         write_heads(attention, self.convert(attention, heads, context))
         self.attended, self.outputs = original.attended, outputs
@@ -221,6 +224,14 @@ class _Conversion:
         self.recorded.attended = attended = call.outputs(0, count)
         return torch.cat([attended, torch.zeros_like(attended)])
 
+    def _own_scored(
+        self, attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The queries and keys that a module, as it is, makes of the changed stream."""
+        call = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
+        query, key = Stream.CHANGED.of(call.query), Stream.CHANGED.of(call.key)
+        return query.float(), key.float().clone()  # the other stream is let go
+
     def _record(
         self, attention: Attention, stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Recorded:
@@ -239,7 +250,7 @@ def _activations(
     rotation: Rotation | None,
     factor: float | None,
     outputs: Tensor,
-    own: RecordedCall,
+    own: tuple[Tensor, Tensor],
     read: Callable[[HeadWeights], Tensor],
 ) -> MergeActivations:
     """What calibration shows of a module.
@@ -250,12 +261,11 @@ def _activations(
         rotation: Its rotary embedding.
         factor: What queries are multiplied with after it; None where a norm stands in between.
         outputs: What the original's output projection gives.
-        own: Its call of the attention function in the changed stream.
+        own: Queries and keys that it makes of the changed stream.
         read: From other weights to what then enters W_O in the changed stream.
     """
     assert original.call is not None
-    times = factor or 1.0
-    original.call = call = original.call.without_numbers()
+    call, times = original.call, factor or 1.0
 
     def attention(query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
         query, key = (query * times).to(call.query), key.to(call.key)
@@ -272,9 +282,9 @@ def _activations(
     return MergeActivations(
         inputs,
         # scores should be as this module's own would be, and not make up for what earlier layers
-        # have lost: that is for W_O. What each is worth, is said in docs/benchmarks/gqa.md
-        Stream.CHANGED.of(own.query).float() / times,
-        Stream.CHANGED.of(own.key).float().clone(),  # the other stream is let go
+        # have lost: that is for W_O. docs/benchmarks/gqa.md says what each is worth
+        own[0] / times,
+        own[1],
         rotation,
         call.scaling * times,
         attention,

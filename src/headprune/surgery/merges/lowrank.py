@@ -48,7 +48,8 @@ def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWe
     if context.activations is None:
         raise PlanError("--merge lowrank needs text to calibrate on: give --calibrate DATA.")
     activations = context.activations
-    known = (activations.outputs, *activations.second_moments.values())
+    scored, given = (activations.queries, activations.keys), activations.outputs
+    known = (*scored, given, *activations.second_moments.values())
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise DataError(
             "What an attention module is given or gives on the calibration text is not finite. Try "
@@ -98,7 +99,7 @@ def _merged_keys(heads: HeadWeights, groups: Groups, context: MergeContext) -> H
 
 
 class _ScoreFit:
-    """Least squares on the scores of some queries, weighted with the original's attention.
+    """Least squares on the scores of some queries, weighted with the module's own attention.
 
     Query heads are laid out by the group whose keys they read: (sequences, groups, heads of a group
     x length, ...), so that one product serves all heads of a group. Scores are computed for a few
