@@ -95,9 +95,9 @@ def _estimate(options: TrainGatesOptions, sizes: Sizes) -> Estimate:
     # its own, runs beside the model
     outputs, sample = sizes.attention_parameters // 4, CalibrationConfig().calibration_tokens
     training = sizes.training(*settings, teacher=outputs * itemsize)
-    fitting = sizes.computed("float32") + sizes.calibration(sample, "float32", streams=2)
     exchanging, held = sizes.exchanging(options.exchanges, sample, JUDGED_TOKENS)
-    fitting = max(fitting, sizes.computed("float32") + held)
+    held = max(held, sizes.calibration(sample, "float32", streams=2))
+    fitting = sizes.computed("float32") + held
     seconds, before = training.seconds, 5 * sizes.forward(sample) + exchanging
     return replace(
         training,

@@ -15,7 +15,6 @@ from rich.text import Text
 from headprune.console.figures import claimed_figures
 from headprune.console.tables import module_table, next_line, plan_picture, table
 from headprune.evaluation.metrics import label, spec_of
-from headprune.planning.exchange import told
 
 if TYPE_CHECKING:
     from headprune.planning.plan import Planned
@@ -92,6 +91,8 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         f"{result.criterion}{rounds}."
     )
     if result.exchanges is not None:
+        from headprune.planning.exchange import told
+
         for line in told(result.exchanges, result.plan.unit):
             console.print(line)
     if result.spent:

@@ -234,10 +234,9 @@ class Exchanges:
         return scores
 
     def _distance(self, gates: Sequence[Tensor]) -> float:
-        found = []
-        for batch, wanted in self._judging():
-            found.append(float(distance(self._outputs(gates, batch), wanted, batch)))
-        return self._mean(found)
+        return self._mean(
+            [float(distance(self._outputs(gates, b), wanted, b)) for b, wanted in self._judging()]
+        )
 
     def _judging(self) -> Iterator[tuple[Batch, Any]]:
         """What distances are measured on, and what the whole model makes of it."""

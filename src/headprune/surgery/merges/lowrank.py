@@ -48,8 +48,8 @@ def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWe
     if context.activations is None:
         raise PlanError("--merge lowrank needs text to calibrate on: give --calibrate DATA.")
     activations = context.activations
-    scored, given = (activations.queries, activations.keys), activations.outputs
-    known = (*scored, given, *activations.second_moments.values())
+    given = (activations.queries, activations.keys, activations.outputs)
+    known = (*given, *activations.second_moments.values())
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise DataError(
             "What an attention module is given or gives on the calibration text is not finite. Try "
