@@ -129,6 +129,12 @@ def out_of_memory(error: BaseException) -> bool:
     return told or type(error).__name__ == "OutOfMemoryError"
 
 
+def itself_failed(error: BaseException) -> bool:
+    """Whether an accelerator stopped in the middle of its work; what it held is lost then."""
+    told = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    return isinstance(error, RuntimeError) and told
+
+
 def memory_ran_out(error: BaseException) -> bool:
     """Whether the host or a device has no memory left, which says nothing of what was worked on."""
     return isinstance(error, MemoryError) or out_of_memory(error)

@@ -270,9 +270,16 @@ class Command(Generic[Asked, Result]):
             try:
                 return self.run(options, replace(context, stage=stage))
             except Exception as error:  # a full device is told by several kinds; others go on
+                fields = type(options).model_fields
+                if devices.itself_failed(error):
+                    resume = ", with --resume" if "resume" in fields else ""
+                    context.line(
+                        f"{devices.chosen()} itself failed while {stages[-1]}, which may be "
+                        f"chance: run the command again{resume}. If that fails too, give "
+                        "--device cpu."
+                    )
                 if not devices.out_of_memory(error):
                     raise
-                fields = type(options).model_fields
                 less = [flags(n, fields[n])[0] for n in _TAKE_MEMORY if n in fields]
                 layers = "--placement layers, " if "placement" in fields else ""
                 raise HeadpruneError(
