@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that hands out tests to workers need not import what they test."""
+    """Hides GPUs where none was asked for, and loads the fixtures where they are used."""
+    asked = config.getoption("markexpr")
+    if "gpu" not in asked or "not gpu" in asked:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # the process that hands out tests to workers need not import what they test
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     config.pluginmanager.import_plugin("tests.fixtures")
