@@ -157,10 +157,28 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
 
 
 @pytest.mark.parametrize(
+    ("error", "full", "failed"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True, False),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"), True, False),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), False, True),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), False, True),
+        (ValueError("CUDA error: out of memory"), False, False),
+        (RuntimeError("of another kind"), False, False),
+    ],
+)
+def test_full_devices_and_failed_ones_are_told_apart(
+    error: Exception, full: bool, failed: bool
+) -> None:
+    assert (devices.out_of_memory(error), devices.itself_failed(error)) == (full, failed)
+
+
+@pytest.mark.parametrize(
     ("error", "told"),
     [
         (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling"), True),
         (RuntimeError("of another kind"), False),
     ],
 )

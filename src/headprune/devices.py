@@ -124,15 +124,16 @@ def remark(line: str) -> None:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device has no memory left."""
-    # MPS has no class of its own for it; torch's is not imported for --help
-    told = isinstance(error, RuntimeError) and "backend out of memory" in str(error)
+    # MPS, the CUDA driver and cuBLAS have no class for it; torch's is not imported for --help
+    words = ("backend out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return told or type(error).__name__ == "OutOfMemoryError"
 
 
 def itself_failed(error: BaseException) -> bool:
     """Whether an accelerator stopped in the middle of its work; what it held is lost then."""
     told = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
-    return isinstance(error, RuntimeError) and told
+    return isinstance(error, RuntimeError) and told and not out_of_memory(error)
 
 
 def memory_ran_out(error: BaseException) -> bool:
