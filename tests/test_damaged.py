@@ -174,7 +174,8 @@ def test_only_what_a_library_raises_is_taken_for_damage() -> None:
 
     assert refusal(CheckpointError, lambda: library(KeyError("x"))).endswith("KeyError: 'x'")
     assert "at lib.rs" in refusal(CheckpointError, lambda: library(panic("at lib.rs")))
-    for error in (KeyboardInterrupt(), MemoryError(), torch.OutOfMemoryError()):
+    failed = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    for error in (KeyboardInterrupt(), MemoryError(), torch.OutOfMemoryError(), failed):
         with pytest.raises(type(error)):
             library(error)
     config = tiny.config("llama-gqa")

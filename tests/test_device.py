@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import accelerate
@@ -22,6 +23,7 @@ from headprune.evaluation import evaluate as evaluation
 from headprune.model import placement, probes
 from headprune.model.attention import attention_of
 from headprune.model.loading import native_class, task_of
+from headprune.regression import check as check_module
 from headprune.training.arguments import resumable_arguments
 from tests import tiny
 from tests.test_cli import run
@@ -176,15 +178,24 @@ def test_full_devices_and_failed_ones_are_told_apart(
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("command", "place", "told"),
     [
-        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True),
-        (RuntimeError("of another kind"), False),
+        (
+            ["heal", "MODEL", "--teacher", "MODEL", "--steps", 1, "--output", "healed"],
+            (heal_module, "train"),
+            "while healing, which may be chance: run the command again, with --resume.",
+        ),
+        (
+            ["check", "--model", "MODEL", "--limit", "perplexity <= 1000"],
+            (check_module, "check"),
+            "while evaluating, which may be chance: run the command again.",
+        ),
     ],
 )
 def test_a_device_that_fails_is_told_and_what_to_do(
-    error: RuntimeError,
-    told: bool,
+    command: list[Any],
+    place: tuple[ModuleType, str],
+    told: str,
     llama_folder: Path,
     text_file: Path,
     tmp_path: Path,
@@ -192,14 +203,16 @@ def test_a_device_that_fails_is_told_and_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*arguments: Any) -> None:
-        raise error
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(heal_module, "train", fail)
-    given = ["heal", llama_folder, "--teacher", llama_folder, "--data", text_file, "--steps", 1]
-    with pytest.raises(RuntimeError, match=str(error)):  # where it failed is shown all the same
-        run(capsys, *given, "--seq-len", 16, "--output", tmp_path / "healed")
-    said = "itself failed while healing, which may be chance: run the command again, with --resume"
-    assert (said in capsys.readouterr().err) is told
+    monkeypatch.setattr(*place, fail)
+    monkeypatch.chdir(tmp_path)
+    given = [llama_folder if word == "MODEL" else word for word in command]
+    code, _, err = run(capsys, *given, "--data", text_file, "--seq-len", 16, "--device", "cpu")
+    # 1 would say that a check failed
+    assert code == 2 and f"error: cpu itself failed {told} If that fails too" in err
+    assert "report this" not in err
+    assert err.count("AcceleratorError: CUDA error: unspecified launch failure") == 1
 
 
 def test_trainer_takes_the_device(

@@ -151,8 +151,15 @@ def test_an_engine_that_stops_at_a_graph_leaves_nothing(
     assert f"openvino cannot run what was written of '{folder}' (no kernel)" in err
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_too_little_memory_is_no_limit_of_an_exporter_or_engine(
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+    ],
+)
+def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> None:

@@ -93,8 +93,15 @@ def test_the_wrong_base_is_refused(result: Path, tmp_path: Path) -> None:
         verify(result, against=other)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_too_little_memory_is_no_failed_check(
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+    ],
+)
+def test_a_machine_that_gives_out_is_no_failed_check(
     result: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: Any) -> None:

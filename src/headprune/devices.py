@@ -136,9 +136,9 @@ def itself_failed(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and told and not out_of_memory(error)
 
 
-def memory_ran_out(error: BaseException) -> bool:
-    """Whether the host or a device has no memory left, which says nothing of what was worked on."""
-    return isinstance(error, MemoryError) or out_of_memory(error)
+def gave_out(error: BaseException) -> bool:
+    """Whether the machine is to blame, by its memory or its device, and not what was worked on."""
+    return isinstance(error, MemoryError) or out_of_memory(error) or itself_failed(error)
 
 
 def _found(asked: str) -> torch.device:

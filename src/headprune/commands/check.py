@@ -88,7 +88,7 @@ def _never_one(context: Context) -> Iterator[None]:
     except HeadpruneError:
         raise
     except Exception as error:  # any would end with 1, which says that a limit is broken
-        if devices.memory_ran_out(error):
+        if devices.gave_out(error):
             raise
         context.line("".join(traceback.format_exception(error)).rstrip())
         raise HeadpruneError(

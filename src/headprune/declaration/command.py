@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -249,7 +250,7 @@ class Command(Generic[Asked, Result]):
         """Runs it, with models where the options ask for, and as much of them at once.
 
         Raises:
-            HeadpruneError: If there is no such device, or it has too little memory.
+            HeadpruneError: If there is no such device, or it has too little memory, or fails.
         """
         made_by, allowed = MadeBy.of(self.name, options), Allowed.by(options)
         context = replace(context, made_by=made_by, allowed=allowed)
@@ -269,15 +270,17 @@ class Command(Generic[Asked, Result]):
         ):
             try:
                 return self.run(options, replace(context, stage=stage))
-            except Exception as error:  # a full device is told by several kinds; others go on
+            except Exception as error:  # what a device fails with has several kinds; others go on
                 fields = type(options).model_fields
                 if devices.itself_failed(error):
+                    # how far the work had come says where to look if it is no chance
+                    context.line("".join(traceback.format_exception(error)).rstrip())
                     resume = ", with --resume" if "resume" in fields else ""
-                    context.line(
+                    raise HeadpruneError(
                         f"{devices.chosen()} itself failed while {stages[-1]}, which may be "
                         f"chance: run the command again{resume}. If that fails too, give "
                         "--device cpu."
-                    )
+                    ) from error
                 if not devices.out_of_memory(error):
                     raise
                 less = [flags(n, fields[n])[0] for n in _TAKE_MEMORY if n in fields]

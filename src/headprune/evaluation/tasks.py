@@ -82,7 +82,7 @@ def task_scores(net: PreTrainedModel, tokenizer: Any, config: EvaluateConfig) ->
             bootstrap_iters=config.resamples,
         )
     except Exception as error:  # a task may fetch anything, and run code of its own
-        if devices.memory_ran_out(error):
+        if devices.gave_out(error):
             raise
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise HeadpruneError(

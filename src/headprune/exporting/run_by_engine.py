@@ -63,7 +63,7 @@ def write_graphs(
         except OSError:  # a full disk is no limit of the exporter
             raise
         except Exception as error:  # whatever an exporter raises at what it does not know
-            if devices.memory_ran_out(error):
+            if devices.gave_out(error):
                 raise
             raise PlanError(
                 f"The exporter cannot make a graph of this {type(net).__name__} ({_why(error)}). "
@@ -108,7 +108,7 @@ def prove(source: ExportSource, folder: Path, engine: str) -> ExportProof:
     except (HeadpruneError, OSError):
         raise
     except Exception as error:  # whatever an engine raises at a graph that it cannot run
-        if devices.memory_ran_out(error):
+        if devices.gave_out(error):
             raise
         raise ProofError(
             f"{engine} cannot run what was written of '{source.folder}' ({_why(error)}). Nothing "

@@ -98,7 +98,7 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
     except HeadpruneError:
         raise
     except BaseException as error:
-        if devices.memory_ran_out(error):
+        if devices.gave_out(error):
             raise
         panic = type(error).__name__ == "PanicException"
         if not (isinstance(error, Exception) or panic) or _is_a_bug(error):

@@ -164,7 +164,7 @@ def _compared(
         inputs = probes.probe_inputs(net, stored.seed)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
-        if devices.memory_ran_out(error):
+        if devices.gave_out(error):
             raise  # which says nothing of the model
         said = error if isinstance(error, HeadpruneError) else f"{type(error).__name__}: {error}"
         return Check(route, False, sentence(str(said))), None
