@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from headprune.config import (
     BudgetConfig,
     DataConfig,
+    Dtype,
     Method,
     PlanConfig,
     ScoreConfig,
@@ -30,7 +31,9 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output, write_output
+from headprune.model.opening import load
 from headprune.model.replay import Replay
+from headprune.model.units import unit_gates, unit_sizes
 from headprune.planning import exchange
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import parameter_prices
@@ -39,6 +42,8 @@ from headprune.planning.constraints import Constraints
 from headprune.planning.exchange import Exchanges
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
+from headprune.planning.rounds import text_of
+from headprune.schemas.scores import read_scores
 from headprune.surgery.refit import refit
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -91,14 +96,19 @@ def test_what_changed_before_a_pass_resumes_is_not_seen() -> None:
 
 
 def work_on(
-    net: PreTrainedModel, values: torch.Tensor, keep: int, least: int = 0
+    net: PreTrainedModel,
+    values: torch.Tensor,
+    keep: int,
+    least: int = 0,
+    unit: Unit = Unit.HEAD,
+    held: frozenset[int] = frozenset(),
 ) -> tuple[Exchanges, set[int], CalibrationSample]:
     """Exchanges of a model, what stays by scores, and the text."""
     generator = torch.Generator().manual_seed(1)
     taken = torch.randint(5, 40, (24, 24), generator=generator)
     text = sample_of(taken, taken[:0])
     budget = BudgetConfig(keep=keep, min_per_layer=least)
-    choice = HeadChoice(attention_of(net), Unit.HEAD, budget, [], Constraints(net))
+    choice = HeadChoice(attention_of(net), unit, budget, [], Constraints(net), held)
     kept = choice.of(values, set(range(len(values))), keep)
     return Exchanges(net, choice, values, text), kept, text
 
@@ -129,13 +139,19 @@ def test_a_head_that_does_nothing_goes_for_one_that_does(dead: int) -> None:
     )
 
 
-@pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "bert-mlm"))
-def test_what_it_says_is_what_the_cut_model_does(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "unit"),
+    [
+        *[(case, Unit.HEAD) for case in tiny.present("llama-gqa", "gpt2", "bert-mlm")],
+        *[(case, Unit.KV_GROUP) for case in tiny.present("llama-gqa")],
+    ],
+)
+def test_what_it_says_is_what_the_cut_model_does(case: str, unit: Unit) -> None:
     net = tiny.model(case).eval()
     attentions = attention_of(net)
-    total = sum(a.query_heads for a in attentions)
+    heads, total = sum(a.query_heads for a in attentions), len(unit_sizes(attentions, unit))
     values = torch.rand(total, generator=torch.Generator().manual_seed(3)).double()
-    work, kept, text = work_on(net, values, keep=total // 2, least=1)
+    work, kept, text = work_on(net, values, keep=heads // 2, least=1, unit=unit)
     after, done = work.run(kept, 2)
     assert len(after) == len(kept) == total // 2
     (batch,) = [text.whole()]
@@ -143,8 +159,7 @@ def test_what_it_says_is_what_the_cut_model_does(case: str) -> None:
         wanted = outputs(net, batch)
     found = []
     for stays in (kept, after):
-        mask = torch.tensor([float(at in stays) for at in range(total)])
-        gates = list(mask.split([a.query_heads for a in attentions]))
+        gates = unit_gates(attentions, unit, stays)
         assert all(bool(gate.any()) for gate in gates)
         own = tiny.model(case).eval()
         refit(own, attention_of(own), gates, batch)
@@ -155,6 +170,23 @@ def test_what_it_says_is_what_the_cut_model_does(case: str) -> None:
     taken = [each.after for each in done if each.taken] or [done[0].before]
     assert found[1] == pytest.approx(taken[-1], rel=1e-4)
     assert found[1] <= found[0]
+
+
+def test_a_head_that_is_held_stays_whatever_it_does() -> None:
+    stays = []
+    for hold in (False, True):
+        net = tiny.model("gpt2").eval()
+        attentions = attention_of(net)
+        dead = attentions[0].query_heads  # the first of the second layer, and the next to go there
+        heads, bias = read_output(attentions[1])
+        heads[0] = 0.0
+        write_output(attentions[1], heads * 4, bias)
+        values = torch.arange(1.0, 1.0 + sum(a.query_heads for a in attentions)).double()
+        held = frozenset({dead} if hold else ())
+        work, kept, _ = work_on(net, values, keep=len(values) - 1, held=held)
+        assert kept == set(range(1, len(values)))
+        stays.append(dead in work.run(kept, 3)[0])
+    assert stays == [False, True]
 
 
 def scored(
@@ -183,6 +215,31 @@ def test_a_plan_with_exchanges(
     assert any(taken) and (plain["plan"] != exchanged["plan"])
     status, said, _ = run(capsys, monkeypatch, *planned, "--exchanges", 3)
     assert status == 0 and said.count("Exchange ") == len(taken)
+
+
+def test_exchanges_after_rounds_start_from_the_original(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored(tmp_path, capsys, monkeypatch)
+    rounds = ["plan", "model", "--scores", "s", "--keep", 0.5, "--rounds", 2, "--refit"]
+    plain, exchanged = (
+        json.loads(run(capsys, monkeypatch, *rounds, "--exchanges", times, "--json")[1])
+        for times in (0, 2)
+    )
+    net, _ = load("model", Dtype.FLOAT32, Context().allowed)
+    attentions = attention_of(net)
+    keep = [own["keep"] for own in plain["plan"]["attentions"].values()]
+    gates = [
+        torch.zeros(a.query_heads).index_fill(0, torch.tensor(own), 1.0)
+        for a, own in zip(attentions, keep, strict=True)
+    ]
+    batch = text_of(net, "model", read_scores(Path("s")), Context()).whole()
+    with torch.no_grad():
+        wanted = outputs(net, batch)
+        refit(net, attentions, gates, batch)
+        with gated(attentions, fixed(gates)):
+            found = float(distance(outputs(net, batch), wanted, batch))
+    assert exchanged["exchanges"][0]["before"] == pytest.approx(found, rel=1e-4)
 
 
 @pytest.mark.parametrize("case", tiny.present("bert", "t5"))
