@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import headprune
-from headprune.errors import HeadpruneError
+from headprune.errors import HeadpruneError, Interrupted
 from headprune.model.attention import attention_of
 from headprune.placements import Placement, placing
 from headprune.training.divergence import variance_error
-from headprune.training.resumable import Interrupted
 from tests import tiny
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -24,7 +25,14 @@ from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfi
 from headprune.console import compressed as console
 from headprune.console.compressed import contenders
 from headprune.declaration import Context
-from headprune.errors import DataError, FamilyError, HeadpruneError, PlanError, TrainingError
+from headprune.errors import (
+    DataError,
+    FamilyError,
+    HeadpruneError,
+    PlanError,
+    ProofError,
+    TrainingError,
+)
 from headprune.exporting.refitting import JudgedRefit
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
@@ -195,19 +203,84 @@ def test_healing_is_kept_only_if_it_helps(
     assert left == {"encoder", "sentences.txt", "out"}
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TrainingError("Training broke down: the loss is nan."), "Training broke down"),
+        (ProofError("The outputs differ."), "The outputs differ."),
+        (torch.OutOfMemoryError("CUDA out of memory."), "cpu ran out of memory."),
+        (OSError(errno.ENOSPC, "No space left on device"), "The disk is full."),
+        (RuntimeError("something else"), None),
+    ],
+)
 def test_healing_that_breaks_down_leaves_the_best_unhealed(
-    encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    told: str | None,
+    encoder: Path,
+    sentences: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*arguments: Any, **settings: Any) -> Any:
-        raise TrainingError("Training broke down: the loss is nan.")
+        raise error
 
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[7:8])
     monkeypatch.setattr("headprune.compression.compress.heal", broken)
+    if told is None:  # whatever it is, it is not healing's alone
+        with pytest.raises(RuntimeError, match="something else"):
+            compressed(encoder, sentences, tmp_path / "out", keep=0.5, heal_steps=3)
+        return
     choice = compressed(encoder, sentences, tmp_path / "out", keep=0.5, heal_steps=3).choice
     assert choice.chosen.name == "heads, fisher"
-    assert choice.failed == {
-        "heads, fisher, healed 3 steps": "Training broke down: the loss is nan."
-    }
+    ((name, why),) = choice.failed.items()
+    assert name == "heads, fisher, healed 3 steps" and why.startswith(told)
+
+
+def test_a_candidate_that_needs_too_much_memory_is_left_out(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(self: Any, *arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ShareKvHeads, "make", greedy)
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
+    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+    assert choice.failed == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
+    assert choice.chosen.name == "KV groups, fisher"
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[-1:])
+    with pytest.raises(HeadpruneError, match="ran out of memory while"):
+        compressed(llama_folder, data, tmp_path / "none", keep=0.5)
+
+
+def test_the_card_of_a_healed_result_tells_of_the_original(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    result = compressed(llama_folder, data, tmp_path / "out", keep=0.5, heal_steps=30)
+    first, last = result.pruned.manifest.steps
+    assert (first.done.kind, last.done.kind) == ("pruning", "healing")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "llama, cut to " in card and "; then trained for 30 steps to match" in card
+    before, after = first.kv_heads[0], last.kv_heads[1]
+    assert before > after and f"| KV heads | {before} | {after} | 50.0% |" in card
+
+
+def test_a_few_long_documents_are_running_text(llama_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "five.jsonl"
+    rows = [{"text": tiny.text(600, number)} for number in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    choice = compressed(llama_folder, [path], tmp_path / "out", keep=0.5).choice
+    assert choice.held_out_tokens >= 2 * SMALL["seq_len"]
+    path.write_text(json.dumps({"text": tiny.text(20)}))
+    with pytest.raises(DataError, match="The last eighth of the text, "):
+        compressed(llama_folder, [path], tmp_path / "short", keep=0.5)
+
+
+def test_a_criterion_that_cannot_be_had_leaves_the_others(data: list[Path], tmp_path: Path) -> None:
+    model = tiny.save(tiny.model("albert"), tmp_path / "albert")
+    choice = compressed(model, data, tmp_path / "out", keep=0.5).choice
+    assert choice.chosen.name == "heads, fisher"
+    assert all("compensated" in name or "refit" in name for name in choice.failed)
 
 
 @pytest.mark.parametrize(

@@ -583,6 +583,51 @@ def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
         heal(folder / "out", folder / "bert", text, folder / "healed", config)
 
 
+@pytest.mark.parametrize(
+    ("case", "setting", "by_layer", "told"),
+    [
+        ("bert-classifier", {"num_labels": 5}, False, "with 5 labels"),
+        ("bert-base", {"hidden_size": 24}, False, "hidden states of 24 channels"),
+        ("llama-mha", {"hidden_size": 24}, True, "hidden states of 24 channels, 2 layers"),
+        ("llama-mha", {"num_hidden_layers": 1}, True, "1 layers"),
+    ],
+)
+def test_a_teacher_of_another_size_is_refused(
+    case: str, setting: dict[str, Any], by_layer: bool, told: str, folder: Path
+) -> None:
+    net = tiny.model(case)
+    tiny.save(net, folder / "model")
+    tiny.save(type(net)(type(net.config)(**{**net.config.to_dict(), **setting})), folder / "other")
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = HealConfig(steps=1, seq_len=16, by_layer=by_layer)
+    with pytest.raises(HeadpruneError, match=f"{told}. Give the model it came from"):
+        heal(folder / "model", folder / "other", text, folder / "healed", config)
+    heal(folder / "model", folder / "model", text, folder / "healed", config)
+
+
+def test_what_fails_before_the_first_checkpoint_leaves_nothing_to_resume(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(folder, "llama-mha", 2, merge="mean")
+    with monkeypatch.context() as patched:
+        patched.setattr("headprune.distillation.trainer.blended", breaking := Breaking())
+        with pytest.raises(RuntimeError, match="no memory"):
+            healing(folder)
+    assert breaking.calls and not (folder / "healed-checkpoints").exists()
+    healing(folder)
+
+
+class Breaking:
+    """A loss that cannot be computed."""
+
+    calls = 0
+
+    def __call__(self, *arguments: object) -> Any:
+        """Fails."""
+        self.calls += 1
+        raise RuntimeError("no memory")
+
+
 @pytest.mark.parametrize("case", ["llama-mha", "gpt2"])
 def test_a_layer_whose_attention_is_zero_is_merged(case: str, folder: Path) -> None:
     model = tiny.model(case)

@@ -292,7 +292,7 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
 
     name = f"healed-{killed}"
     said = interrupted(folder, name, long(name), killed)
-    assert "Another of the 2 processes ended. Go on with: headprune heal gqa" in said
+    assert "Another of the 2 processes ended. Go on with the same command and --resume." in said
     if not (folder / "healed-at-once").exists():
         done = forked.together(2, *long("healed-at-once"), folder=folder)
         assert done.returncode == 0, done.stderr

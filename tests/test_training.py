@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from headprune import from_pretrained
 from headprune.config import DataConfig, Method, Objective, Resuming, Train, TrainGatesConfig
 from headprune.declaration import Context
-from headprune.errors import HeadpruneError, PlanError
+from headprune.errors import HeadpruneError, Interrupted, PlanError
 from headprune.exporting.preview import preview
 from headprune.exporting.prune import prune
 from headprune.gates.channels import Channels
@@ -35,7 +35,6 @@ from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.gates import read_metadata
 from headprune.tensors.units import Unit
 from headprune.training.divergence import divergence, kl_divergence, relative_error
-from headprune.training.resumable import Interrupted
 from tests import tiny
 from tests.marks import slow_unless
 

@@ -76,6 +76,12 @@ def chosen() -> torch.device:
     return _found(AUTO) if choice is None else choice.device
 
 
+def asked() -> str | None:
+    """What to ask for to have the device of the command; None where "auto" finds the same."""
+    device = chosen()
+    return None if device == _found(AUTO) else str(device)
+
+
 def computes_bfloat16() -> bool:
     """Whether the device multiplies bfloat16 matrices by itself, several times as fast as others.
 

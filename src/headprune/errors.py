@@ -39,6 +39,12 @@ class TrainingError(HeadpruneError):
     exit_code = 1
 
 
+class Interrupted(HeadpruneError):
+    """The user stopped a training; it can go on from its last checkpoint."""
+
+    exit_code = 130
+
+
 class ProofError(HeadpruneError):
     """The cut model does not compute what the gated original computes; nothing was written."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,7 @@ from headprune.config import (
     Writing,
 )
 from headprune.declaration import Context
+from headprune.errors import DataError, PlanError
 from headprune.evidence.score import score
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
@@ -49,15 +51,30 @@ class Job:
     work: Path
     context: Context
 
-    def scores(self, unit: Unit) -> Path:
-        """The scores of a kind of units by all criteria that candidates ask for, made once."""
-        folder = self.work / f"scores-{unit.value}"
-        if not folder.is_dir():
-            criteria = criteria_of(self.goal, unit)
-            length = min(self.config.seq_len, SCORED)
-            config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
-            score(self.model, folder, config, self.text, context=self.context)
-        return folder
+    def scores(self, unit: Unit, criterion: str) -> Path:
+        """The scores of a kind of units, made once, by all criteria that candidates ask for.
+
+        Where they cannot be made together, they are made by this criterion alone: others may do
+        without what one of them needs.
+        """
+        together, criteria = self.work / f"scores-{unit.value}", criteria_of(self.goal, unit)
+        alone = self.work / f"scores-{unit.value}-{criterion}"
+        for made in (together, alone):
+            if made.is_dir():
+                return made
+        try:
+            self._score(together, unit, criteria)
+        except (PlanError, DataError):
+            if len(criteria) == 1:
+                raise
+            self._score(alone, unit, (criterion,))
+            return alone
+        return together
+
+    def _score(self, folder: Path, unit: Unit, criteria: Sequence[str]) -> None:
+        length = min(self.config.seq_len, SCORED)
+        config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
+        score(self.model, folder, config, self.text, context=self.context)
 
 
 class Maker(Protocol):
@@ -94,7 +111,7 @@ class RemoveHeads:
 
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Plans and cuts."""
-        scores = job.scores(self.unit)
+        scores = job.scores(self.unit, self.criterion)
         context.stage("planning")
         config = job.goal.budget.part(
             PlanConfig,

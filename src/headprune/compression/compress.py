@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headprune import devices
 from headprune.compression import texts
 from headprune.compression.candidates import SCORED, Candidate, Job, candidates_for
 from headprune.compression.goals import goal_of
@@ -26,11 +27,18 @@ from headprune.data.sentences import OF_SENTENCES
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.distillation.heal import heal
-from headprune.errors import DataError, HeadpruneError, PlanError, ProofError, TrainingError
+from headprune.errors import (
+    DataError,
+    HeadpruneError,
+    Interrupted,
+    PlanError,
+    ProofError,
+    TrainingError,
+)
 from headprune.exporting.card import write_card
 from headprune.exporting.publish import Pruned
 from headprune.io.outputs import claimed, whole_folder
-from headprune.io.writing import beside, reserved
+from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.attention import attention_of
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import load_tokenizer, task_of
@@ -41,7 +49,6 @@ from headprune.planning.constraints import constraints_of
 from headprune.planning.rounds import why_no_exchanges
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
-from headprune.training.resumable import Interrupted
 
 _OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of what is fitted to the others
@@ -226,7 +233,7 @@ class _Compression:
     def _best(self, job: Job, selection: Selection) -> Pruned:
         """Makes all candidates and measures them; only the best so far stays on disk."""
         best: Pruned | None = None
-        errors: list[HeadpruneError] = []
+        errors: list[Exception] = []
         for number, candidate in enumerate(self.candidates, start=1):
             where = f"{number}/{len(self.candidates)} {candidate.name}"
 
@@ -241,9 +248,12 @@ class _Compression:
                 better = selection.add(
                     _name(candidate, made), folder, seconds, self.context.allowed
                 )
-            except (PlanError, DataError, ProofError) as error:  # also where outputs are not finite
+            except Exception as error:  # also where outputs are not finite
+                own = isinstance(error, PlanError | DataError | ProofError)
+                if not own and not devices.out_of_memory(error):
+                    raise
                 errors.append(error)
-                selection.failed[candidate.name] = str(error)
+                selection.failed[candidate.name] = _why(error)
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             loser = best if better else made
@@ -296,19 +306,29 @@ class _Compression:
                 healing,
                 context=self.context,
             )
+            if not healed.taken_after:
+                raise TrainingError("Healing brought it no nearer to the original: try more steps.")
+            self.context.stage("measuring the healed model")
+            seconds, output = time.monotonic() - began, healed.pruned.output
+            better = selection.add(name, output, seconds, self.context.allowed)
         except Interrupted:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
             ) from None
-        except TrainingError as error:
-            selection.failed[name] = str(error)
+        except Exception as error:  # what was made before it is there, and stays
+            told = isinstance(error, HeadpruneError) or of_full_disk(error)
+            if not told and not devices.out_of_memory(error):
+                raise
+            selection.failed[name] = _why(error)
             return best
-        if not healed.taken_after:
-            selection.failed[name] = "Healing brought it no nearer to the original: try more steps."
-            return best
-        self.context.stage("measuring the healed model")
-        seconds, output = time.monotonic() - began, healed.pruned.output
-        return healed.pruned if selection.add(name, output, seconds, self.context.allowed) else best
+        return healed.pruned if better else best
+
+
+def _why(error: Exception) -> str:
+    """Why a candidate is not there, in a sentence."""
+    if devices.out_of_memory(error):
+        return f"{devices.chosen()} ran out of memory."
+    return "The disk is full." if of_full_disk(error) else str(error)
 
 
 def _name(candidate: Candidate, made: Pruned) -> str:

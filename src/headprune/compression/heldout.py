@@ -140,7 +140,8 @@ class HeldOut:
 
     def _refuse_short(self, texts: Sequence[Text]) -> None:
         found = sum(self._tokens(text) for text in texts)
-        if 0 < found < 2 * self.seq_len:  # a text without tokens is refused as it is read
+        empty = not found and any(text.rows for text in texts)  # refused as it is read
+        if found < 2 * self.seq_len and not empty:
             raise DataError(
                 f"The last eighth of the text, {found:,} tokens, is held out to choose on, and 2 "
                 f"sequences of {self.seq_len} are needed: give some "

@@ -134,12 +134,14 @@ def write(texts: Sequence[Text], folder: Path) -> DataConfig:
 
 def _apart(name: str, data: DataConfig) -> tuple[Text, Text]:
     examples = read_examples(data)
-    if examples.rows_are_documents:
+    whole_rows = examples.labels is not None or examples.width > 1  # such are not cut
+    if examples.rows_are_documents and (whole_rows or len(examples.texts) >= HELD_OUT):
         labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
         rows = tuple(zip(examples.texts, labels, strict=True))
         at = len(rows) - len(rows) // HELD_OUT
         return Text(name, rows[:at], plain=False), Text(name, rows[at:], plain=False)
-    whole = "".join(islice(examples.strings(), _PIECES))
+    between = "\n\n" if examples.rows_are_documents else ""  # of a few: others are in pieces
+    whole = between.join(islice(examples.strings(), _PIECES))
     at = _break(whole, len(whole) - len(whole) // HELD_OUT)
     return Text(name, _blocks(whole[:at]), plain=True), Text(name, _blocks(whole[at:]), plain=True)
 

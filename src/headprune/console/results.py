@@ -207,7 +207,7 @@ def proof(console: Console, manifest: Manifest) -> None:
 def _sizes(console: Console, manifest: Manifest) -> None:
     from headprune.exporting.card import sizes
 
-    console.print(before_after(sizes(manifest)))
+    console.print(before_after(sizes([manifest])))
 
 
 def exported(console: Console, result: Exported) -> None:

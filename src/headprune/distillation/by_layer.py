@@ -40,7 +40,7 @@ from headprune.distillation.optimizer import USUAL_RATE
 from headprune.distillation.pair import Pair
 from headprune.distillation.stack import Stack, Streams
 from headprune.distillation.trainer import HealedModel
-from headprune.errors import CheckpointError, HeadpruneError, TrainingError
+from headprune.errors import CheckpointError, HeadpruneError, Interrupted, TrainingError
 from headprune.io.parsing import read_as
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
@@ -50,12 +50,7 @@ from headprune.schemas.records import LayerHealing
 from headprune.training import checkpoints
 from headprune.training.checkpoints import PARTIAL, PROGRESS, STATE, first_infinite, kind_of
 from headprune.training.divergence import variance_error
-from headprune.training.resumable import (
-    Interrupted,
-    Remedies,
-    TrainingStep,
-    stop_on_interrupt,
-)
+from headprune.training.resumable import Remedies, TrainingStep, stop_on_interrupt
 from headprune.training.work import Work
 
 
@@ -321,8 +316,6 @@ class _Run:
         self.reporting.context.step(record.step, record.steps, record.numbers)
 
     def _broken(self, what: str, trained: bool) -> TrainingError:
-        if not checkpoints.found(self.work.checkpoints):  # nothing to go on from
-            self.work.remove()
         remedies = self.reporting.remedies
         remedy = remedies.trained if trained else remedies.untrained
         return TrainingError(

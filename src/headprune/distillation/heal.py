@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
-from headprune import processes
+from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
@@ -154,15 +154,19 @@ def heal(
         shard=in_shards(),
         overwrite=rerun.overwrite,
         placement=Placement.LAYERS.value if in_layers else None,
+        device=devices.asked(),
         resume=True,
     )
+    go_on = f"Go on with: {again}"
+    if processes.count() > 1:  # how they were started is not known here
+        go_on = "Go on with the same command and --resume."
     inputs = [place_of(place) for place in (model, teacher, data)]
     held_whole = nullcontext() if in_shards() or config.by_layer else placing(Placement.WHOLE)
     with at_work(output, settings, inputs, rerun) as work, held_whole:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
         load_config(teacher, trust_remote_code=context.allowed.trust_remote_code)
-        job = HealingJob(model, teacher, output, config, context, work, f"Go on with: {again}")
+        job = HealingJob(model, teacher, output, config, context, work, go_on)
         pair = Pair.by(job, data)
         _objective(config, pair.net)
         if not rerun.resume:
@@ -307,5 +311,9 @@ def _remedies(config: HealConfig, bf16: bool) -> Remedies:
 
 
 def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
-    """The settings that are not the usual ones."""
-    return {name: value for name, value in config if value != getattr(usual, name)}
+    """The settings that are not the usual ones, as options; what was turned off as ``no_...``."""
+    changed = {name: value for name, value in config if value != getattr(usual, name)}
+    return {
+        f"no_{name}" if value is False else name: True if value is False else value
+        for name, value in changed.items()
+    }

@@ -116,7 +116,7 @@ class Pair:
         refuse_without_text(net, "heal")
         bf16 = config.bf16 and devices.computes_bfloat16()
         original = job.original(torch.bfloat16 if bf16 and not config.by_layer else torch.float32)
-        _check_pair(net, original)
+        _check_pair(net, original, config.by_layer)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)
         reshard(net)
@@ -128,13 +128,26 @@ class Pair:
         return cls(net, original, source, plan, stored, *parts, collate, of_step, bf16)
 
 
-def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    sizes = [m.config.get_text_config().vocab_size for m in (student, teacher)]
+def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel, by_layer: bool) -> None:
+    """Refuses a teacher whose outputs, or those of whose layers, are of another kind or size."""
+    sizes = [_sizes(net, by_layer) for net in (student, teacher)]
     if task_of(student) != task_of(teacher) or sizes[0] != sizes[1]:
         raise HeadpruneError(
-            f"The model to heal is a {type(student).__name__} over {sizes[0]:,} tokens, the "
-            f"teacher a {type(teacher).__name__} over {sizes[1]:,}. Give the model it came from."
+            f"The model to heal is a {type(student).__name__} {sizes[0]}, the teacher a "
+            f"{type(teacher).__name__} {sizes[1]}. Give the model it came from."
         )
+
+
+def _sizes(net: PreTrainedModel, by_layer: bool) -> str:
+    config, task = net.config.get_text_config(), task_of(net)
+    said = f"over {config.vocab_size:,} tokens"
+    if task == "classification":
+        said += f", with {net.config.num_labels:,} labels"
+    if task == "features" or by_layer:
+        said += f", with hidden states of {config.hidden_size:,} channels"
+    if by_layer:
+        said += f", {config.num_hidden_layers:,} layers"
+    return said
 
 
 def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:

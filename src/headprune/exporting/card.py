@@ -13,7 +13,7 @@ from headprune.exporting.engines import serving
 from headprune.exporting.role_rows import ROLE_COLUMNS, role_rows
 from headprune.io.markup import inert, printable, xml_safe
 from headprune.io.writing import write_whole
-from headprune.schemas.manifest import CARD, LineageStep, Manifest, read_manifest
+from headprune.schemas.manifest import CARD, BeforeAfter, LineageStep, Manifest, read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
 from headprune.schemas.roles import RolesRecord
@@ -69,22 +69,23 @@ _EVEN = "The stock class has no setting for the heads that are left"
 
 
 def what(manifest: Manifest) -> str:
-    """One sentence: what was made of which model."""
-    by, name = f"headprune {manifest.versions['headprune']}", manifest.source.name
-    done = manifest.done
+    """One sentence: what was made of which model, in all the steps that led to it."""
+    name, steps = manifest.steps[0].source.name, "; then ".join(map(_step, manifest.steps))
+    return f"{name}, {steps}. Made by headprune {manifest.versions['headprune']}."
+
+
+def _step(step: LineageStep) -> str:
+    done = step.done
     if isinstance(done, Healing):
-        return f"{name}, trained for {done.steps} steps to match {done.teacher} by {by}."
+        return f"trained for {done.steps} steps to match {done.teacher}"
     if isinstance(done, Merging):
-        before, after = manifest.kv_heads
-        return f"{name} with {after} instead of {before} KV heads, merged by {by} ({done.merge})."
+        before, after = step.kv_heads
+        return f"merged to {after} of its {before} KV heads ({done.merge})"
     if isinstance(done, Migration):
-        return f"{name}, rewritten for transformers 5 by {by}."
-    before, after = manifest.query_heads
-    share = after / max(before, 1)
-    chosen = f"; its heads were chosen by {chosen_by(done.evidence)}" if done.evidence else ""
-    return (
-        f"{name} with {after} of its {before} attention heads ({share:.1%}), cut by {by}{chosen}."
-    )
+        return "rewritten for transformers 5"
+    before, after = step.query_heads
+    chosen = f", chosen by {chosen_by(done.evidence)}" if done.evidence else ""
+    return f"cut to {after} of its {before} attention heads ({after / max(before, 1):.1%}){chosen}"
 
 
 def chosen_by(evidence: Evidence) -> str:
@@ -93,16 +94,22 @@ def chosen_by(evidence: Evidence) -> str:
     return known_as if evidence.criterion is None else f"{evidence.criterion} ({known_as})"
 
 
-def sizes(step: LineageStep) -> list[tuple[str, int, int]]:
-    """What was counted, before and after."""
-    rows = [
-        ("query heads", *step.query_heads),
-        ("KV heads", *step.kv_heads),
-        ("parameters", *step.parameters),
-    ]
+def sizes(steps: Sequence[LineageStep]) -> list[tuple[str, int, int]]:
+    """What was counted, before the first of some steps and after the last."""
+    first, last = _counted(steps[0]), _counted(steps[-1])
+    # bytes of weights are of one element type, and older versions did not record them
+    return [(name, first[name][0], after) for name, (_, after) in last.items() if name in first]
+
+
+def _counted(step: LineageStep) -> dict[str, BeforeAfter]:
+    counts = {
+        "query heads": step.query_heads,
+        "KV heads": step.kv_heads,
+        "parameters": step.parameters,
+    }
     if step.weight_bytes is not None:
-        rows.append((f"bytes of weights ({step.dtype})", *step.weight_bytes))
-    return rows
+        counts[f"bytes of weights ({step.dtype})"] = step.weight_bytes
+    return counts
 
 
 def chosen_part(choice: ModelChoice | None) -> str:
@@ -297,7 +304,7 @@ def card(
     return _CARD.format(
         title=markdown_text(title),
         what=markdown_text(what(manifest)),
-        sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest))),
+        sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest.steps))),
         chosen=chosen_part(manifest.choice),
         code=load_code(manifest, title),
         needs=markdown_text(load_needs(manifest)),

@@ -183,13 +183,9 @@ def train_gates(
         )
         if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
             assert examples is not None
-            try:
-                choose_and_refit(
-                    net, attentions, gates, sparsity.heads, config.exchanges, examples, context
-                )
-            except HeadpruneError:
-                processes.on_main(work.remove)  # there is nothing to go on from
-                raise
+            choose_and_refit(
+                net, attentions, gates, sparsity.heads, config.exchanges, examples, context
+            )
         context.stage("training")
         with (
             gated(attentions, gates.source),

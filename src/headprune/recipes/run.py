@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from headprune import processes
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context, Door, Slot
-from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning
+from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning, Interrupted
 from headprune.estimates import duration
 from headprune.io.folders import digest_of
 from headprune.io.markup import sentence
@@ -40,7 +40,6 @@ from headprune.schemas.runs import (
     read_run,
     write_lock,
 )
-from headprune.training.resumable import Interrupted
 
 UNKNOWN = "not there yet"  # digest of the output of a step that is still to run
 

@@ -105,11 +105,7 @@ def size_rows(run: ShownRun) -> list[tuple[str, int, int]]:
             cache = before.kv_cache_bytes_per_token, after.kv_cache_bytes_per_token
             rows.append(("KV bytes per token", *cache))
     elif manifest is not None:
-        begun = {name: before for name, before, _ in card.sizes(run.chain[0])}
-        # bytes of weights are of one element type, and older versions did not record them
-        rows = [
-            (name, begun[name], after) for name, _, after in card.sizes(manifest) if name in begun
-        ]
+        rows = card.sizes((run.chain[0], manifest))
     elif run.head_map is not None and not run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
         rows = [("query heads", heads, sum(layer.kept for layer in run.head_map.layers))]

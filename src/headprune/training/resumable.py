@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import PrinterCallback
 
 from headprune import processes
-from headprune.errors import HeadpruneError, TrainingError
+from headprune.errors import HeadpruneError, Interrupted, TrainingError
 from headprune.tensors.shards import own_part, split_as
 from headprune.training.checkpoints import (
     FOR_TRAINER,
@@ -39,12 +39,6 @@ from headprune.training.checkpoints import (
 )
 from headprune.training.loss_module import LossModule
 from headprune.training.work import Work
-
-
-class Interrupted(HeadpruneError):
-    """The user stopped the training; it can go on from its last checkpoint."""
-
-    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -278,10 +272,6 @@ def train(
         raise HeadpruneError(
             f"Another of the {processes.count()} processes ended. {go_on}"
         ) from error
-    except TrainingError:
-        if not found(work.checkpoints):  # nothing to go on from
-            processes.on_main(work.remove)
-        raise
     if callback.interrupted:
         raise Interrupted(
             f"Stopped after step {trainer.state.global_step} of {trainer.args.max_steps}; a "

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from headprune import processes
 from headprune.config import Count, DataConfig, HealConfig, Resuming, TrainGatesConfig
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, Interrupted
 from headprune.io.outputs import Input, claimed
 from headprune.io.parsing import parse_json, read_yaml, validated
 from headprune.io.writing import beside, real, write_whole
@@ -231,6 +231,8 @@ def at_work(
 ) -> Iterator[Work]:
     """Claims an output, and the folder in which it is trained, while the block lasts.
 
+    A run that fails before its first checkpoint leaves no folder.
+
     The main process does so for all; what it cannot do ends all of them.
 
     Args:
@@ -246,7 +248,15 @@ def at_work(
     with ExitStack() as stack:
         processes.on_main(lambda: stack.enter_context(claimed(output, rerun.overwrite, inputs)))
         processes.on_main(lambda: work.check(settings, rerun))
-        yield work
+        try:
+            yield work
+        except Interrupted:
+            raise
+        except Exception:
+            # the others are not waited for: they may have failed alone, or go on waiting
+            if processes.is_main() and not checkpoints.found(work.checkpoints):
+                work.remove()  # there is nothing to go on from
+            raise
 
 
 def unfinished(folder: Path) -> str | None:
