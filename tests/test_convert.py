@@ -588,7 +588,7 @@ def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
     [
         ("bert-classifier", {"num_labels": 5}, False, "with 5 labels"),
         ("bert-base", {"hidden_size": 24}, False, "hidden states of 24 channels"),
-        ("llama-mha", {"hidden_size": 24}, True, "hidden states of 24 channels, 2 layers"),
+        ("llama-mha", {"hidden_size": 24}, True, "hidden states of 24 channels, 4 layers"),
         ("llama-mha", {"num_hidden_layers": 1}, True, "1 layers"),
     ],
 )
