@@ -49,7 +49,7 @@ from tests.test_cli import run
 SIZES: dict[str, Any] = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
 
 
-class Killed(Exception):
+class Killed(BaseException):
     pass
 
 
