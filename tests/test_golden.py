@@ -87,7 +87,7 @@ def test_a_report_of_evaluate(release: Path, tmp_path: Path) -> None:
 def test_parts_know_each_other(release: Path, tmp_path: Path) -> None:
     manifest = read_manifest(release / "result")
     assert isinstance(manifest.done, Pruning) and manifest.done.trained_weights
-    assert manifest.changed_weights == "its weights were trained"
+    assert manifest.changed_weights == "its weights came with its gates, trained or refitted"
     places = [release / name for name in ("result", "gates", "report.json")]
     runs = report(places, tmp_path / "page.md").runs
     told = " ".join(run.asked for run in runs)

@@ -24,7 +24,7 @@ from headprune.config import (
 )
 from headprune.declaration import Context, MadeBy
 from headprune.distillation.heal import heal
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.evaluation.sweep import sweep
@@ -497,13 +497,18 @@ def test_verify_tells_a_refit_from_trained_weights(home: Path, tmp_path: Path) -
     prune(home / "base", tmp_path / "refitted", CutRequest(plan=plan), **options)
     told = str(verify(tmp_path / "refitted", against=home / "base").not_run)
     assert "its output projections were refitted on" in told and "trained" not in told
+    tiny.save(tiny.model("gpt2"), tmp_path / "stranger")
+    with pytest.raises(PlanError, match=r"was not made from this model, .* but from 'base' \("):
+        verify(tmp_path / "refitted", against=tmp_path / "stranger")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        verify(tmp_path / "refitted", against=tmp_path / "nowhere")
     config = TrainGatesConfig(
         target_heads=0.5, steps=2, batch_size=2, seq_len=16, train="attention"
     )
     train_gates(home / "base", text_of(home), tmp_path / "gates", config)
     prune(home / "base", tmp_path / "trained", CutRequest(gates=tmp_path / "gates"))
     told = str(verify(tmp_path / "trained", against=home / "base").not_run)
-    assert "its weights were trained" in told and "refitted" not in told
+    assert "its weights came with its gates, trained or refitted" in told
     assert verify(home / "half", against=home / "base").not_run is None
 
 

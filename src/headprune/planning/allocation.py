@@ -212,9 +212,12 @@ def _impossible(
         asked.append(f"heads that --tensor-parallel {per_module.multiple} divides in every module")
     asked += [f"--keep-roles (query heads held: {held})"] if held else []
     asked += [limit.said for limit in limits]
-    floors = [f"{each.said} (without any head: {each.prices.rest:.6g})" for each in limits]
+    floors = [
+        f"{each.said}: {each.most:.6g} asked for, {each.prices.rest:.6g} left without any head"
+        for each in limits
+    ]
     return (
         f"No plan keeps to all of this at once: {'; '.join(asked)}."
-        + (f" Least possible: {'; '.join(floors)}." if floors else "")
+        + (f" Of {'; of '.join(floors)}." if floors else "")
         + " Loosen one of them."
     )

@@ -138,6 +138,7 @@ def verify(
                 lambda: auto.from_pretrained(place, dtype=dtype, **extra).eval(),
             )
     if against is not None and manifest.changed_weights is not None:
+        _refuse_stranger(folder, manifest, against)
         because = f"{manifest.changed_weights}, so it is not the gated form of '{against}'"
         not_run = " ".join(filter(None, [not_run, f"--against was not tried: {because}."]))
     elif against is not None and probed is not None:
@@ -219,6 +220,24 @@ def _refuse_ancestor(
         f"--against {against}: '{folder}' goes back to this model by several steps ({line}), and "
         f"its proof is about the last of them. Give --against '{last.name}' (fingerprint "
         f"{last.fingerprint})."
+    )
+
+
+def _refuse_stranger(folder: Path, manifest: Manifest, against: str | Path) -> None:
+    """Refuses a model that the folder was not made from, in any of its steps.
+
+    Raises:
+        CheckpointError: If there is no such model.
+        PlanError: Naming the model that it was made from.
+    """
+    base = from_pretrained(against, drop_unexpected=True, weights=False)
+    asked, steps = identity(base, against).fingerprint, [step.source for step in manifest.steps]
+    if asked in (step.fingerprint for step in steps):
+        return
+    made_from = " and ".join(f"'{step.name}' ({step.fingerprint})" for step in steps)
+    raise PlanError(
+        f"--against {against}: '{folder}' was not made from this model, whose fingerprint is "
+        f"{asked}, but from {made_from}. Give that one."
     )
 
 

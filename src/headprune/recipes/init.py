@@ -205,7 +205,8 @@ _STEPS = {
     gradient_checkpointing: {recompute} # saves memory, at a third more time
   # the closed ones are cut out of the weights, and the result is proven
   prune:
-    layout: per-layer # uniform: the same counts in every layer, so that any engine loads it
+    # uniform: the same counts in every layer, so that any engine loads it; train with method: l0
+    layout: per-layer
     dtype: {dtype}
 """
     + _EVALUATE

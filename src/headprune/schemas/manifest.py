@@ -132,7 +132,7 @@ class LineageStep(BaseModel):
         if self.refit is not None:
             return f"its output projections were refitted on '{self.refit.data}' after the cut"
         trained = isinstance(self.done, Pruning) and self.done.trained_weights
-        return "its weights were trained" if trained else None
+        return "its weights came with its gates, trained or refitted" if trained else None
 
     @property
     def uneven(self) -> bool:
@@ -226,7 +226,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"There is no folder '{folder}'. Give one that headprune wrote.")
     if not path.is_file():
         raise CheckpointError(
-            f"'{folder}' has no {MANIFEST}, so headprune did not write it; prune and migrate do."
+            f"'{folder}' has no {MANIFEST}, so it is no result of prune, convert-gqa, heal, "
+            "compress or migrate."
         )
     return _known(read_as(Manifest, path))
 
