@@ -455,7 +455,7 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert code == 0, err
     (tmp_path / "summary.md").write_text("## mine")
     code, _, err = command(capsys, "report", place / "cut", *to[:1], tmp_path / "summary.md", to[2])
-    assert code == 2 and "so it is no result of prune" in err
+    assert code == 2 and "headprune did not write it" in err
 
 
 def unfinished(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
