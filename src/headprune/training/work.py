@@ -19,9 +19,15 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from headprune import processes
+from headprune import devices, processes
 from headprune.config import Count, DataConfig, HealConfig, Resuming, TrainGatesConfig
-from headprune.errors import CheckpointError, Interrupted
+from headprune.errors import (
+    CheckpointError,
+    DataError,
+    HeadpruneError,
+    PlanError,
+    TrainingError,
+)
 from headprune.io.outputs import Input, claimed
 from headprune.io.parsing import parse_json, read_yaml, validated
 from headprune.io.writing import beside, real, write_whole
@@ -231,7 +237,7 @@ def at_work(
 ) -> Iterator[Work]:
     """Claims an output, and the folder in which it is trained, while the block lasts.
 
-    A run that fails before its first checkpoint leaves no folder.
+    A run that fails before its first checkpoint leaves no folder, unless going on may help.
 
     The main process does so for all; what it cannot do ends all of them.
 
@@ -250,13 +256,22 @@ def at_work(
         processes.on_main(lambda: work.check(settings, rerun))
         try:
             yield work
-        except Interrupted:
+        except Exception as error:
+            # other processes are not waited for: they may have failed alone, or go on waiting
+            if (
+                processes.is_main()
+                and not _goes_on(error)
+                and not checkpoints.found(work.checkpoints)
+            ):
+                work.remove()
             raise
-        except Exception:
-            # the others are not waited for: they may have failed alone, or go on waiting
-            if processes.is_main() and not checkpoints.found(work.checkpoints):
-                work.remove()  # there is nothing to go on from
-            raise
+
+
+def _goes_on(error: Exception) -> bool:
+    """Whether the user is told to go on with --resume, even from the start."""
+    if isinstance(error, HeadpruneError):
+        return not isinstance(error, TrainingError | DataError | PlanError)
+    return devices.itself_failed(error)
 
 
 def unfinished(folder: Path) -> str | None:
