@@ -26,6 +26,7 @@ from headprune.console import compressed as console
 from headprune.console.compressed import contenders
 from headprune.declaration import Context
 from headprune.errors import (
+    CheckpointError,
     DataError,
     FamilyError,
     HeadpruneError,
@@ -41,6 +42,7 @@ from headprune.planning.budgets import Price, Prices
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
 from headprune.tensors.units import Unit
+from headprune.training import checkpoints
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_cli import run
@@ -203,6 +205,13 @@ def test_healing_is_kept_only_if_it_helps(
     assert left == {"encoder", "sentences.txt", "out"}
 
 
+def as_trainings_say(error: OSError) -> CheckpointError:
+    """The error of a training that cannot write, which tells to go on with --resume."""
+    said = checkpoints.unwritable(Path("out"), error)
+    said.__context__ = error
+    return said
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -210,6 +219,7 @@ def test_healing_is_kept_only_if_it_helps(
         (ProofError("The outputs differ."), "The outputs differ."),
         (torch.OutOfMemoryError("CUDA out of memory."), "cpu ran out of memory."),
         (OSError(errno.ENOSPC, "No space left on device"), "The disk is full."),
+        (as_trainings_say(OSError(errno.ENOSPC, "No space left")), "The disk is full."),
         (RuntimeError("something else"), None),
     ],
 )
@@ -250,6 +260,24 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[-1:])
     with pytest.raises(HeadpruneError, match="ran out of memory while"):
         compressed(llama_folder, data, tmp_path / "none", keep=0.5)
+
+
+def test_scores_that_take_too_much_memory_together_are_made_alone(
+    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = candidates.score
+
+    def greedy(model: str, folder: Path, config: Any, *others: Any, **settings: Any) -> Any:
+        if "compensated" in config.criterion:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return made(model, folder, config, *others, **settings)
+
+    monkeypatch.setattr(candidates, "score", greedy)
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:4])
+    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+    assert {one.name.split(",")[1] for one in choice.contenders} == {" fisher"}
+    assert choice.failed and set(choice.failed.values()) == {"cpu ran out of memory."}
+    assert all("compensated" in name for name in choice.failed)
 
 
 def test_the_card_of_a_healed_result_tells_of_the_original(

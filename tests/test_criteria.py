@@ -246,8 +246,9 @@ def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
     possible = [k for k in itertools.combinations(range(count), heads) if spent(k) <= most]
     limit = BudgetLimit(prices, most, "--max-params")
     if not possible:
-        with pytest.raises(PlanError, match="No plan keeps to all of this"):
+        with pytest.raises(PlanError, match="No plan keeps to all of this") as told:
             allocate(attentions, Unit.HEAD, scores, heads, limits=[limit])
+        assert f"{most:.6g} at most, {prices.rest:.6g} are left without any head" in str(told.value)
         return
     kept = allocate(attentions, Unit.HEAD, scores, heads, limits=[limit])
     assert len(kept) == heads

@@ -215,6 +215,12 @@ def test_a_device_that_fails_is_told_and_what_to_do(
     assert err.count("AcceleratorError: CUDA error: unspecified launch failure") == 1
 
 
+def test_a_command_to_go_on_asks_for_another_device_than_the_usual(two_gpus: None) -> None:
+    for device, to_ask_for in (("cpu", "cpu"), ("cuda:1", "cuda:1"), ("auto", None)):
+        with devices.running_on(device):
+            assert devices.asked() == to_ask_for
+
+
 def test_trainer_takes_the_device(
     two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

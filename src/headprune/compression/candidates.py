@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from headprune import devices
 from headprune.compression.goals import SizeGoal
 from headprune.config import (
     CalibrationConfig,
@@ -18,7 +19,7 @@ from headprune.config import (
     Writing,
 )
 from headprune.declaration import Context
-from headprune.errors import DataError, PlanError
+from headprune.errors import DataError, PlanError, ProofError
 from headprune.evidence.score import score
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
@@ -54,8 +55,8 @@ class Job:
     def scores(self, unit: Unit, criterion: str) -> Path:
         """The scores of a kind of units, made once, by all criteria that candidates ask for.
 
-        Where they cannot be made together, they are made by this criterion alone: others may do
-        without what one of them needs.
+        Where they cannot be made together, they are made by this criterion alone, which may do
+        without what another needs.
         """
         together, criteria = self.work / f"scores-{unit.value}", criteria_of(self.goal, unit)
         alone = self.work / f"scores-{unit.value}-{criterion}"
@@ -64,8 +65,8 @@ class Job:
                 return made
         try:
             self._score(together, unit, criteria)
-        except (PlanError, DataError):
-            if len(criteria) == 1:
+        except Exception as error:  # memory runs out in several kinds; others go on
+            if len(criteria) == 1 or not is_its_own(error):
                 raise
             self._score(alone, unit, (criterion,))
             return alone
@@ -75,6 +76,12 @@ class Job:
         length = min(self.config.seq_len, SCORED)
         config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
         score(self.model, folder, config, self.text, context=self.context)
+
+
+def is_its_own(error: Exception) -> bool:
+    """Whether what cannot be made fails alone: others may take less memory, or need less."""
+    own = isinstance(error, PlanError | DataError | ProofError)
+    return own or devices.out_of_memory(error)
 
 
 class Maker(Protocol):

@@ -12,7 +12,13 @@ from typing import Any
 
 from headprune import devices
 from headprune.compression import texts
-from headprune.compression.candidates import SCORED, Candidate, Job, candidates_for
+from headprune.compression.candidates import (
+    SCORED,
+    Candidate,
+    Job,
+    candidates_for,
+    is_its_own,
+)
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
@@ -32,8 +38,6 @@ from headprune.errors import (
     HeadpruneError,
     Interrupted,
     PlanError,
-    ProofError,
-    TrainingError,
 )
 from headprune.exporting.card import write_card
 from headprune.exporting.publish import Pruned
@@ -248,9 +252,8 @@ class _Compression:
                 better = selection.add(
                     _name(candidate, made), folder, seconds, self.context.allowed
                 )
-            except Exception as error:  # also where outputs are not finite
-                own = isinstance(error, PlanError | DataError | ProofError)
-                if not own and not devices.out_of_memory(error):
+            except Exception as error:  # memory runs out in several kinds; others go on
+                if not is_its_own(error):
                     raise
                 errors.append(error)
                 selection.failed[candidate.name] = _why(error)
@@ -307,7 +310,9 @@ class _Compression:
                 context=self.context,
             )
             if not healed.taken_after:
-                raise TrainingError("Healing brought it no nearer to the original: try more steps.")
+                why = "Healing brought it no nearer to the original: try more steps."
+                selection.failed[name] = why
+                return best
             self.context.stage("measuring the healed model")
             seconds, output = time.monotonic() - began, healed.pruned.output
             better = selection.add(name, output, seconds, self.context.allowed)
@@ -315,20 +320,27 @@ class _Compression:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
             ) from None
-        except Exception as error:  # what was made before it is there, and stays
-            told = isinstance(error, HeadpruneError) or of_full_disk(error)
-            if not told and not devices.out_of_memory(error):
+        except Exception as error:  # memory and disk run out in several kinds; others go on
+            if not isinstance(error, HeadpruneError) and _machine_ran_out(error) is None:
                 raise
             selection.failed[name] = _why(error)
             return best
         return healed.pruned if better else best
 
 
-def _why(error: Exception) -> str:
-    """Why a candidate is not there, in a sentence."""
+def _machine_ran_out(error: Exception) -> str | None:
+    """What the machine had too little of, in a sentence; None if that was not the reason."""
     if devices.out_of_memory(error):
         return f"{devices.chosen()} ran out of memory."
-    return "The disk is full." if of_full_disk(error) else str(error)
+    # what a training says of a full disk is raised from that, and tells to resume the training
+    causes = (error, error.__context__)
+    full = any(isinstance(each, Exception) and of_full_disk(each) for each in causes)
+    return "The disk is full." if full else None
+
+
+def _why(error: Exception) -> str:
+    """Why a candidate is not there, in a sentence."""
+    return _machine_ran_out(error) or str(error)
 
 
 def _name(candidate: Candidate, made: Pruned) -> str:

@@ -157,9 +157,9 @@ def heal(
         device=devices.asked(),
         resume=True,
     )
-    go_on = f"Go on with: {again}"
-    if processes.count() > 1:  # how they were started is not known here
-        go_on = "Go on with the same command and --resume."
+    # how several processes were started is not known here
+    alone = processes.count() == 1
+    go_on = f"Go on with: {again}" if alone else "Go on with the same command and --resume."
     inputs = [place_of(place) for place in (model, teacher, data)]
     held_whole = nullcontext() if in_shards() or config.by_layer else placing(Placement.WHOLE)
     with at_work(output, settings, inputs, rerun) as work, held_whole:

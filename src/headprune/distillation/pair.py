@@ -140,7 +140,7 @@ def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel, by_layer: bo
 
 def _sizes(net: PreTrainedModel, by_layer: bool) -> str:
     config, task = net.config.get_text_config(), task_of(net)
-    said = f"over {config.vocab_size:,} tokens"
+    said = f"over {getattr(config, 'vocab_size', 0):,} tokens"  # models of images have none
     if task == "classification":
         said += f", with {net.config.num_labels:,} labels"
     if task == "features" or by_layer:

@@ -213,7 +213,7 @@ def _impossible(
     asked += [f"--keep-roles (query heads held: {held})"] if held else []
     asked += [limit.said for limit in limits]
     floors = [
-        f"{each.said}: {each.most:.6g} asked for, {each.prices.rest:.6g} left without any head"
+        f"{each.said}, {each.most:.6g} at most, {each.prices.rest:.6g} are left without any head"
         for each in limits
     ]
     return (

@@ -102,6 +102,8 @@ def verify(
         HeadpruneError: If the folder is none of headprune's, or ``against`` is another model.
     """
     manifest = read_manifest(folder)
+    if against is not None and manifest.changed_weights is not None:
+        _refuse_stranger(folder, manifest, against)  # no outputs are compared that would tell
     on_stage("hashing the files")
     checks = [_files(folder, manifest)]
     if manifest.proof is None or manifest.probe is None:
@@ -138,7 +140,6 @@ def verify(
                 lambda: auto.from_pretrained(place, dtype=dtype, **extra).eval(),
             )
     if against is not None and manifest.changed_weights is not None:
-        _refuse_stranger(folder, manifest, against)
         because = f"{manifest.changed_weights}, so it is not the gated form of '{against}'"
         not_run = " ".join(filter(None, [not_run, f"--against was not tried: {because}."]))
     elif against is not None and probed is not None:
