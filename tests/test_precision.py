@@ -20,6 +20,7 @@ from headprune.config import (
     DataConfig,
     Dtype,
     EvaluateConfig,
+    ExportConfig,
     HealConfig,
     LayoutOption,
     ScoreConfig,
@@ -33,11 +34,13 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
 from headprune.exporting import prune as pruning
 from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.export import export
 from headprune.exporting.prune import migrate, prune
 from headprune.exporting.publish import Pruned
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
 from headprune.model.attention import attention_of
+from headprune.model.inspection import inspect
 from headprune.model.precision import refuse_missing_dtype, widened
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
 from headprune.planning.from_evidence import CutRequest
@@ -467,6 +470,13 @@ def test_quantised_checkpoints_are_refused_by_name(data: DataConfig, tmp_path: P
     (base / "config.json").write_text(json.dumps(packed))
     with pytest.raises(CheckpointError, match=r"quantised \(gptq\).*Give the unquantised model"):
         score(base, tmp_path / "scores", SMALL.part(ScoreConfig, criterion=["fisher"]), data)
+    with pytest.raises(CheckpointError, match=r"quantised \(gptq\).*Give the unquantised model"):
+        export(base, tmp_path / "exported", ExportConfig(to="gguf"))
+    with pytest.raises(CheckpointError, match=r"quantised \(gptq\) and does not load: .*optimum"):
+        inspect(base)
+    readable = {**config, "quantization_config": {"quant_method": "mxfp4"}}
+    (base / "config.json").write_text(json.dumps(readable))
+    assert "It is quantised (mxfp4)" in inspect(base).notes[0]
     (base / "config.json").write_text(json.dumps(config))
     weights = load_file(base / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

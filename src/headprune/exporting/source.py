@@ -22,6 +22,7 @@ from headprune.model.loading import (
     task_of,
     uneven_heads_are_known,
 )
+from headprune.model.refusals import refuse_quantised
 from headprune.model.sizes import without_weights
 from headprune.runtime.modeling_headprune import Attention, pruned_class
 
@@ -79,9 +80,10 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
     """Reads the facts of a model, and no weights.
 
     Raises:
-        HeadpruneError: If it is no model folder, or of no family that is supported.
+        HeadpruneError: If it is no model folder, of no family that is supported, or quantised.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
+    refuse_quantised(folder, config)
     net = built(config)
     weights = StoredWeights(folder, net)
     return ExportSource(folder, config, net, weights, trust_remote_code)

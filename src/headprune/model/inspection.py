@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedConfig
 
 from headprune.declaration import Allowed
 from headprune.model import cost
 from headprune.model.attention import attention_of, family_of
-from headprune.model.loading import from_pretrained, task_of
+from headprune.model.loading import from_pretrained, load_config, task_of
+from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
 from headprune.schemas.ranks import Ranks
 from headprune.tensors.dtypes import dtype_name
@@ -104,6 +106,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
     Raises:
         HeadpruneError: If it cannot be loaded or its family is not supported.
     """
+    config = load_config(model, trust_remote_code=allowed.trust_remote_code)
     net = from_pretrained(
         model,
         trust_remote_code=allowed.trust_remote_code,
@@ -146,14 +149,15 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
             )
             for share in (0.25, 0.5, 0.75)
         ),
-        notes=_notes({a.head_dim for a in attentions}),
+        notes=_notes(config, {a.head_dim for a in attentions}),
     )
 
 
-def _notes(head_dims: set[int]) -> tuple[str, ...]:
-    """One note per head_dim: whether it is one that kernels are tuned for."""
+def _notes(config: PreTrainedConfig, head_dims: set[int]) -> tuple[str, ...]:
+    """What keeps it from being cut; and per head_dim, whether kernels are tuned for it."""
     usual = " and ".join(map(str, USUAL_HEAD_DIMS))
-    notes = []
+    method = quantised_by(config)
+    notes = [] if method is None else [f"It is quantised ({method}): {PACKED}"]
     for head_dim in sorted(head_dims):
         if head_dim < min(USUAL_HEAD_DIMS):
             what = f"under the usual {usual}: attention kernels gain less from fewer heads"

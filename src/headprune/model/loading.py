@@ -29,6 +29,7 @@ from headprune.model.reading import (
 )
 from headprune.model.refusals import (
     checked_description,
+    quantised_by,
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
@@ -102,7 +103,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     if tensors:
         refuse_larger_than_weights(model, without_weights(cls, config), tensors)
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
-    refused = damage_is(lambda why: _does_not_load(model, cls, why))
+    refused = damage_is(lambda why: _does_not_load(model, config, cls, why))
     with refused, hub.asked_once(model), uneven_heads_are_known():
         net, info = _loaded(cls, model, config, options, {} if weights else tensors)
     # another head than the checkpoint's starts anew, and many encoders come without a pooler
@@ -136,12 +137,18 @@ def _loaded(
     return net, info
 
 
-def _does_not_load(model: str | Path, cls: type, why: str) -> str:
+def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: str) -> str:
     if hub.may_be_id(model) and "file named model.safetensors" in why:
         return (
             f"'{model}' has no safetensors on the hub. If it has a pickle (pytorch_model.bin), "
             "which can run code when it is read, make safetensors of that, without running any: "
             f"headprune import-pickle {model} OUT"
+        )
+    method = quantised_by(config)
+    if method is not None:  # mostly for want of the package that reads it
+        return (
+            f"'{model}' is quantised ({method}) and does not load: {why.rstrip('.')}. Install what "
+            "that names, or give the unquantised model that it was made from."
         )
     if "ignore_mismatched_sizes" in why:
         why = "some of its tensors have other shapes than its config describes"

@@ -19,9 +19,9 @@ from headprune.model.precision import (
     compute_dtype,
     refuse_missing_dtype,
     refuse_not_finite,
-    refuse_quantised,
     refuse_unwritable,
 )
+from headprune.model.refusals import refuse_quantised
 from headprune.model.residency import Residency
 from headprune.model.sharding import load_sharded
 from headprune.model.skeleton import Unmapped

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
@@ -137,24 +137,6 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
     except RuntimeError as error:
         if "Half" not in str(error):  # what this machine cannot compute in float16 is not tried
             raise
-
-
-def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
-    """Refuses a checkpoint whose weights are packed.
-
-    Raises:
-        CheckpointError: Naming the method.
-    """
-    packed = getattr(config, "quantization_config", None)
-    if packed is None:
-        return
-    settings = packed if isinstance(packed, dict) else packed.to_dict()
-    method = settings.get("quant_method") or "an unknown method"
-    raise CheckpointError(
-        f"'{model}' is quantised ({getattr(method, 'value', method)}): its heads cannot be cut or "
-        "merged as they are packed. Give the unquantised model that it was made from, and quantise "
-        "the result."
-    )
 
 
 def widened(net: PreTrainedModel) -> PreTrainedModel:

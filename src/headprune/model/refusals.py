@@ -24,6 +24,12 @@ from headprune.model.batch import own_padding_id
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
+# what becomes of a quantised model
+PACKED = (
+    "packed weights cannot be cut, merged or exported. Give the unquantised model that it was made "
+    "from, and quantise the result."
+)
+
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -44,6 +50,27 @@ def refuse_pickles(model: str | Path) -> None:
             f"headprune import-pickle {shlex.quote(str(model))} OUT"
         )
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
+
+
+def quantised_by(config: PreTrainedConfig) -> str | None:
+    """The method that packed a checkpoint's weights; None where they are plain numbers."""
+    packed = getattr(config, "quantization_config", None)
+    if packed is None:
+        return None
+    settings = packed if isinstance(packed, dict) else packed.to_dict()
+    method = settings.get("quant_method") or "an unknown method"
+    return str(getattr(method, "value", method))
+
+
+def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
+    """Refuses a checkpoint whose weights are packed.
+
+    Raises:
+        CheckpointError: Naming the method.
+    """
+    method = quantised_by(config)
+    if method is not None:
+        raise CheckpointError(f"'{model}' is quantised ({method}): {PACKED}")
 
 
 def refuse_links(model: str | Path) -> None:
