@@ -283,6 +283,7 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ("rows.jsonl", ["--text-column", "body", "--label-column", "l"], "--label-column l"),
         ("odd.xyz", [], "an ending that says nothing"),
         ("nothing", [], "has no file with one of the endings"),
+        (llama_folder.absolute(), [], "is the folder of a model, and text is what is asked for"),
         ("missing.txt", [], "There is no file"),
     ):
         base = ["train-gates", llama_folder, "--data", tmp_path / source, *TRAIN]

@@ -198,6 +198,11 @@ def _files(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
+        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+            raise DataError(
+                f"'{source}' is the folder of a model, and text is what is asked for. Give a file "
+                "of text or of a table, or a folder of such files."
+            )
         files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in _BUILDERS)
         if not files:
             raise DataError(

@@ -238,7 +238,7 @@ def _refuse_stranger(folder: Path, manifest: Manifest, against: str | Path) -> N
     made_from = " and ".join(f"'{step.name}' ({step.fingerprint})" for step in steps)
     raise PlanError(
         f"--against {against}: '{folder}' was not made from this model, whose fingerprint is "
-        f"{asked}, but from {made_from}. Give that one."
+        f"{asked}, but from {made_from}. Give --against '{steps[-1].name}'."
     )
 
 
