@@ -583,6 +583,18 @@ def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
         heal(folder / "out", folder / "bert", text, folder / "healed", config)
 
 
+def test_a_teacher_with_its_classes_in_another_order_is_refused(folder: Path) -> None:
+    net = tiny.model("bert-classifier")
+    for name, classes in (("model", ("neg", "pos")), ("turned", ("pos", "neg"))):
+        net.config.id2label = dict(enumerate(classes))
+        net.config.label2id = {label: number for number, label in enumerate(classes)}
+        tiny.save(net, folder / name)
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = HealConfig(steps=1, seq_len=16)
+    with pytest.raises(HeadpruneError, match="number their classes differently"):
+        heal(folder / "model", folder / "turned", text, folder / "healed", config)
+
+
 @pytest.mark.parametrize(
     ("case", "setting", "by_layer", "told"),
     [

@@ -294,6 +294,39 @@ def test_a_classifier_is_scored_on_its_labels(tmp_path: Path) -> None:
         evaluate(folder, labelled, EvaluateConfig(**FAST))
 
 
+def test_classifiers_are_compared_by_the_names_of_their_classes(tmp_path: Path) -> None:
+    model = tiny.model("bert-classifier")
+
+    def saved(name: str, *classes: str) -> Path:
+        model.config.id2label = dict(enumerate(classes))
+        model.config.label2id = {label: number for number, label in enumerate(classes)}
+        return tiny.save(model, tmp_path / name)
+
+    ours, strange = saved("ours", "neg", "pos"), saved("strange", "neg", "other")
+    with torch.no_grad():
+        for parameter in model.classifier.parameters():
+            parameter.copy_(parameter.flip(0))
+    turned = saved("turned", "pos", "neg")
+    path = tmp_path / "rows.jsonl"
+
+    def written(*labels: str | int) -> DataConfig:
+        rows = [{"text": tiny.text(6, s), "label": labels[s % 2]} for s in range(12)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DataConfig(source=str(path), text_column="text", label_column="label")
+
+    named = written("neg", "pos")
+    report = evaluate(ours, named, EvaluateConfig(**FAST), against=turned)
+    assert report.against is not None
+    assert report.model.metrics == report.against.metrics
+    assert evaluate(turned, named, EvaluateConfig(**FAST)).model.metrics == report.model.metrics
+    with pytest.raises(HeadpruneError, match="same classes: 'other' is one of only one"):
+        evaluate(ours, named, EvaluateConfig(**FAST), against=strange)
+    numbered = written(0, 1)
+    evaluate(ours, numbered, EvaluateConfig(**FAST), against=ours)
+    with pytest.raises(DataError, match=r"number their classes differently.*\(neg, pos\)"):
+        evaluate(ours, numbered, EvaluateConfig(**FAST), against=turned)
+
+
 def test_sentence_pairs_give_spearman_and_fidelity(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
     rows = "".join(f"{tiny.text(5, s)},{tiny.text(6, s + 99)},{s % 5}\n" for s in range(9))

@@ -136,6 +136,13 @@ def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel, by_layer: bo
             f"The model to heal is a {type(student).__name__} {sizes[0]}, the teacher a "
             f"{type(teacher).__name__} {sizes[1]}. Give the model it came from."
         )
+    classes = [getattr(net.config, "label2id", None) or {} for net in (student, teacher)]
+    reordered = set(classes[0]) == set(classes[1]) and classes[0] != classes[1]
+    if task_of(student) == "classification" and reordered:
+        raise HeadpruneError(
+            "The model to heal and the teacher number their classes differently (label2id in "
+            "config.json), so that it would learn the wrong ones. Give the model it came from."
+        )
 
 
 def _sizes(net: PreTrainedModel, by_layer: bool) -> str:

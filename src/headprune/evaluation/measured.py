@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import EvaluateConfig
@@ -124,12 +125,19 @@ def _columns(
         return quality.masked_losses(net, rows, tokenizer, size, config.seed, progress).columns()
     if task == "classification":
         labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
-        return {"hits": (labels == np.array(rows["labels"])).astype(np.float64)}
+        return {"hits": (labels == _labels(loaded, net, rows)).astype(np.float64)}
     vectors = quality.embeddings(net, rows, tokenizer, size, progress)
     found.vectors[domain.name] = vectors
     if not domain.pairs:
         return {}
     return dict(zip(("similarities", "scores"), _pairs(vectors, domain.examples), strict=True))
+
+
+def _labels(loaded: Loaded, net: PreTrainedModel, rows: Dataset) -> Floats:
+    """The label ids of rows, which are the first model's, as this one numbers its classes."""
+    ids = net.config.label2id
+    own = {number: ids[name] for name, number in loaded.nets[0].config.label2id.items()}
+    return np.array([own[number] for number in rows["labels"]], dtype=np.float64)
 
 
 def _recalled(

@@ -81,6 +81,26 @@ def refuse_unfit(
                 f"{sizes[1]:,} tokens) cannot be compared token by token; --against takes the "
                 "model that this one was made from."
             )
+        if task == "classification":
+            _refuse_other_classes(nets, names, examples)
+
+
+def _refuse_other_classes(
+    nets: list[PreTrainedModel], names: list[str], examples: Examples
+) -> None:
+    ours, theirs = (net.config.label2id for net in nets)
+    if differing := sorted(set(ours) ^ set(theirs)):
+        raise HeadpruneError(
+            f"'{names[0]}' and '{names[1]}' do not have the same classes: '{differing[0]}' is one "
+            "of only one of them (label2id in config.json); --against takes the model that this "
+            "one was made from."
+        )
+    numbers = [] if ours == theirs else [one for one in examples.labels or () if one not in ours]
+    if numbers:
+        raise DataError(
+            f"'{names[0]}' and '{names[1]}' number their classes differently, so that the label "
+            f"'{numbers[0]}' says nothing: name the classes in the data ({', '.join(ours)})."
+        )
 
 
 def refuse_other_tokenizer(ours: Any, base: Any, names: list[str]) -> None:
