@@ -617,6 +617,30 @@ def test_a_sweep_anew_keeps_the_old_one_until_it_is_done(
     assert not [name for name in names(out) if name.startswith((".", "tmp"))]
 
 
+def test_a_sweep_goes_on_only_with_the_text_and_versions_it_began_with(
+    swept: tuple[Callable[..., object], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again, out = swept
+    again(0.5)
+    text = out.parent / "text.txt"
+    before = text.read_text()
+    text.write_text(tiny.text(400, seed=1))
+    with pytest.raises(CheckpointError, match=r"other settings \(data, test\)"):
+        again(0.5, 0.25)
+    text.write_text(before)
+    test, further = (DataConfig(source=str(out.parent / name)) for name in ("a.txt", "b.txt"))
+    for one in (test, further):
+        Path(one.source).write_text(before)
+    again(0.5, test={"test": test, "further": further}, overwrite=True)
+    Path(further.source).write_text(tiny.text(400, seed=1))
+    with pytest.raises(CheckpointError, match=r"other settings \(further\)"):
+        again(0.5, test={"test": test, "further": further})
+    Path(further.source).write_text(before)
+    monkeypatch.setattr(sweeping, "versions", lambda: {"headprune": "0.0"})
+    with pytest.raises(CheckpointError, match=r"other settings \(versions\)"):
+        again(0.5, test={"test": test, "further": further})
+
+
 # ------------------------------------------------------------------------ clean
 
 

@@ -23,7 +23,7 @@ from headprune.config import (
     ScoreConfig,
     SweepConfig,
 )
-from headprune.data.sources import refuse_missing_file
+from headprune.data.sources import read_examples, refuse_missing_file
 from headprune.declaration import Context
 from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
@@ -42,6 +42,7 @@ from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
+from headprune.schemas.manifest import versions
 from headprune.schemas.scores import read_scores
 from headprune.schemas.sweeps import SWEEP, Point, Sweep
 
@@ -60,7 +61,8 @@ def sweep(
 ) -> Sweep:
     """Scores, cuts and measures a model at several sizes.
 
-    A sweep that was stopped goes on where it was, if it is called with the same settings.
+    A sweep that was stopped goes on where it was, if it is called with the same settings,
+    on the same texts and by the same versions.
 
     Args:
         model: Folder or hub id.
@@ -95,9 +97,10 @@ def sweep(
         settings = {
             "model": str(model),
             "fingerprint": source.fingerprint,
-            "data": data.model_dump(mode="json"),
-            "test": tests[0].model_dump(mode="json"),
-            "further": {name: one.model_dump(mode="json") for name, one in further.items()} or None,
+            "versions": versions(),
+            "data": _told(data),
+            "test": _told(tests[0]),
+            "further": {name: _told(one) for name, one in further.items()} or None,
             "unit": config.unit and config.unit.value,
             "refit": config.refit,
             "rounds": config.rounds,
@@ -171,6 +174,11 @@ def _refuse(criteria: Sequence[str], rounds: int) -> None:
                 f"--rounds: the criterion {name} does not look at the model again. Leave out "
                 "--rounds, or use one that does, such as compensated or fisher."
             )
+
+
+def _told(data: DataConfig) -> dict[str, Any]:
+    """Where a text comes from, and which it is."""
+    return {**data.model_dump(mode="json"), "sha256": read_examples(data).sha256}
 
 
 def _prepare(output: Path, settings: dict[str, Any]) -> None:
