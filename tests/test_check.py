@@ -481,6 +481,41 @@ def test_a_baseline_of_something_else_is_refused(folders: Path, tmp_path: Path) 
     assert check(config(folders, **limits | {"batch_size": 3})).passed  # that changes nothing
 
 
+def test_needles_in_other_contexts_are_no_baseline(folders: Path, tmp_path: Path) -> None:
+    limits = {"limits": ("needle_accuracy >= -0.9",), "baseline": str(tmp_path / "b.json")}
+    update_baseline(config(folders, **limits, needle_lengths=(48,)))
+    check(config(folders, **limits, needle_lengths=(48,)))
+    other = config(folders, **limits, needle_lengths=(64,))
+    refused(other, "measured otherwise: needle_lengths was [48] and is [64]", DataError)
+    other = config(folders, **limits, needle_lengths=(48,), needle_trials=8)
+    refused(other, "measured otherwise: needle_trials was 4 and is 8", DataError)
+    absolute = {**limits, "limits": ("needle_accuracy >= 0", "perplexity <= +2 %")}
+    check(config(folders, **absolute, needle_lengths=(64,)))  # nothing of needles is compared
+
+
+def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> None:
+    model = tiny.model("bert-base")
+    tiny.save(model, tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "same")
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.mul_(1.1)
+    tiny.save(model, tmp_path / "other")
+    (tmp_path / "text.txt").write_text("\n".join(f"{tiny.text(8, s)}." for s in range(30)))
+    limits = {"limits": ("mean_cosine >= -0.01",)}
+
+    def beside(name: str, model: str = "base") -> CheckConfig:
+        return config(tmp_path, model, **limits, against=str(tmp_path / name))
+
+    update_baseline(beside("base"))
+    assert check(beside("same")).passed
+    refused(beside("other"), "measured otherwise: the original was", DataError)
+    path = tmp_path / "b.json"
+    content = json.loads(path.read_text())
+    del content["against"]  # older ones do not tell
+    path.write_text(json.dumps(content))
+    check(beside("other"))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -12,13 +12,15 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from headprune.config import Amount
 from headprune.errors import CheckpointError, DataError
-from headprune.evaluation.metrics import METRICS, parted, within
+from headprune.evaluation.metrics import METRICS, parted, spec_of, within
 from headprune.evaluation.samples import Samples
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
+from headprune.schemas.values import Digest
 
 # settings that decide what is measured; the others, such as the batch size, may change
 _DECISIVE = ("seq_len", "max_windows", "seed")
+_DECISIVE_OF = {"needle_accuracy": ("needle_lengths", "needle_trials")}  # for one metric alone
 _COUNTS = {"tokens", "utf8_bytes"}  # what sums of losses are divided by
 
 
@@ -58,6 +60,8 @@ class Baseline(BaseModel):
         data_sha256: Digest of texts and labels.
         domains: Further data by name, each with its digest; None for none.
         inputs_sha256: Digest of the token ids made from them.
+        against: Id of the original that embeddings were compared with; None without one, and in
+            older baselines.
         settings: The settings of the evaluation, seeds included.
         limits: The limits that were in force.
         metrics: Quality.
@@ -81,6 +85,7 @@ class Baseline(BaseModel):
     data_sha256: str
     domains: dict[str, dict[str, str | int | None]] | None = None
     inputs_sha256: str
+    against: Digest | None = None
     settings: dict[str, Any]
     limits: tuple[str, ...]
     metrics: dict[str, float]
@@ -110,11 +115,19 @@ class Baseline(BaseModel):
             raise ValueError("it must name a source")
         return data
 
-    def refuse_metric(self, path: Path, metric: str) -> None:
-        """Refuses a limit relative to what was not recorded.
+    def refuse_metric(
+        self, path: Path, metric: str, settings: dict[str, Any], against: str | None
+    ) -> None:
+        """Refuses a limit relative to what was not recorded, or was measured otherwise.
+
+        Args:
+            path: Where this baseline lies.
+            metric: What is limited.
+            settings: The settings of this run.
+            against: Id of the original of this run.
 
         Raises:
-            DataError: If the metric is not among what the samples give.
+            DataError: If the metric is not among what the samples give, or not comparable.
         """
         known = self.as_samples().metrics()
         if metric not in known:
@@ -122,6 +135,19 @@ class Baseline(BaseModel):
                 f"The baseline '{path}' has no {metric}, only {', '.join(known)}. Write a new one "
                 "with --update-baseline, and with --against where embeddings are compared."
             )
+        both = {
+            name: (self.settings.get(name), settings.get(name))
+            for name in _DECISIVE_OF.get(metric, ())
+        }
+        if spec_of(metric).of_two and None not in (self.against, against):
+            both["the original"] = (str(self.against)[:12], str(against)[:12])
+        for name, (then, now) in both.items():
+            if then != now:
+                raise DataError(
+                    f"The {metric} of the baseline '{path}' was measured otherwise: {name} was "
+                    f"{then} and is {now}. Give what it was made with, or write a new one with "
+                    "--update-baseline."
+                )
 
     def as_samples(self) -> Samples:
         """What its metrics are made of."""

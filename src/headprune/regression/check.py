@@ -102,7 +102,9 @@ def check(
     if baseline is not None:
         _compare_origin(baseline, loaded, config)
         for one in (one for one in limits if one.needs_baseline and one.is_quality):
-            baseline.refuse_metric(Path(str(config.baseline)), one.metric)
+            settings = loaded.settings(config.evaluate_config())
+            original = loaded.ids[1] if against is not None else None
+            baseline.refuse_metric(Path(str(config.baseline)), one.metric, settings, original)
     evaluation = run(loaded, config.evaluate_config(), progress)
     counts = any(one.metric == ROLES_LOST for one in limits)
     lost = lost_roles(loaded, config, progress) if counts else None
@@ -195,6 +197,7 @@ def _record(
         dtype=report.model.dtype,
         data_sha256=report.provenance.data_sha256,
         inputs_sha256=loaded.inputs_sha256(),
+        against=report.against.id if report.against is not None else None,
         settings=report.provenance.settings,
         limits=config.limits,
         metrics={metric.name: metric.value for metric in report.model.metrics},
