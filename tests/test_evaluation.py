@@ -52,6 +52,17 @@ def test_causal_losses_are_those_of_the_model(text_file: Path) -> None:
     assert losses.utf8_bytes[0] == len(decoded.encode())
 
 
+def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", tiny.tokenizer()
+    path.write_text("".join(json.dumps({"text": tiny.text(4, s)}) + "\n" for s in range(40)))
+    rows = sequences_of(path)
+    assert tokenizer.eos_token_id in rows[0]["input_ids"][1:]
+    losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=3)
+    for row, size in zip(rows["input_ids"], losses.utf8_bytes, strict=True):
+        text = [i for i in row[1:] if i not in tokenizer.all_special_ids]
+        assert size == len(tokenizer.decode(text).encode())
+
+
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
 def test_losses_do_not_depend_on_batch_size(case: str, text_file: Path) -> None:
     model, rows, tokenizer = tiny.model(case), sequences_of(text_file), tiny.tokenizer()

@@ -219,7 +219,9 @@ class _Scored:
         self.nll.append(_summed(logits, labels.to(logits.device)))
         for row in labels.cpu():
             scored = row[row != -100].tolist()
-            self.counts.append((len(scored), len(self.tokenizer.decode(scored).encode())))
+            # the names of special tokens are no text
+            text = self.tokenizer.decode(scored, skip_special_tokens=True)
+            self.counts.append((len(scored), len(text.encode())))
 
     def losses(self) -> TokenLosses:
         """All sequences.
