@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sources import read_examples
+from headprune.errors import DataError
+from headprune.evaluation import measured
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.last_words import (
     Passage,
@@ -199,3 +201,35 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     none = evaluate(tmp_path / "model", data, EvaluateConfig(**fast, last_words=0, copying=0))
     assert not {"last_word_accuracy", "repeated_passage_nll"} & {m.name for m in none.model.metrics}
     assert "last_words" not in none.provenance.settings
+
+
+def test_both_models_read_the_passages_that_the_shorter_one_takes(tmp_path: Path) -> None:
+    model = tiny.model("llama-gqa")
+    for name, most in (("long", 128), ("short", 80)):
+        model.config.max_position_embeddings = most
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    text = [sentence(number, (60, 100)[number % 2]) for number in range(30)]
+    (tmp_path / "text.txt").write_text("\n".join(text))
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0)
+    for one, other in (("short", "long"), ("long", "short")):
+        report = evaluate(tmp_path / one, data, config, tmp_path / other)
+        gap = {difference.name: difference.interval for difference in report.differences}
+        assert gap["last_word_accuracy"].n == 15
+        assert gap["last_word_accuracy"].estimate == 0  # their weights are the same
+
+
+def test_unequal_numbers_of_windows_are_not_paired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(400))
+    counts = iter([3, 4])
+    monkeypatch.setattr(
+        measured, "last_words", lambda *_: {"last_word_hits": np.ones(next(counts))}
+    )
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0)
+    with pytest.raises(DataError, match="has 3 windows or examples of the model and 4 of the base"):
+        evaluate(folder, data, config, folder)

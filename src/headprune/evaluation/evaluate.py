@@ -14,7 +14,7 @@ from headprune.config import DataConfig, EngineName, EvaluateConfig
 from headprune.declaration import Context
 from headprune.engines.model import engine_of
 from headprune.engines.spec import ENGINES
-from headprune.errors import HeadpruneWarning
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.loaded import Loaded, load
 from headprune.evaluation.measured import add_fidelity, measure
@@ -140,6 +140,12 @@ def _differences(
     higher = {one.name: one.higher_is_better for one in metrics}
     both = [name for name in model.metrics() if name in base.metrics()]
     for name in both:
+        if model.count(name) != base.count(name):
+            raise DataError(
+                f"The {label(name)} has {model.count(name)} windows or examples of the model and "
+                f"{base.count(name)} of the base, which cannot be compared one by one. Measure "
+                "them apart, without --against."
+            )
         ours, theirs, spec = model.statistic(name), base.statistic(name), spec_of(name)
         if spec.compared is None:
             continue

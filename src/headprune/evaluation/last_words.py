@@ -67,6 +67,17 @@ def passages(texts: Iterable[str], count: int) -> tuple[Passage, ...]:
     return tuple(found)
 
 
+def fitting(
+    given: Sequence[Passage], tokenizer: Any, models: Sequence[PreTrainedModel]
+) -> tuple[Passage, ...]:
+    """The passages that the tokenizer and every model take, so that all read the same ones."""
+    limits = [most_tokens(model.config, tokenizer) for model in models]
+    most = min((limit for limit in limits if limit is not None), default=None)
+    rows = (ending_of(tokenizer, passage.context, passage.word) for passage in given)
+    fit = (row.start > 0 and (most is None or len(row.ids) <= most) for row in rows)
+    return tuple(compress(given, fit))
+
+
 def last_words(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -86,11 +97,10 @@ def last_words(
     Returns:
         Per passage, what the metrics of last words are made of; nothing where there is none.
     """
-    most = most_tokens(model.config, tokenizer)
+    given = fitting(given, tokenizer, [model])
     rows = [ending_of(tokenizer, passage.context, passage.word) for passage in given]
-    fit = [row.start > 0 and (most is None or len(row.ids) <= most) for row in rows]
-    hits = endings_predicted(model, list(compress(rows, fit)), batch_size, progress)
-    seen = np.array([float(passage.seen) for passage in compress(given, fit)])
+    hits = endings_predicted(model, rows, batch_size, progress)
+    seen = np.array([float(passage.seen) for passage in given])
     found = dict(zip(LAST_WORDS, (hits, seen, hits * seen), strict=True))
     return dict(list(found.items())[: 3 if seen.any() else 1 if len(hits) else 0])
 

@@ -20,7 +20,7 @@ from headprune.data.sources import Examples, read_examples
 from headprune.data.unreadable import refuse_beyond
 from headprune.declaration import Allowed
 from headprune.engines.model import folder_of, is_exported, open_exported
-from headprune.evaluation.last_words import LAST_WORDS, Passage, passages, rows_of
+from headprune.evaluation.last_words import LAST_WORDS, Passage, fitting, passages, rows_of
 from headprune.evaluation.metrics import within
 from headprune.evaluation.needle import NEEDLE, Needle, needles
 from headprune.evaluation.quality import TokenLosses
@@ -204,7 +204,7 @@ def load(
             one,
             examples,
             _rows(nets[0], tokenizer, examples, seq_len, config.max_windows),
-            _passages(nets[0], examples, config),
+            _passages(nets, tokenizer, examples, config),
             () if number else _needles(nets[0], tokenizer, examples, config),
         )
         for number, ((name, one), examples) in enumerate(zip(several.items(), found, strict=True))
@@ -214,10 +214,10 @@ def load(
 
 
 def _passages(
-    net: PreTrainedModel, examples: Examples, config: EvaluateConfig
+    nets: list[PreTrainedModel], tokenizer: Any, examples: Examples, config: EvaluateConfig
 ) -> tuple[Passage, ...]:
-    asked = config.last_words if task_of(net) == "causal-lm" else 0
-    return passages(rows_of(examples), asked) if asked else ()
+    asked = config.last_words if task_of(nets[0]) == "causal-lm" else 0
+    return fitting(passages(rows_of(examples), asked), tokenizer, nets) if asked else ()
 
 
 def _needles(
