@@ -21,7 +21,10 @@ import headprune
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, bootstrap
-from headprune.evaluation.metrics import METRICS
+from headprune.evaluation.evaluate import EvaluationRun
+from headprune.evaluation.loaded import Loaded
+from headprune.evaluation.metrics import METRICS, parted, within
+from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
 from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
@@ -29,7 +32,7 @@ from headprune.regression.actions import annotation, step_summary, workflow_comm
 from headprune.regression.baseline import Baseline, read_baseline
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.regression.git import git_state
-from headprune.regression.judging import counted
+from headprune.regression.judging import counted, judge_limit
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import KNOWN, Comparison, parse_limit
 from headprune.regression.verdicts import (
@@ -170,12 +173,41 @@ def test_counts_at_their_limit_hold(text: str, value: int, reference: int) -> No
 
 def test_all_right_is_not_certainly_all_right() -> None:
     certain = Interval(1.0, 1.0, 1.0, 0.99, 20)
-    found = with_rare_errors(certain, 0.99)
+    found = with_rare_errors(certain, 0.99, 20)
     assert found.low == pytest.approx(0.005 ** (1 / 20))  # the exact binomial bound
     assert judge(parse_limit("accuracy >= 0.99"), found).verdict is Verdict.TOO_CLOSE
     assert judge(parse_limit("accuracy >= 0.7"), found).verdict is Verdict.PASSED
     some = Interval(0.9, 0.8, 1.0, 0.99, 20)
-    assert with_rare_errors(some, 0.99) == some
+    assert with_rare_errors(some, 0.99, 20) == some
+
+
+@pytest.mark.parametrize(
+    ("metric", "trials"),
+    [
+        ("last_word_accuracy", 30),
+        ("last_word_accuracy[main]", 30),
+        ("needle_accuracy", 30),
+        ("seen_last_word_accuracy", 12),
+        ("seen_last_word_accuracy[main]", 12),
+    ],
+)
+def test_nor_is_any_other_share(metric: str, trials: int) -> None:
+    _, domain = parted(metric)
+    hits = np.ones(30)
+    seen = np.repeat([1.0, 0.0], [12, 18])
+    columns = {"last_word_hits": hits, "needle_hits": hits}
+    columns |= {"seen_last_words": seen, "seen_last_word_hits": seen}
+    samples = Samples({within(column, domain): values for column, values in columns.items()})
+    loaded, done = Loaded((), (), (), None, ()), EvaluationRun(Report.model_construct(), (samples,))
+    settings = CheckConfig(model="m", data="d", resamples=1000)
+
+    def judged(text: str) -> Judged:
+        return judge_limit(parse_limit(text), loaded, done, None, {}, settings)
+
+    found = judged(f"{metric} >= 0.99")
+    assert found.low == pytest.approx(0.005 ** (1 / trials))
+    assert found.verdict is Verdict.TOO_CLOSE
+    assert judged(f"{metric} >= 0.5").verdict is Verdict.PASSED
 
 
 def test_too_close_says_how_much_data_would_tell() -> None:

@@ -22,7 +22,13 @@ from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Comparison, Lim
 from headprune.regression.verdicts import Judged, compared, judge, judge_exact, with_rare_errors
 from headprune.schemas.plan import Shape
 
-_SHARES = ("accuracy", "needle_accuracy")  # of what is right or wrong
+# shares of what is right or wrong; those of some of the examples, with the column that counts them
+_SHARES = {
+    "accuracy": None,
+    "needle_accuracy": None,
+    "last_word_accuracy": None,
+    "seen_last_word_accuracy": "seen_last_words",
+}
 
 
 def structure_of(cost: ModelCost) -> dict[str, int]:
@@ -90,8 +96,11 @@ def judge_limit(
         _refuse_share_of_nothing(limit, theirs)
     statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
     interval = _interval(statistic, count, config)
-    if parted(limit.metric)[0] in _SHARES and limit.kind is Comparison.ABSOLUTE:
-        interval = with_rare_errors(interval, config.confidence)
+    name, domain = parted(limit.metric)
+    if name in _SHARES and limit.kind is Comparison.ABSOLUTE:
+        column = _SHARES[name]
+        trials = int(ours.columns[within(column, domain)].sum()) if column else count
+        interval = with_rare_errors(interval, config.confidence, trials)
     return judge(limit, interval)
 
 

@@ -151,9 +151,9 @@ def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
     return lambda i: value(i) / other(i)
 
 
-def with_rare_errors(interval: Interval, confidence: float) -> Interval:
-    """What no resample can show where all examples are right, or all wrong: the exact bound."""
-    reach = ((1 - confidence) / 2) ** (1 / max(interval.n, 1))
+def with_rare_errors(interval: Interval, confidence: float, trials: int) -> Interval:
+    """What no resample can show where all trials are right, or all wrong: the exact bound."""
+    reach = ((1 - confidence) / 2) ** (1 / max(trials, 1))
     if interval.low == interval.high == 1.0:
         return replace(interval, low=reach)
     if interval.low == interval.high == 0.0:
