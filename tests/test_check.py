@@ -146,6 +146,21 @@ def test_the_whole_interval_decides(low: float, high: float, verdict: Verdict) -
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (1.0, 1.0, Verdict.PASSED),
+        (0.0, 2.0, Verdict.TOO_CLOSE),
+        (1.0, 2.0, Verdict.TOO_CLOSE),
+        (2.0, 3.0, Verdict.BROKEN),
+        (0.0, 0.0, Verdict.BROKEN),
+    ],
+)
+def test_a_number_to_be_met_may_lie_within(low: float, high: float, verdict: Verdict) -> None:
+    assert judge(parse_limit("roles_lost == 1"), interval(low, high)).verdict is verdict
+
+
+@pytest.mark.quick
 def test_nothing_is_rounded_before_it_is_compared() -> None:
     limit = parse_limit("perplexity <= 25")
     over = judge(limit, interval(25 + 1e-9, 25 + 3e-9))

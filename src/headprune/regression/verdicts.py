@@ -171,7 +171,7 @@ def judge(limit: Limit, interval: Interval) -> Judged:
         pass
     elif interval.n >= FEWEST and all(ends):
         verdict = Verdict.PASSED
-    elif interval.n >= FEWEST and not any(ends):
+    elif interval.n >= FEWEST and not interval.low <= limit.bound <= interval.high:
         verdict = Verdict.BROKEN
     elif interval.n >= FEWEST:
         needed = _needed(interval, limit.bound)
