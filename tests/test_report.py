@@ -29,7 +29,9 @@ from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.planning.from_evidence import CutRequest
-from headprune.reports.report import report
+from headprune.reports.charts import quality_charts
+from headprune.reports.report import read_evaluation, report
+from headprune.reports.view import ShownRun
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.schemas.plan import ModelIdentity
 from headprune.tensors.units import Unit
@@ -233,6 +235,32 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
     runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
     assert [run.name for run in runs] == ["small", "gates"]
     assert not runs[0].histories
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "charts"),
+    [
+        ("model", {"name": "other"}, 1),
+        ("settings", {"batch_size": 3}, 1),
+        ("settings", {"seq_len": 64}, 2),
+        ("settings", {"max_windows": None}, 2),
+        ("model", {"dtype": "bfloat16"}, 2),
+        ("against", {"engine": "openvino"}, 2),
+    ],
+)
+def test_what_was_measured_otherwise_is_drawn_apart(
+    part: str, changed: dict[str, Any], charts: int, place: Path
+) -> None:
+    path, runs = place / "cut" / "report.json", []
+    for number in range(2):
+        content = json.loads(path.read_text())
+        if number:
+            {**content, "settings": content["provenance"]["settings"]}[part].update(changed)
+        one = read_evaluation(path, content)
+        runs.append(ShownRun(str(number), path, "base", "", evaluations=(one,)))
+    drawn = quality_charts(runs)
+    assert len(drawn) == charts
+    assert len({chart.note for chart in drawn}) == charts  # and told apart
 
 
 def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:

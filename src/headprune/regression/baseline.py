@@ -19,7 +19,7 @@ from headprune.io.writing import write_whole
 from headprune.schemas.values import Digest
 
 # settings that decide what is measured; the others, such as the batch size, may change
-_DECISIVE = ("seq_len", "max_windows", "seed")
+DECISIVE = ("seq_len", "max_windows", "seed")
 _DECISIVE_OF = {"needle_accuracy": ("needle_lengths", "needle_trials")}  # for one metric alone
 _COUNTS = {"tokens", "utf8_bytes"}  # what sums of losses are divided by
 
@@ -206,7 +206,7 @@ class Baseline(BaseModel):
                 f"on other data: the texts of '{self.data.get('source')}' had the digest "
                 f"{self.data_sha256[:12]}, and these have {data_sha256[:12]}"
             )
-        for name in _DECISIVE:
+        for name in DECISIVE:
             then, now = self.settings.get(name), settings.get(name)
             if then != now:
                 return f"with other settings: {name} was {then} and is {now}"

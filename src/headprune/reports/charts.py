@@ -45,15 +45,15 @@ class Chart:
 
 
 def quality_charts(runs: Sequence[ShownRun]) -> list[Chart]:
-    """Quality against size: one chart per metric, data and base, so that points are comparable."""
-    groups: dict[tuple[str, str, str], list[tuple[ShownRun, ShownEvaluation, Quality]]] = {}
+    """Quality against size: one chart per metric, data, conditions and base."""
+    groups: dict[tuple[object, ...], list[tuple[ShownRun, ShownEvaluation, Quality]]] = {}
     for run in runs:
         for evaluation in run.evaluations:
             main = evaluation.main
             whole = evaluation.base_size.attention_parameters if evaluation.base_size else 0
             if main is not None and main.base is not None and whole:
                 base = evaluation.measured_base or evaluation.base or ""
-                key = (main.name, evaluation.data_sha256, base)
+                key = (main.name, evaluation.data_sha256, base, evaluation.conditions)
                 groups.setdefault(key, []).append((run, evaluation, main))
     return [_quality_chart(members, i, len(groups)) for i, members in enumerate(groups.values())]
 
@@ -89,6 +89,7 @@ def _quality_chart(
     better = "higher" if main.higher_is_better else "lower"
     known = any(quality.interval for _, _, quality in members)
     intervals = "; bars are paired intervals" if known else ""
+    alone = "" if count == 1 else f"; {', '.join(first.conditions)}"
     return Chart(
         name="quality" if count == 1 else f"quality-{index + 1}",
         title="Quality against size",
@@ -97,7 +98,7 @@ def _quality_chart(
         f"{len(series)} models and {first.the_base}.",
         columns=("", "attention parameters", name, "interval"),
         rows=tuple(rows),
-        note=f"{name} on {short_name(first.data)}, {better} is better{intervals}.",
+        note=f"{name} on {short_name(first.data)}, {better} is better{intervals}{alone}.",
     )
 
 

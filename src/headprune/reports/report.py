@@ -15,6 +15,7 @@ from headprune.io.outputs import claimed_file, claimed_files
 from headprune.io.ownership import FIGURE, REPORT
 from headprune.io.parsing import validated
 from headprune.io.writing import write_whole
+from headprune.regression.baseline import DECISIVE
 from headprune.regression.check import CheckReport
 from headprune.reports import page
 from headprune.reports.charts import map_figure
@@ -170,6 +171,7 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
         file=file,
         data=", ".join([str(data.get("source", "")), *(provenance.domains or {})]),
         data_sha256=read.provenance.data_sha256,
+        conditions=_conditions(read),
         qualities=tuple(
             Quality(
                 metric.name,
@@ -187,6 +189,14 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
         provenance=_provenance(read),
         needle=read.needle(),
     )
+
+
+def _conditions(read: Report) -> tuple[str, ...]:
+    settings = {name: read.provenance.settings.get(name) for name in DECISIVE}
+    told = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
+    models = [read.model, *([read.against] if read.against else [])]
+    ran = (f"{one.dtype} in {one.engine or 'torch'}" for one in models)
+    return (*told, *dict.fromkeys(ran))
 
 
 def _interval(difference: Difference | None) -> ShownInterval | None:

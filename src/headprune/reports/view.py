@@ -151,6 +151,7 @@ class ShownEvaluation:
         file: Where the report lies.
         data: Source of the examples.
         data_sha256: Their digest: only what was measured on the same examples is drawn together.
+        conditions: What else must be the same for that: settings, element types and engines.
         qualities: The metrics.
         size: Sizes and speed of the model.
         base_size: The same of its base.
@@ -174,6 +175,7 @@ class ShownEvaluation:
     base_size: Size | None
     memory: int | None
     provenance: Facts
+    conditions: tuple[str, ...] = ()
     needle: tuple[list[str], list[list[str]]] = ([], [])
     of_original: bool = True
 
