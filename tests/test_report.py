@@ -31,7 +31,8 @@ from headprune.gates.train_gates import train_gates
 from headprune.planning.from_evidence import CutRequest
 from headprune.reports.charts import quality_charts
 from headprune.reports.report import read_evaluation, report
-from headprune.reports.view import ShownRun
+from headprune.reports.view import Quality, ShownInterval, ShownRun
+from headprune.reports.words import compared
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.schemas.plan import ModelIdentity
 from headprune.tensors.units import Unit
@@ -261,6 +262,12 @@ def test_what_was_measured_otherwise_is_drawn_apart(
     drawn = quality_charts(runs)
     assert len(drawn) == charts
     assert len({chart.note for chart in drawn}) == charts  # and told apart
+
+
+def test_a_confidence_is_not_rounded_to_certainty() -> None:
+    interval = ShownInterval("ratio", 1.1, 1.0, 1.2, 0.995, 40)
+    found = compared(Quality("perplexity", 11.0, 10.0, False, 40, interval), "the original")
+    assert found == "1.100 × the original (99.5%: 1.000 to 1.200)"
 
 
 def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def roles(console: Console, result: RolesRecord, output: Path) -> None:
     if result.against is not None:
         _changes(console, result)
     console.print(
-        f"{result.tokens:,} tokens of text; intervals at {result.settings.confidence:.0%}. Written "
-        f"to {escape(str(output))}."
+        f"{result.tokens:,} tokens of text; intervals at {100 * result.settings.confidence:g}%. "
+        f"Written to {escape(str(output))}."
     )
 
 

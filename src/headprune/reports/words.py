@@ -126,7 +126,7 @@ def compared(quality: Quality, the_base: str) -> str:
         sign = f"× {the_base}" if interval.kind == "ratio" else f"from {the_base}"
         plus = "" if interval.kind == "ratio" else "+"
         return (
-            f"{interval.estimate:{plus}.3f} {sign} ({interval.confidence:.0%}: "
+            f"{interval.estimate:{plus}.3f} {sign} ({100 * interval.confidence:g}%: "
             f"{interval.low:{plus}.3f} to {interval.high:{plus}.3f})"
         )
     return f"n = {quality.n:,}" if base is None else f"{the_base} has {base:.4g}"
