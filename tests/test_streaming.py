@@ -493,6 +493,13 @@ def test_a_weight_that_overflows_is_refused(model: Path, plan: Plan, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_infinite_stays_so() -> None:
+    mask = torch.full((4, 4), float("-inf"))
+    for given in (mask, mask.tril()):
+        piece = Piece("mask", None, given, None, torch.float32, torch.bfloat16)
+        assert torch.equal(torch.cat(list(piece.blocks())), given.bfloat16())
+
+
 def test_a_weight_that_is_nan_is_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
     def damaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
         found["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")

@@ -157,12 +157,12 @@ class Piece:
             block = part.scaled(block.to(torch.promote_types(self.computed, torch.float32)))
         written = block.to(self.dtype)
         if written.is_floating_point() and bool(written.isinf().any()):
-            self._refuse_overflow(block[block.isfinite()])
+            self._refuse_overflow(block[written.isinf() & block.isfinite()])
         return written
 
-    def _refuse_overflow(self, finite: Tensor) -> None:
-        largest, limit = float(finite.abs().max()), torch.finfo(self.dtype).max
-        if largest > limit:
+    def _refuse_overflow(self, lost: Tensor) -> None:
+        if len(lost):  # what was infinite before, such as a mask, may stay so
+            largest, limit = float(lost.abs().max()), torch.finfo(self.dtype).max
             raise CheckpointError(
                 f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
                 f"{limit:,.6g}: the weight would overflow. Write another type: --out-dtype "
