@@ -606,6 +606,33 @@ def test_scores_to_a_plan_and_a_broken_limit(
     assert (code, "1 of 1 limits hold" in text) == (0, True), err
 
 
+def with_steps(job: Path, steps: dict[str, Any], **others: Any) -> Path:
+    """The recipe with other steps."""
+    content = {**yaml.safe_load(job.read_text()), "steps": steps, **others}
+    job.write_text(yaml.safe_dump(content, sort_keys=False))
+    return job
+
+
+def test_what_the_scores_decide_is_another_thing_than_a_default(job: Path, tmp_path: Path) -> None:
+    calibration = {"calibration_tokens": 512, "seq_len": 16}
+    steps = {"score": {"criterion": "compensated", **calibration}, "prune": {"keep": 0.5}}
+    assert did(with_steps(job, steps)) == ["score", "prune"]
+
+    def refitted(out: str) -> dict[str, Any]:
+        manifest = json.loads((tmp_path / out / "prune" / "headprune.json").read_text())
+        return {name: manifest["made_by"]["options"][name] for name in calibration}
+
+    assert refitted("out") == calibration
+    resolved = tmp_path / "out" / "recipe.yaml"
+    assert "layout: per-layer" in resolved.read_text()  # a default like any other
+    assert did(resolved) == []
+    assert did(resolved, f"output={tmp_path / 'again'}") == ["score", "prune"]
+    assert refitted("again") == calibration
+    default = kinds()["prune"].model_fields["calibration_tokens"].default
+    assert did(job, f"steps.prune.calibration_tokens={default}") == ["prune"]
+    assert refitted("out") == {**calibration, "calibration_tokens": default}
+
+
 def test_cuts_that_branch_off_the_same_gates(job: Path) -> None:
     steps = {
         "train-gates": {"target_heads": 0.5, "steps": 2, **SMALL},

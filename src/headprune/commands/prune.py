@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from headprune.exporting.preview import Preview
     from headprune.exporting.publish import Pruned
 
+_AS_SCORED = ("calibration_tokens", "seq_len")  # of a refit, as the scores reckon with it
+
 
 class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutting, Placed):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
@@ -160,7 +162,7 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
         f"{criterion} scores reckon with a refit: it is made on their text, '{made.data.source}' "
         "(--no-refit for none)"
     )
-    used = {name: getattr(made.calibration, name) for name in ("calibration_tokens", "seq_len")}
+    used = {name: getattr(made.calibration, name) for name in _AS_SCORED}
     asked = {name: getattr(options, name) for name in options.model_fields_set}
     text = made.data.model_dump(exclude={"source"})
     return PruneOptions(**{**used, **text, **asked, "refit": made.data.source})
@@ -208,6 +210,13 @@ declare(
         run,
         show,
         warnings=lambda result: getattr(result, "warnings", ()),
-        step=InRecipe(Made.MODEL, _summary, _estimate, by_evidence=True, refuse=_refuse),
+        step=InRecipe(
+            Made.MODEL,
+            _summary,
+            _estimate,
+            by_evidence=True,
+            from_evidence=_AS_SCORED,
+            refuse=_refuse,
+        ),
     ),
 )

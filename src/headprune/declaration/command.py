@@ -153,6 +153,8 @@ class InRecipe(Generic[Asked, Result]):
         outputs: The options that name what it writes, each with a file of the step's folder; ""
             is the folder itself.
         defaults: Values of settings that a recipe may leave out, where the command needs them.
+        from_evidence: Settings that the command takes from its evidence where they are not given,
+            so that a value that equals the default is another thing than none.
         about_all: The option that takes the recipe's output, of a step that is about all before it.
         by_evidence: Whether it needs one of its inputs that are evidence; by default the last made.
         resumes: Whether it can go on from where it was interrupted.
@@ -164,6 +166,7 @@ class InRecipe(Generic[Asked, Result]):
     estimate: Callable[[Asked, Sizes], Estimate]
     outputs: Mapping[str, str] = field(default_factory=lambda: {"output": ""})
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    from_evidence: Sequence[str] = ()
     about_all: str | None = None
     by_evidence: bool = False
     resumes: bool = False

@@ -18,7 +18,7 @@ own model. A command that can be a step says so in its own file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -86,7 +86,9 @@ class Recipe(Options):
 
     def as_yaml(self) -> str:
         """The recipe with all its settings; it runs like the one that was read."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        # but for those whose default is not known before there is evidence
+        left_open: Any = {"steps": {name: step.left_open() for name, step in self.steps.items()}}
+        return yaml.safe_dump(self.model_dump(mode="json", exclude=left_open), sort_keys=False)
 
 
 def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) -> Options:

@@ -255,8 +255,8 @@ def _made(record: RunRecord, name: str) -> str:
 
 
 def _settings(step: Step) -> dict[str, Any]:
-    """The settings that are no inputs."""
-    return step.model_dump(mode="json", include=set(step.settings()))
+    """The settings that are no inputs, but for those that are still open."""
+    return step.model_dump(mode="json", include=set(step.settings()) - step.left_open())
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:

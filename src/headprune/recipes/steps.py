@@ -68,6 +68,10 @@ class Step(Options):
             if name != "step" and name not in self.slots()
         }
 
+    def left_open(self) -> set[str]:
+        """The settings that were not given and that its evidence decides."""
+        return set(self.kind().from_evidence) - self.model_fields_set
+
 
 @cache
 def kinds() -> dict[str, type[Step]]:
