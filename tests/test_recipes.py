@@ -633,6 +633,30 @@ def test_what_the_scores_decide_is_another_thing_than_a_default(job: Path, tmp_p
     assert refitted("out") == {**calibration, "calibration_tokens": default}
 
 
+def test_what_was_measured_stays_with_a_model_of_the_same_weights(
+    job: Path, tmp_path: Path
+) -> None:
+    """Weights may come out the same for another reason, by which a result has another id."""
+    steps = {
+        "score": {"criterion": ["random"], **SMALL},
+        "prune": {"keep": 0.5, "criterion": "random"},
+        "evaluate": {"speed": False, "copying": 0, "last_words": 0, **SMALL},
+        "report": None,
+    }
+    did(with_steps(job, steps))
+    again = did(job, "steps.score.criterion=[random, magnitude]")
+    assert again == list(steps)
+    made, measured = (
+        json.loads((tmp_path / "out" / name).read_text())
+        for name in ("prune/headprune.json", "evaluate/report.json")
+    )
+    assert measured["model"]["id"] == made["id"]
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["steps"]["prune"].pop("model_id") == made["id"]  # as of an earlier version
+    (tmp_path / "out" / "run.json").write_text(json.dumps(record))
+    assert forecast(read_recipe(job, ["steps.score.criterion=[random, magnitude]"])).steps[1].cached
+
+
 def test_cuts_that_branch_off_the_same_gates(job: Path) -> None:
     steps = {
         "train-gates": {"target_heads": 0.5, "steps": 2, **SMALL},

@@ -37,6 +37,7 @@ from headprune.schemas.runs import (
     digest_of_data,
     digest_of_place,
     hashes,
+    id_of_result,
     read_run,
     write_lock,
 )
@@ -356,7 +357,8 @@ def _run_step(
     except OSError as error:
         raise write_error(recipe.output / name, error) from error
     summary, passed = kind.summary(result), command.passed(result)
-    done = {"seconds": seconds, "files": files, "summary": summary, "passed": passed}
+    made = {"files": files, "model_id": id_of_result(recipe.output / name)}
+    done = {"seconds": seconds, "summary": summary, "passed": passed, **made}
     record = record.with_step(name, unfinished.model_copy(update=done))
     record.write(recipe.output)
     context.line(f"{name}: {summary} ({duration(seconds)})", passed)

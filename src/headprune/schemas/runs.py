@@ -23,6 +23,8 @@ from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of, hashes_of
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
+from headprune.runtime import MANIFEST
+from headprune.schemas.manifest import read_manifest
 
 RECORD, RECIPE, LOCK, PARTIAL = "run.json", "recipe.yaml", "requirements.lock", ".partial"
 
@@ -43,6 +45,7 @@ class StepRecord(BaseModel):
         started: UTC time.
         seconds: How long it took; None while it is not done.
         files: SHA-256 of every file of its output.
+        model_id: Id of the model that it made, if it made one; None in older records.
         summary: The result in a line.
         passed: False if the step found that a limit is broken.
     """
@@ -55,6 +58,7 @@ class StepRecord(BaseModel):
     started: str
     seconds: Annotated[float, Field(ge=0)] | None = None
     files: dict[str, str] = {}
+    model_id: str | None = None
     summary: str = ""
     passed: bool = True
 
@@ -66,7 +70,7 @@ class StepRecord(BaseModel):
     @property
     def digest(self) -> str:
         """Digest of what later steps take from its output: weights, gates, plan, numbers."""
-        return digest_of({n: h for n, h in self.files.items() if Path(n).name not in _RECORDS})
+        return _digest(self.files, self.model_id)
 
 
 class RunRecord(BaseModel):
@@ -120,8 +124,24 @@ def hashes(place: Path) -> dict[str, str]:
 
 def digest_of_place(place: Path) -> str:
     """Digest of one file, or of a folder's files but for records with times in them."""
-    records = _RECORDS if place.is_dir() else ()
-    return digest_of({n: h for n, h in hashes(place).items() if Path(n).name not in records})
+    if place.is_file():
+        return digest_of(hashes(place))
+    return _digest(hashes(place), id_of_result(place))
+
+
+def id_of_result(place: Path) -> str | None:
+    """The id of a model that headprune made; None of anything else.
+
+    Raises:
+        CheckpointError: If its manifest is damaged.
+    """
+    return read_manifest(place).id if (place / MANIFEST).is_file() else None
+
+
+def _digest(files: dict[str, str], model_id: str | None) -> str:
+    """Digest of all files but records, and of the id by which measurements know a model."""
+    lasting = {name: sha256 for name, sha256 in files.items() if Path(name).name not in _RECORDS}
+    return digest_of(lasting if model_id is None else {**lasting, MANIFEST: model_id})
 
 
 def digest_of_data(data: DataConfig) -> str:
