@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from headprune.config import DataConfig
 from headprune.declaration import COMMANDS, Context, build
-from headprune.errors import HeadpruneError, RecipeError
+from headprune.errors import HeadpruneError, HeadpruneWarning, RecipeError
 from headprune.estimates import Estimate, Sizes
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
@@ -655,6 +655,21 @@ def test_what_was_measured_stays_with_a_model_of_the_same_weights(
     assert record["steps"]["prune"].pop("model_id") == made["id"]  # as of an earlier version
     (tmp_path / "out" / "run.json").write_text(json.dumps(record))
     assert forecast(read_recipe(job, ["steps.score.criterion=[random, magnitude]"])).steps[1].cached
+
+
+def test_a_step_that_is_gone_is_no_part_of_the_report(job: Path, tmp_path: Path) -> None:
+    score = {"score": {"criterion": "random", **SMALL}}
+    some, most = ({"step": "prune", "keep": keep} for keep in (0.75, 0.25))
+    did(with_steps(job, {**score, "some": some, "report": None}))
+    with_steps(job, {**score, "most": most, "report": None})
+    said: list[str] = []
+    context = Context(line=lambda line, good=None: said.append(line))
+    with pytest.warns(HeadpruneWarning, match="Not in the report: '.*some' is of no step"):
+        run_recipe(read_recipe(job), context)
+    assert f"'{tmp_path / 'out' / 'some'}' is of a step that the recipe no longer has" in said[0]
+    report = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "Cut 18 of 24" in report and "Cut 6 of 24" not in report
+    assert did(job) == []
 
 
 def test_cuts_that_branch_off_the_same_gates(job: Path) -> None:

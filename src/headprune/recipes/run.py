@@ -119,6 +119,9 @@ def run(recipe: Recipe, context: Context | None = None, trust_remote_code: bool 
     with _alone(recipe.output):
         # a step that the recipe has no more is no part of the run
         steps = {name: record.steps[name] for name in recipe.steps if name in record.steps}
+        for left in (recipe.output / name for name in record.steps if name not in steps):
+            if left.exists():
+                context.line(f"'{left}' is of a step that the recipe no longer has; it stays there")
         record = record.model_copy(update={"steps": steps, "versions": versions()})
         _begin(recipe, record)
         for name in recipe.steps:
