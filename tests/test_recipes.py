@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from headprune.config import DataConfig
+from headprune.data.sources import digest_of_data, read_examples
 from headprune.declaration import COMMANDS, Context, build
 from headprune.errors import HeadpruneError, HeadpruneWarning, RecipeError
 from headprune.estimates import Estimate, Sizes
@@ -27,9 +28,10 @@ from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
 from headprune.recipes.init import Answers, init
 from headprune.recipes.reading import read_recipe
+from headprune.recipes.run import look
 from headprune.recipes.run import run as run_recipe
 from headprune.recipes.steps import kinds
-from headprune.schemas.runs import digest_of_data
+from headprune.schemas.runs import RunRecord
 from tests import forked, tiny
 from tests.marks import slow_unless
 from tests.test_cli import headprune, run
@@ -534,7 +536,7 @@ def test_several_processes_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.yaml"])
+@pytest.mark.parametrize("name", ["README.md", "scores.json"])
 def test_data_named_like_a_record_is_data(name: str, tmp_path: Path) -> None:
     digests = set()
     for content in ("one", "two"):
@@ -543,6 +545,50 @@ def test_data_named_like_a_record_is_data(name: str, tmp_path: Path) -> None:
         for place in (tmp_path / "data", tmp_path / "data" / name):
             digests.add(digest_of_data(DataConfig(source=str(place))))
     assert len(digests) == 2  # a folder with one file is that file
+
+
+def test_a_digest_of_data_is_of_the_files_that_are_read(tmp_path: Path) -> None:
+    data = DataConfig(source=str(tmp_path))
+    (tmp_path / "a.txt").write_text("one")
+    for name, text, is_read in (
+        (".hidden.txt", "two", True),
+        (".hidden/b.txt", "three", True),
+        ("picture.png", "four", False),
+    ):
+        before = digest_of_data(data), read_examples(data).sha256
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        after = digest_of_data(data), read_examples(data).sha256
+        assert [old != new for old, new in zip(before, after, strict=True)] == [is_read] * 2
+
+
+def test_the_files_of_a_task_are_part_of_the_key(job: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    task = folder / "mine.yaml"
+    task.write_text(
+        "include: shared.yaml\ntask: mine\ndataset_kwargs: {data_files: {test: rows.jsonl}}\n"
+        "doc_to_text: !function answers.given\n"
+    )
+    made_of = [task, *(folder / n for n in ("shared.yaml", "rows.jsonl", "answers.py"))]
+    for file in made_of[1:]:
+        file.touch()
+    (folder / "group.yaml").write_text("group: all\ntask: [mine]\n")
+    (folder / "other.yaml").touch()
+
+    def keys() -> list[Any]:
+        found = []
+        for asked in (task, folder / "group.yaml", folder):
+            recipe = read_recipe(job, [f"steps.evaluate.tasks={asked}"])
+            record = RunRecord(name="job", versions={})
+            found.append(look(recipe, "evaluate", record, "").inputs["tasks"])
+        return found
+
+    for file in (*made_of, folder / "other.yaml"):
+        before = keys()
+        file.write_text(file.read_text() + "# changed\n")
+        changed = [old != new for old, new in zip(before, keys(), strict=True)]
+        assert changed == ([True] * 3 if file in made_of else [False, False, True])
 
 
 def test_a_step_that_fails_says_which_and_keeps_the_others(

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, RolesConfig
+from headprune.data.sources import digest_of_data
 from headprune.data.trees import belonging, read_trees
 from headprune.errors import CheckpointError, DataError, HeadpruneWarning
 from headprune.model.attention import attention_of
@@ -22,7 +23,6 @@ from headprune.role.roles import roles
 from headprune.role.spec import Attended, Parsed
 from headprune.role.syntactic import VARIANTS, syntactic
 from headprune.schemas.roles import HeadRoles
-from headprune.schemas.runs import digest_of_data
 from tests import planted, tiny
 from tests.test_cli import run
 

@@ -27,6 +27,7 @@ from headprune.data.files import TextFiles, byte_pieces, refuse_fatal_json, text
 from headprune.data.rows import let_go
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.io import hub
+from headprune.io.folders import digest_of, hashes_of
 from headprune.registry import did_you_mean
 
 T = TypeVar("T")
@@ -191,6 +192,20 @@ def refuse_missing_file(source: str) -> None:
     named = _suffix(path) in _BUILDERS or path.is_absolute() or source.startswith(".")
     if named and not path.exists():
         raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
+
+
+def digest_of_data(data: DataConfig) -> str:
+    """Digest of the local files that are read; a data set of the hub is known by name and split.
+
+    Raises:
+        DataError: If a folder has no file of text.
+    """
+    place = Path(data.source)
+    if not place.exists():
+        return f"hub:{data.source}:{data.split}"
+    folder = place if place.is_dir() else place.parent
+    names = (str(file.relative_to(folder)) for file in _files(data.source))
+    return digest_of(hashes_of(folder, names))
 
 
 def _files(source: str) -> list[Path]:

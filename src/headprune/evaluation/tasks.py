@@ -17,6 +17,7 @@ from headprune.config import EvaluateConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.report import Metric
+from headprune.io.writing import is_there
 from headprune.registry import did_you_mean
 
 _YAML = (".yaml", ".yml")
@@ -57,6 +58,38 @@ def refuse_tasks(tasks: Sequence[str]) -> None:
                 f"--tasks {name}: lm-eval has no such task, and there is no such file or folder."
                 f"{did_you_mean(name, known)}"
             )
+
+
+def task_files(tasks: Sequence[str]) -> list[Path]:
+    """The local files that tasks are made of: those of a folder, a YAML file, and what it names.
+
+    That is a file that it includes, one of functions or of data, and the tasks of a group.
+    """
+    found: set[Path] = set()
+    todo = [file for task in tasks for file in _given(Path(task))]
+    while todo:
+        file = todo.pop()
+        if file.resolve() not in found and file.suffix in _YAML:
+            todo += _named_by(file)
+        found.add(file.resolve())
+    return sorted(found)
+
+
+def _given(task: Path) -> list[Path]:
+    if task.is_dir():
+        return [file for file in task.rglob("*") if file.is_file()]
+    return [task] if task.suffix in _YAML and task.is_file() else []
+
+
+def _named_by(file: Path) -> Iterator[Path]:
+    """The files that words of a YAML file name, seen from its folder or from here."""
+    folder, text = file.parent, file.read_text(encoding="utf-8", errors="replace")
+    siblings = {name: other for other in folder.iterdir() for name in _named_in(other)}
+    for word in set(re.findall(r"""[^\s"'\[\]{},]+""", text)):
+        functions = folder / f"{word.partition('.')[0]}.py"  # as in !function utils.answer
+        for place in (folder / word, Path(word), functions, siblings.get(word)):
+            if place is not None and is_there(place) and place.is_file():
+                yield place
 
 
 def task_scores(net: PreTrainedModel, tokenizer: Any, config: EvaluateConfig) -> TaskScores:

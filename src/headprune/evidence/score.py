@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
 from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.sources import digest_of_data, refuse_missing_file
 from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
@@ -32,7 +32,6 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.runs import digest_of_data
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.surgery.refit import refuse_singular
 from headprune.tensors.least_squares import outer_sum

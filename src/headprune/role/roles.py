@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
-from headprune.data.sources import refuse_missing_file
+from headprune.data.sources import digest_of_data, refuse_missing_file
 from headprune.declaration import Context
 from headprune.evaluation.refusals import refuse_other_tokenizer
 from headprune.io.figures import SUFFIXES, save
@@ -38,7 +38,6 @@ from headprune.schemas.roles import (
     RolesRecord,
     SetEffect,
 )
-from headprune.schemas.runs import digest_of_data
 
 
 @claims_output("model", "data", "against", "config.trees")

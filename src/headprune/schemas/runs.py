@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ConfigDict, Field
 
-from headprune.config import DataConfig
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of, hashes_of
 from headprune.io.parsing import read_as
@@ -142,12 +141,6 @@ def _digest(files: dict[str, str], model_id: str | None) -> str:
     """Digest of all files but records, and of the id by which measurements know a model."""
     lasting = {name: sha256 for name, sha256 in files.items() if Path(name).name not in _RECORDS}
     return digest_of(lasting if model_id is None else {**lasting, MANIFEST: model_id})
-
-
-def digest_of_data(data: DataConfig) -> str:
-    """Digest of local files; a data set of the hub is known by its name and split alone."""
-    place = Path(data.source)
-    return digest_of(hashes(place)) if place.exists() else f"hub:{data.source}:{data.split}"
 
 
 def write_lock(folder: Path) -> None:
