@@ -28,6 +28,7 @@ from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
 from headprune.recipes.init import Answers, init
 from headprune.recipes.reading import read_recipe
+from headprune.recipes.recipe import options_of
 from headprune.recipes.run import look
 from headprune.recipes.run import run as run_recipe
 from headprune.recipes.steps import kinds
@@ -716,6 +717,31 @@ def test_a_step_that_is_gone_is_no_part_of_the_report(job: Path, tmp_path: Path)
     report = (tmp_path / "out" / "report" / "report.md").read_text()
     assert "Cut 18 of 24" in report and "Cut 6 of 24" not in report
     assert did(job) == []
+
+
+def test_data_without_a_split_is_of_the_split_that_the_command_reads(
+    job: Path, tmp_path: Path
+) -> None:
+    plain = {"source": "org/text"}
+    other = {"source": "org/other", "split": "validation", "text_column": "body"}
+    several = {"data": ["other", "test"], **SMALL}
+    steps = {
+        "score": {"criterion": "fisher", "data": "test"},
+        "evaluate": several,
+        "check": {**several, "limits": "query_heads <= 24"},
+    }
+    recipe = read_recipe(with_steps(job, steps, data={"test": plain, "other": other}))
+    (tmp_path / "resolved.yaml").write_text(recipe.as_yaml())
+    for read in (recipe, read_recipe(tmp_path / "resolved.yaml")):
+        score, evaluate, check = (options_of(read, name, tmp_path) for name in steps)
+        assert score.split == "train"
+        for found in (evaluate.domains(evaluate.data), check.domains()):
+            assert found["test"] == DataConfig(**plain, split="test")
+            assert found["other"] == DataConfig(**other)
+    record = RunRecord(name="job", versions={})
+    keys = [look(recipe, name, record, "").inputs["data"] for name in ("score", "evaluate")]
+    assert [keys[0]["split"], keys[1]["split"]] == ["train", "validation"]
+    assert keys[1]["further"]["test"]["sha256"] == "hub:org/text:test"
 
 
 def test_cuts_that_branch_off_the_same_gates(job: Path) -> None:

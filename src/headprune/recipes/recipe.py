@@ -86,8 +86,11 @@ class Recipe(Options):
 
     def as_yaml(self) -> str:
         """The recipe with all its settings; it runs like the one that was read."""
-        # but for those whose default is not known before there is evidence
-        left_open: Any = {"steps": {name: step.left_open() for name, step in self.steps.items()}}
+        # but for those whose default evidence decides, or the command that reads the data
+        left_open: Any = {
+            "data": {name: {"split"} - data.model_fields_set for name, data in self.data.items()},
+            "steps": {name: step.left_open() for name, step in self.steps.items()},
+        }
         return yaml.safe_dump(self.model_dump(mode="json", exclude=left_open), sort_keys=False)
 
 
@@ -110,13 +113,15 @@ def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) ->
     for slot, input_kind in step.slots().items():
         source = getattr(step, slot)
         if source and input_kind is Slot.DATA:
-            read = {one: recipe.data[one] for one in step.sources(slot)}
-            first = next(iter(read.values()))
-            values |= {**first.model_dump(exclude={"source"}), slot: first.source}
+            # what was given of each, so that for the rest the command's own defaults hold
+            read = {
+                one: recipe.data[one].model_dump(exclude_unset=True) for one in step.sources(slot)
+            }
             if takes_several(options.model_fields[slot]):
-                values[slot] = [
-                    {"name": domain_name(one), **data.model_dump()} for one, data in read.items()
-                ]
+                values[slot] = [{"name": domain_name(one), **data} for one, data in read.items()]
+            else:
+                (data,) = read.values()
+                values |= {slot: data.pop("source"), **data}
         elif source:
             values[slot] = place_of(recipe, source)
     if kind.about_all is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,7 +222,7 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
         if not source:  # none, or a list without any
             continue
         if kind is Slot.DATA:
-            inputs[slot] = _read(recipe, step.sources(slot))
+            inputs[slot] = _read(recipe, step, slot)
         elif kind is Slot.MODEL and source == ORIGINAL:
             inputs[slot] = original
         elif source in recipe.steps:
@@ -244,11 +244,14 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
     return Outlook(True, "", inputs)
 
 
-def _read(recipe: Recipe, sources: Sequence[str]) -> dict[str, Any]:
+def _read(recipe: Recipe, step: Step, slot: str) -> dict[str, Any]:
     """What a step reads: the first source as it is, and others, if there are some, by name."""
-    found = {}
+    found, sources = {}, step.sources(slot)
     for name in sources:
         data = recipe.data[name]
+        if "split" not in data.model_fields_set:
+            default = step.command.options.model_fields["split"].default
+            data = data.model_copy(update={"split": default})
         columns = data.model_dump(mode="json", exclude={"source"})
         found[name] = {**columns, "sha256": digest_of_data(data)}
     first = found.pop(sources[0])
