@@ -20,10 +20,12 @@ import yaml
 from safetensors.torch import load_file
 
 from headprune.config import DataConfig
+from headprune.data import sources
 from headprune.data.sources import digest_of_data, read_examples
 from headprune.declaration import COMMANDS, Context, build
 from headprune.errors import HeadpruneError, HeadpruneWarning, RecipeError
 from headprune.estimates import Estimate, Sizes
+from headprune.recipes import run as recipes_run
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
 from headprune.recipes.init import Answers, init
@@ -32,6 +34,7 @@ from headprune.recipes.recipe import options_of
 from headprune.recipes.run import look
 from headprune.recipes.run import run as run_recipe
 from headprune.recipes.steps import kinds
+from headprune.schemas import runs
 from headprune.schemas.runs import RunRecord
 from tests import forked, tiny
 from tests.marks import slow_unless
@@ -463,8 +466,10 @@ def test_damaged_records_of_runs(
     text = content if isinstance(content, str) else json.dumps(content)
     (out / "run.json").write_text(text)
     code, _, err = run(capsys, "run", job, "--dry-run")
-    assert code == 2 and message in err and "every step runs anew" in err, err
-    assert "Traceback" not in err and len(err) < 420
+    assert code == 2 and message in err and f"move '{out}' away; there, every step" in err, err
+    assert "Traceback" not in err and len(err) < 600
+    out.rename(tmp_path / "away")  # as it advises
+    assert run(capsys, "run", job, "--dry-run")[0] == 0
 
 
 def _with(record: dict[str, Any], step: str, **changed: Any) -> dict[str, Any]:
@@ -526,6 +531,57 @@ def test_two_runs_at_once(job: Path, tmp_path: Path) -> None:
     out.mkdir()
     with FileLock(out / ".lock"), pytest.raises(HeadpruneError, match="Another run is at work"):
         did(job)
+
+
+def test_what_another_run_did_meanwhile_is_done(
+    job: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = recipes_run._alone
+
+    def as_another_ends(output: Path) -> Any:
+        shutil.copytree(finished, output)
+        return begin(output)
+
+    monkeypatch.setattr(recipes_run, "_alone", as_another_ends)
+    assert did(job) == []
+
+
+def test_what_fails_in_a_run_is_not_told_as_its_output(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(recipe: Any) -> str:
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(recipes_run, "digest_of_model", fails)
+    with pytest.raises(ConnectionResetError):
+        did(job)
+    (tmp_path / "file").touch()
+    with pytest.raises(HeadpruneError, match="Could not write '.*out'"):
+        did(job, f"output={tmp_path / 'file' / 'out'}")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(sources, r"text\.txt' is not readable"), (runs, "llama' cannot be read through")],
+)
+def test_inputs_that_cannot_be_read_are_told(
+    module: Any, message: str, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(folder: Path, names: Any) -> Any:
+        raise PermissionError("denied")
+
+    monkeypatch.setattr(module, "hashes_of", unreadable)
+    with pytest.raises(HeadpruneError, match=message):
+        forecast(read_recipe(job))
+
+
+def test_an_output_in_the_home_folder(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_recipe(job, ["output=~/mine"]).output == tmp_path / "mine"
+    with pytest.raises(HeadpruneError, match="output: there is no home folder for"):
+        read_recipe(job, ["output=~nobody-of-that-name/mine"])
 
 
 def test_several_processes_are_refused(

@@ -198,14 +198,17 @@ def digest_of_data(data: DataConfig) -> str:
     """Digest of the local files that are read; a data set of the hub is known by name and split.
 
     Raises:
-        DataError: If a folder has no file of text.
+        DataError: If a folder has no file of text, or one that is not readable.
     """
     place = Path(data.source)
     if not place.exists():
         return f"hub:{data.source}:{data.split}"
     folder = place if place.is_dir() else place.parent
     names = (str(file.relative_to(folder)) for file in _files(data.source))
-    return digest_of(hashes_of(folder, names))
+    try:
+        return digest_of(hashes_of(folder, names))
+    except OSError as error:
+        raise DataError(f"'{data.source}' is not readable ({error}).") from None
 
 
 def _files(source: str) -> list[Path]:

@@ -41,7 +41,10 @@ from headprune.recipes.steps import LOADING, ORIGINAL, Step
 
 def _possible(path: Path) -> Path:
     possible_place(str(path))
-    return path
+    try:
+        return path.expanduser()  # as no shell does in a file
+    except RuntimeError:
+        raise ValueError(f"there is no home folder for '{path}'") from None
 
 
 class Recipe(Options):

@@ -115,8 +115,9 @@ def run(recipe: Recipe, context: Context | None = None, trust_remote_code: bool 
     """
     context, recipe = context or Context(), recipe.trusted(trust_remote_code)
     _refuse_several()
-    record = open_run(recipe)
+    open_run(recipe)  # refuses before anything is written
     with _alone(recipe.output):
+        record = open_run(recipe)  # to which another run may have added up to now
         # a step that the recipe has no more is no part of the run
         steps = {name: record.steps[name] for name in recipe.steps if name in record.steps}
         for left in (recipe.output / name for name in record.steps if name not in steps):
@@ -125,7 +126,8 @@ def run(recipe: Recipe, context: Context | None = None, trust_remote_code: bool 
         record = record.model_copy(update={"steps": steps, "versions": versions()})
         _begin(recipe, record)
         for name in recipe.steps:
-            adopt(recipe.output / PARTIAL / name, recipe.output / name, _old(recipe, name))
+            with _writing(recipe.output / name):
+                adopt(recipe.output / PARTIAL / name, recipe.output / name, _old(recipe, name))
         cached = []
         original = digest_of_model(recipe)
         for name in recipe.steps:
@@ -306,17 +308,29 @@ def _lock(output: Path) -> Path:
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
     """Keeps a second run out of the folder for as long as this one lasts, or lives."""
-    try:
+    lock = FileLock(_lock(output), timeout=0)
+    with _writing(output):
         output.mkdir(parents=True, exist_ok=True)
-        with FileLock(_lock(output), timeout=0):
-            yield
-    except Timeout:
-        raise CheckpointError(
-            f"Another run is at work in '{output}'. Wait for it, or choose another folder: "
-            "--set output=FOLDER."
-        ) from None
+        try:
+            lock.acquire()
+        except Timeout:
+            raise CheckpointError(
+                f"Another run is at work in '{output}'. Wait for it, or choose another folder: "
+                "--set output=FOLDER."
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Says in one sentence why writing failed."""
+    try:
+        yield
     except OSError as error:
-        raise write_error(output, error) from error
+        raise write_error(place, error) from error
 
 
 def _begin(recipe: Recipe, record: RunRecord) -> None:
@@ -344,7 +358,8 @@ def _run_step(
     record.write(recipe.output)
     output = partial / name
     if kind.file:  # what is in a folder of its own
-        output.mkdir(parents=True)
+        with _writing(output):
+            output.mkdir(parents=True)
     start = time.monotonic()
     try:
         options = options_of(recipe, name, output, resume)
@@ -361,10 +376,8 @@ def _run_step(
     for warning in command.warnings(result):
         warnings.warn(f"Step '{name}': {warning}", HeadpruneWarning, stacklevel=2)
     files = hashes(output)
-    try:
+    with _writing(recipe.output / name):
         put(output, recipe.output / name, _old(recipe, name))
-    except OSError as error:
-        raise write_error(recipe.output / name, error) from error
     summary, passed = kind.summary(result), command.passed(result)
     made = {"files": files, "model_id": id_of_result(recipe.output / name)}
     done = {"seconds": seconds, "summary": summary, "passed": passed, **made}

@@ -109,16 +109,26 @@ def read_run(folder: Path) -> RunRecord | None:
     try:
         return read_as(RunRecord, path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} Without it, every step runs anew.") from None
+        raise CheckpointError(
+            f"{error} Choose another output (--set output=FOLDER) or move '{folder}' away; there, "
+            "every step runs anew."
+        ) from None
 
 
 def hashes(place: Path) -> dict[str, str]:
-    """SHA-256 of every file of a folder, or of the one file; hidden ones are not counted."""
-    if place.is_file():
-        return hashes_of(place.parent, [place.name])
-    inside = sorted(file for file in place.rglob("*") if file.is_file())
-    names = (str(file.relative_to(place)) for file in inside)
-    return hashes_of(place, (name for name in names if not name.startswith(".")))
+    """SHA-256 of every file of a folder, or of the one file; hidden ones are not counted.
+
+    Raises:
+        CheckpointError: If one cannot be read.
+    """
+    try:
+        if place.is_file():
+            return hashes_of(place.parent, [place.name])
+        inside = sorted(file for file in place.rglob("*") if file.is_file())
+        names = (str(file.relative_to(place)) for file in inside)
+        return hashes_of(place, (name for name in names if not name.startswith(".")))
+    except OSError as error:
+        raise CheckpointError(f"'{place}' cannot be read through: {error}.") from None
 
 
 def digest_of_place(place: Path) -> str:
