@@ -247,7 +247,7 @@ def gaps(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, f
 def compared(name: str, case: str, folder: Path) -> dict[str, float]:
     """Runs a command on both devices, with the same products; how far apart they are."""
     device = far.Far()
-    if name.startswith("convert"):  # a basis of several heads is any that spans the same
+    if name.startswith(("convert", "compress")):  # a basis of heads is any that spans the same
         least_squares.product_dtype = lambda device: torch.float64
     Job(case, folder, "cpu").write()
     with sdpa_kernel(SDPBackend.MATH):
