@@ -602,6 +602,11 @@ def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataCon
         with pytest.raises(CheckpointError, match=match):
             sweep(folder, text, mine, asked, overwrite=overwrite)
     assert (mine / "precious.txt").read_text() == "1"
+    short = tmp_path / "short.txt"
+    short.write_text("w1 w2 w3")
+    with pytest.raises(DataError, match="has 3 tokens"):
+        sweep(folder, text, tmp_path / "new", asked, DataConfig(source=str(short)))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bert-base"])

@@ -31,6 +31,7 @@ MISTAKES = {
     "prune gone --output out --plan plan.json --keep 0.5": "--keep goes with --gates or --scores",
     "prune gone --output out --plan plan.json --criterion fisher": "--criterion goes with --scores",
     "prune gone --output out --plan nope.json": "There is no plan file at 'nope.json'",
+    "prune gone --output out --plan .": "'.' is a folder; give the file of JSON that is meant",
     "prune gone --output out --plan text.txt": "'text.txt' is not readable as JSON",
     "prune gone --output out --plan plan.json --refit nope.txt": NO_FILE,
     "prune gone --output out --plan plan.json --refit ./nope": "There is no file './nope'",

@@ -18,12 +18,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig
 from headprune.data import sources
 from headprune.data.sources import digest_of_data, read_examples
 from headprune.declaration import COMMANDS, Context, build
-from headprune.errors import HeadpruneError, HeadpruneWarning, RecipeError
+from headprune.errors import FamilyError, HeadpruneError, HeadpruneWarning, RecipeError
 from headprune.estimates import Estimate, Sizes
 from headprune.recipes import run as recipes_run
 from headprune.recipes import sizes
@@ -247,6 +248,13 @@ def test_dry_run_counts_and_writes_nothing(
     assert neither < evaluating(last_words=0, copying=9) < evaluating(last_words=9, copying=9)
     code, text, err = run(capsys, "run", job, "--dry-run")
     assert (code, "Nothing was run" in text) == (0, True), err
+
+
+def test_a_model_of_images_has_an_estimate(tmp_path: Path) -> None:
+    path, folder = tmp_path / "recipe.yaml", tiny.save(tiny.model("vit"), tmp_path / "vit")
+    path.write_text(f"model: {folder}\noutput: out\nsteps: {{prune: {{plan: plan.json}}}}\n")
+    found = sizes.sizes_of(read_recipe(path))
+    assert (found.vocabulary, found.layers) == (0, tiny.LAYERS)
 
 
 def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:
@@ -884,6 +892,33 @@ def test_init_writes_a_recipe_that_runs(
     assert (code, "Nothing was run" in text) == (0, True), err
     code, _, err = run(capsys, "init", path, "--yes", *answers)
     assert (code, "replace it with --overwrite" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("case", "limit", "column"),
+    [
+        ("bert-base", "mean_cosine >= 0.9", None),
+        ("gpt2-classifier", "accuracy >= 95 %", "label"),
+        ("llama-gqa", "perplexity <= 200 %", None),
+    ],
+)
+def test_init_asks_of_a_model_what_it_is_measured_by(
+    case: str, limit: str, column: str | None, tmp_path: Path
+) -> None:
+    small = GPT2Config(n_embd=48, n_layer=2, n_head=6, vocab_size=tiny.VOCAB)
+    classifier = case == "gpt2-classifier"
+    model = GPT2ForSequenceClassification(small) if classifier else tiny.model(case)
+    answers = Answers(model=str(tiny.save(model, tmp_path / "model")), data="org/text")
+    recipe = init(tmp_path / "new.yaml", answers)
+    assert recipe.steps["check"].limits == (limit,)
+    assert {data.label_column for data in recipe.data.values()} == {column}
+
+
+def test_init_refuses_a_model_that_reads_no_text(tmp_path: Path) -> None:
+    answers = Answers(model=str(tiny.save(tiny.model("vit"), tmp_path / "model")))
+    with pytest.raises(FamilyError, match=r"takes pixel_values, and a recipe of init reads text"):
+        init(tmp_path / "new.yaml", answers)
+    assert not (tmp_path / "new.yaml").exists()
 
 
 def test_a_strange_name_stays_in_its_comment(tmp_path: Path) -> None:

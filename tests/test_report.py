@@ -338,6 +338,12 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
     assert run.head_map.only_scored
     assert "Heads: 24 scored" in (tmp_path / "scores.html").read_text()
+    whole = json.loads((place / "cut" / "small" / "headprune.json").read_text())["layout"]
+    path, left = next((path, one["query_heads"]) for path, one in whole.items())
+    (tmp_path / "plan.json").write_text(json.dumps({path: left[:1]}))
+    prune(str(place / "cut" / "small"), tmp_path / "again", CutRequest(plan=tmp_path / "plan.json"))
+    (run,) = report([tmp_path / "again", scores], tmp_path / "again.html").runs
+    assert run.head_map is not None and run.head_map.evidence is None  # they are of the original
     save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
     with pytest.raises(CheckpointError, match="damaged: taylor has 11 scores for 12 units"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")

@@ -318,7 +318,7 @@ def _text_columns(table: Dataset, data: DataConfig) -> list[str]:
         if len(columns) != 1:
             raise DataError(
                 f"'{data.source}' has the columns {', '.join(table.column_names)}; say which one "
-                "holds the text with --text-column."
+                "holds the text with --text-column (of pairs both: --text-column SOURCE,TARGET)."
             )
     for column in columns:
         if column not in _strings(table):

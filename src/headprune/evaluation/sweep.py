@@ -156,7 +156,13 @@ def _room(output: Path, overwrite: bool, inputs: Sequence[Input]) -> Iterator[Pa
             with whole_folder(output) as new:
                 yield new
         else:
-            yield output
+            fresh = not output.exists()
+            try:
+                yield output
+            except BaseException:
+                if fresh and not any((output / "points").glob("*.json")):  # nothing to go on from
+                    shutil.rmtree(output, ignore_errors=True)
+                raise
 
 
 def _refuse(criteria: Sequence[str], rounds: int) -> None:

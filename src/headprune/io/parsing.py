@@ -261,6 +261,8 @@ def _read(
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
+    except IsADirectoryError:
+        raise error(f"'{path}' is a folder; give the file of {form} that is meant.") from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as problem:
         why = " ".join(str(problem).split())
     except RecursionError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import yaml
 
 from headprune.declaration import Options
-from headprune.errors import RecipeError
+from headprune.errors import HeadpruneError, RecipeError
 from headprune.io.markup import printable
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import RECIPE
 from headprune.io.writing import write_whole
+from headprune.model.loading import Task, load_config, native_of, task_of
+from headprune.model.refusals import refuse_without_text
+from headprune.model.sizes import without_weights
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.recipe import Recipe
 
@@ -68,6 +72,7 @@ def init(path: Path, answers: Answers, overwrite: bool = False) -> Recipe:
     Raises:
         CheckpointError: If the file exists and must not be replaced.
         RecipeError: If there is no text to measure on.
+        FamilyError: If the model reads no text.
     """
     inputs = (answers.model, answers.data, answers.test_data)
     with claimed_file(path, RECIPE, overwrite, inputs):
@@ -95,7 +100,9 @@ def recipe_text(answers: Answers, file: str) -> str:
         answers.test_data or answers.data,
         "" if answers.test_data else "\n    split: test",
     )
-    steps = _STEPS[answers.goal].format(**_SIZES[answers.hardware])
+    task = _task(answers.model)
+    limit = _LIMITS.get(task, _LIMITS["causal-lm"])
+    steps = _STEPS[answers.goal].format(**_SIZES[answers.hardware], limit=limit)
     return _HEAD.format(
         file=printable(shlex.quote(file)),  # in comments, which end with the line
         model=_quoted(answers.model),
@@ -103,8 +110,26 @@ def recipe_text(answers: Answers, file: str) -> str:
         train=_quoted(answers.data),
         test=_quoted(test),
         split=split,
+        columns=_COLUMNS.get(task, ""),
         steps=steps.strip("\n"),
     )
+
+
+def _task(model: str) -> Task:
+    """What a model in a folder is for; one of the hub is not fetched for this question.
+
+    Raises:
+        FamilyError: If it reads no text.
+    """
+    net = None
+    if Path(model).is_dir():
+        with suppress(HeadpruneError):  # what is wrong with it is told when the recipe runs
+            config = load_config(model)
+            net = without_weights(native_of(config), config)
+    if net is None:
+        return "causal-lm"
+    refuse_without_text(net, "a recipe of init")
+    return task_of(net)
 
 
 def _quoted(text: str) -> str:
@@ -135,6 +160,18 @@ _SIZES: dict[Hardware, dict[str, Any]] = {
     },
 }
 
+# what must hold of the models of a task
+_LIMITS: dict[Task, str] = {
+    "causal-lm": "perplexity <= 200 % # of the original's",
+    "classification": "accuracy >= 95 % # of the original's",
+    "features": "mean_cosine >= 0.9 # of the embeddings with the original's",
+}
+# what data of a task needs beside its source
+_COLUMNS: dict[Task, str] = {
+    "classification": "\n    label_column: label # the column of the class",
+    "seq2seq-lm": "\n    text_column: source,target # the two columns of pairs",
+}
+
 _HEAD = """\
 # A recipe of headprune. See what it would take, then run it; what is done is not done again:
 #   headprune run {file} --dry-run
@@ -146,9 +183,10 @@ output: {output} # one folder per step, all settings, and the versions
 # Files, folders or hub ids; text, JSONL, CSV, TSV or parquet. Columns are named where there are
 # several: text_column: de,en for pairs, label_column: label for classifiers.
 data:
-  train: {train}
+  train:
+    source: {train}{columns}
   test: # not trained on
-    source: {test}{split}
+    source: {test}{split}{columns}
 
 # In order. A step works on the model that the step before it made; its settings are the options of
 # the command of its name.
@@ -166,7 +204,7 @@ _CHECK = """\
   # what must hold; the run ends with exit code 1 if it does not
   check:
     limits:
-      - perplexity <= 200 % # of the original's; see headprune check --help
+      - {limit}; see headprune check --help
     max_windows: {windows}
     dtype: {dtype}
 """

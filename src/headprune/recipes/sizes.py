@@ -27,7 +27,7 @@ def sizes_of(recipe: Recipe) -> Sizes:
         attention_parameters=sum(map(attention_parameters, attentions)),
         layers=len(attentions),
         hidden=text.hidden_size,
-        vocabulary=text.vocab_size,
+        vocabulary=getattr(text, "vocab_size", 0),  # models of images have none
         causal=task_of(net) == "causal-lm",
         itemsize=(getattr(config, "dtype", None) or torch.float32).itemsize,
         flops=_flops(devices.chosen()),

@@ -18,7 +18,10 @@ def map_of_result(
     gates: GatesFolder | None,
     scores: ScoresFolder | None,
 ) -> HeadMap:
-    """The heads of a result: those of the first step, and which the last one left."""
+    """The heads of a result: those of the first step, and which the last one left.
+
+    Scores of a model before that step speak of heads that are not there.
+    """
     plan, earlier = first.plan, first.manifest.lineage
     before = earlier[-1].layout if earlier else {}
     rows = []
@@ -34,9 +37,10 @@ def map_of_result(
     }
     groups = {path: part.groups or () for path, part in first.plan.attentions.items()}
     evidence = None
+    source = first.manifest.source.fingerprint
     if gates is not None:
         evidence = _gate_evidence(gates, spread(gates.trained.metadata, plan), scores)
-    elif scores is not None:
+    elif scores is not None and scores.scored.metadata.model.fingerprint == source:
         sizes = known_sizes(scores.scored.metadata.modules, plan)
         evidence = _score_evidence(scores, sizes) if sizes else None
     return head_map(rows, kept, groups, evidence)
