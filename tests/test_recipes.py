@@ -252,7 +252,9 @@ def test_dry_run_counts_and_writes_nothing(
 
 def test_a_model_of_images_has_an_estimate(tmp_path: Path) -> None:
     path, folder = tmp_path / "recipe.yaml", tiny.save(tiny.model("vit"), tmp_path / "vit")
-    path.write_text(f"model: {folder}\noutput: out\nsteps: {{prune: {{plan: plan.json}}}}\n")
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    path.write_text(f"model: {folder}\noutput: out\nsteps: {{prune: {{plan: {plan}}}}}\n")
     found = sizes.sizes_of(read_recipe(path))
     assert (found.vocabulary, found.layers) == (0, tiny.LAYERS)
 
