@@ -61,6 +61,12 @@ def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path
     for row, size in zip(rows["input_ids"], losses.utf8_bytes, strict=True):
         text = [i for i in row[1:] if i not in tokenizer.all_special_ids]
         assert size == len(tokenizer.decode(text).encode())
+    path = tmp_path / "text.txt"
+    path.write_text("w1 unheard words of " + tiny.text(40))
+    rows = sequences_of(path, count=1)
+    losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=1)
+    assert tokenizer.unk_token_id in rows[0]["input_ids"][1:]  # it stands for text
+    assert losses.utf8_bytes[0] == len(tokenizer.decode(rows[0]["input_ids"][1:]).encode())
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
@@ -330,6 +336,9 @@ def test_classifiers_are_compared_by_the_names_of_their_classes(tmp_path: Path) 
     assert report.against is not None
     assert report.model.metrics == report.against.metrics
     assert evaluate(turned, named, EvaluateConfig(**FAST)).model.metrics == report.model.metrics
+    config = json.loads((ours / "config.json").read_text())
+    (ours / "config.json").write_text(json.dumps({**config, "label2id": None}))
+    assert evaluate(ours, named, EvaluateConfig(**FAST)).model.metrics == report.model.metrics
     with pytest.raises(HeadpruneError, match="same classes: 'other' is one of only one"):
         evaluate(ours, named, EvaluateConfig(**FAST), against=strange)
     numbered = written(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -656,6 +657,10 @@ def test_the_files_of_a_task_are_part_of_the_key(job: Path, tmp_path: Path) -> N
         file.write_text(file.read_text() + "# changed\n")
         changed = [old != new for old, new in zip(before, keys(), strict=True)]
         assert changed == ([True] * 3 if file in made_of else [False, False, True])
+    before, compiled = keys(), folder / "__pycache__"
+    compiled.mkdir()
+    (compiled / "answers.pyc").touch()  # as lm-eval leaves it there
+    assert keys() == before
 
 
 def test_a_step_that_fails_says_which_and_keeps_the_others(
@@ -795,12 +800,16 @@ def test_data_without_a_split_is_of_the_split_that_the_command_reads(
         "score": {"criterion": "fisher", "data": "test"},
         "evaluate": several,
         "check": {**several, "limits": "query_heads <= 24"},
+        "roles": {"data": "test", "trees": "trees"},
     }
-    recipe = read_recipe(with_steps(job, steps, data={"test": plain, "other": other}))
+    trees = {"source": "trees.conllu", "split": "dev", "text_column": "form"}
+    data = {"test": plain, "other": other, "trees": trees}
+    recipe = read_recipe(with_steps(job, steps, data=data))
     (tmp_path / "resolved.yaml").write_text(recipe.as_yaml())
     for read in (recipe, read_recipe(tmp_path / "resolved.yaml")):
-        score, evaluate, check = (options_of(read, name, tmp_path) for name in steps)
+        score, evaluate, check, roles = (options_of(read, name, tmp_path) for name in steps)
         assert score.split == "train"
+        assert (roles.data, roles.split, roles.text_column) == ("org/text", "train", None)
         for found in (evaluate.domains(evaluate.data), check.domains()):
             assert found["test"] == DataConfig(**plain, split="test")
             assert found["other"] == DataConfig(**other)
@@ -914,6 +923,17 @@ def test_init_asks_of_a_model_what_it_is_measured_by(
     recipe = init(tmp_path / "new.yaml", answers)
     assert recipe.steps["check"].limits == (limit,)
     assert {data.label_column for data in recipe.data.values()} == {column}
+
+
+def test_init_runs_no_code_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, told = tmp_path / "model", tmp_path / "told"
+    folder.mkdir()
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(own))
+    (folder / "own.py").write_text(f"open({str(told)!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    init(tmp_path / "new.yaml", Answers(model=str(folder), data="org/text"))
+    assert not told.exists()
 
 
 def test_init_refuses_a_model_that_reads_no_text(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
 from headprune.exporting.publish import refuse_unprovable
 from headprune.model.attention import attention_of
-from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.loading import class_ids, load_tokenizer, task_of
 from headprune.model.opening import as_it_fits, load, result_dtypes
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
@@ -136,7 +136,7 @@ def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel, by_layer: bo
             f"The model to heal is a {type(student).__name__} {sizes[0]}, the teacher a "
             f"{type(teacher).__name__} {sizes[1]}. Give the model it came from."
         )
-    classes = [getattr(net.config, "label2id", None) or {} for net in (student, teacher)]
+    classes = [class_ids(net.config) for net in (student, teacher)]
     reordered = set(classes[0]) == set(classes[1]) and classes[0] != classes[1]
     if task_of(student) == "classification" and reordered:
         raise HeadpruneError(

@@ -35,6 +35,7 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.model.identity import id_of_model
 from headprune.model.lengths import most_tokens, usable_length
 from headprune.model.loading import (
+    class_ids,
     load_config,
     load_tokenizer,
     parse_dtype,
@@ -249,5 +250,5 @@ def _rows(
         return translation_rows(examples.first(most), tokenizer, seq_len, known)
     some = by_sentence(examples, most).first(most)
     if task == "classification":
-        return tokenized_rows(some, tokenizer, seq_len, net.config.label2id, known)
+        return tokenized_rows(some, tokenizer, seq_len, class_ids(net.config), known)
     return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)

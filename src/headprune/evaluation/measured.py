@@ -28,7 +28,7 @@ from headprune.evaluation.recall import (
 from headprune.evaluation.report import Metric, metric
 from headprune.evaluation.samples import Samples
 from headprune.evaluation.tasks import TaskScores, task_scores
-from headprune.model.loading import task_of
+from headprune.model.loading import class_ids, task_of
 
 
 @dataclass
@@ -135,8 +135,8 @@ def _columns(
 
 def _labels(loaded: Loaded, net: PreTrainedModel, rows: Dataset) -> Floats:
     """The label ids of rows, which are the first model's, as this one numbers its classes."""
-    ids = net.config.label2id
-    own = {number: ids[name] for name, number in loaded.nets[0].config.label2id.items()}
+    ids = class_ids(net.config)
+    own = {number: ids[name] for name, number in class_ids(loaded.nets[0].config).items()}
     return np.array([own[number] for number in rows["labels"]], dtype=np.float64)
 
 

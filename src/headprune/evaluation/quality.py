@@ -211,6 +211,9 @@ class _Scored:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        # the names of these are no text; an unknown token stands for some
+        around = ("bos", "eos", "pad", "sep", "cls", "mask")
+        self.unread = {getattr(tokenizer, f"{name}_token_id", None) for name in around}
         self.nll: list[Tensor] = []
         self.counts: list[tuple[int, int]] = []  # tokens and bytes of every sequence
 
@@ -219,8 +222,7 @@ class _Scored:
         self.nll.append(_summed(logits, labels.to(logits.device)))
         for row in labels.cpu():
             scored = row[row != -100].tolist()
-            # the names of special tokens are no text
-            text = self.tokenizer.decode(scored, skip_special_tokens=True)
+            text = self.tokenizer.decode([token for token in scored if token not in self.unread])
             self.counts.append((len(scored), len(text.encode())))
 
     def losses(self) -> TokenLosses:

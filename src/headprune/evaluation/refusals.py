@@ -11,9 +11,7 @@ from headprune.config import EngineName, EvaluateConfig
 from headprune.data.sources import Examples
 from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.model.loading import (
-    task_of,
-)
+from headprune.model.loading import class_ids, task_of
 from headprune.schemas.exports import read_export
 
 _ENGINES = {
@@ -88,7 +86,7 @@ def refuse_unfit(
 def _refuse_other_classes(
     nets: list[PreTrainedModel], names: list[str], examples: Examples
 ) -> None:
-    ours, theirs = (net.config.label2id for net in nets)
+    ours, theirs = (class_ids(net.config) for net in nets)
     if differing := sorted(set(ours) ^ set(theirs)):
         raise HeadpruneError(
             f"'{names[0]}' and '{names[1]}' do not have the same classes: '{differing[0]}' is one "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from headprune.config import EvaluateConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.report import Metric
+from headprune.io.folders import digest_of, sha256_of
 from headprune.io.writing import is_there
 from headprune.registry import did_you_mean
 
@@ -60,31 +62,61 @@ def refuse_tasks(tasks: Sequence[str]) -> None:
             )
 
 
+def digest_of_tasks(tasks: Sequence[str]) -> str | None:
+    """Digest of the local files that tasks are made of; None for tasks of lm-eval's own.
+
+    Raises:
+        HeadpruneError: If one of the files cannot be read.
+    """
+    try:
+        files = task_files(tasks)
+        return digest_of([sha256_of(file) for file in files]) if files else None
+    except OSError as error:
+        raise HeadpruneError(f"--tasks: '{error.filename}' is not readable ({error}).") from None
+
+
 def task_files(tasks: Sequence[str]) -> list[Path]:
     """The local files that tasks are made of: those of a folder, a YAML file, and what it names.
 
     That is a file that it includes, one of functions or of data, and the tasks of a group.
     """
     found: set[Path] = set()
+    named: dict[Path, dict[str, Path]] = {}
     todo = [file for task in tasks for file in _given(Path(task))]
     while todo:
         file = todo.pop()
         if file.resolve() not in found and file.suffix in _YAML:
-            todo += _named_by(file)
+            if file.parent not in named:
+                named[file.parent] = _tasks_in(file.parent)
+            todo += _named_by(file, named[file.parent])
         found.add(file.resolve())
     return sorted(found)
 
 
 def _given(task: Path) -> list[Path]:
     if task.is_dir():
-        return [file for file in task.rglob("*") if file.is_file()]
+        return [file for file in task.rglob("*") if file.is_file() and _is_source(file, task)]
     return [task] if task.suffix in _YAML and task.is_file() else []
 
 
-def _named_by(file: Path) -> Iterator[Path]:
+def _is_source(file: Path, folder: Path) -> bool:
+    """Whether a file was written by people, and not by Python or git beside them."""
+    parts = file.relative_to(folder).parts
+    return not any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+
+def _tasks_in(folder: Path) -> dict[str, Path]:
+    """The tasks that the files of a folder are, by name."""
+    found: dict[str, Path] = {}
+    for file in folder.iterdir():
+        with suppress(OSError):  # what cannot be read is no task
+            found |= dict.fromkeys(_named_in(file), file)
+    return found
+
+
+def _named_by(file: Path, siblings: Mapping[str, Path]) -> Iterator[Path]:
     """The files that words of a YAML file name, seen from its folder or from here."""
     folder, text = file.parent, file.read_text(encoding="utf-8", errors="replace")
-    siblings = {name: other for other in folder.iterdir() for name in _named_in(other)}
     for word in set(re.findall(r"""[^\s"'\[\]{},]+""", text)):
         functions = folder / f"{word.partition('.')[0]}.py"  # as in !function utils.answer
         for place in (folder / word, Path(word), functions, siblings.get(word)):

@@ -173,7 +173,7 @@ def _override(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
 
 
 def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
-    """Reads a model's config.
+    """Reads a model's config; nobody is asked whether code that comes with it may run.
 
     Raises:
         CheckpointError: If there is no such folder or hub id, or its config cannot be read.
@@ -194,7 +194,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
         refuse_large_counts(path, read_config_file(path / "config.json"))
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
-        return AutoConfig.from_pretrained(str(model), **kwargs)
+        return AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
 
 
 def _unread(path: Path, why: str) -> str:
@@ -303,6 +303,12 @@ def task_of(model: PreTrainedModel) -> Task:
     native = native_class(type(model))
     known = modeling_headprune.auto_classes(native.config_class)
     return next((task for auto, task in _TASKS.items() if known.get(auto) is native), "features")
+
+
+def class_ids(config: PreTrainedConfig) -> dict[str, int]:
+    """The number of each class of a classifier, by its name."""
+    known = config.label2id or {name: number for number, name in (config.id2label or {}).items()}
+    return {name: int(number) for name, number in known.items()}
 
 
 def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -236,9 +236,11 @@ def _refuse_stranger(folder: Path, manifest: Manifest, against: str | Path) -> N
     if asked in (step.fingerprint for step in steps):
         return
     made_from = " and ".join(f"'{step.name}' ({step.fingerprint})" for step in steps)
+    last = ", the last of them" if len(steps) > 1 else ""
     raise PlanError(
         f"--against {against}: '{folder}' was not made from this model, whose fingerprint is "
-        f"{asked}, but from {made_from}. Give --against '{steps[-1].name}'."
+        f"{asked}, but from {made_from}. Give that{last}: "
+        "its folder, or its id on the hub."
     )
 
 

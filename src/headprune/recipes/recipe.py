@@ -124,7 +124,9 @@ def options_of(recipe: Recipe, name: str, output: Path, resume: bool = False) ->
                 values[slot] = [{"name": domain_name(one), **data} for one, data in read.items()]
             else:
                 (data,) = read.values()
-                values |= {slot: data.pop("source"), **data}
+                values[slot] = data.pop("source")
+                if slot != "trees":  # which have no columns, and are read beside a text
+                    values |= data
         elif source:
             values[slot] = place_of(recipe, source)
     if kind.about_all is not None:

@@ -18,8 +18,8 @@ from headprune.data.sources import digest_of_data, refuse_missing_file
 from headprune.declaration import Context, Door, Slot
 from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning, Interrupted
 from headprune.estimates import duration
-from headprune.evaluation.tasks import task_files
-from headprune.io.folders import digest_of, sha256_of
+from headprune.evaluation.tasks import digest_of_tasks
+from headprune.io.folders import digest_of
 from headprune.io.markup import sentence
 from headprune.io.outputs import refuse_input
 from headprune.io.ownership import is_ours, part_of
@@ -216,9 +216,9 @@ def look(recipe: Recipe, name: str, record: RunRecord, original: str) -> Outlook
         names = list(recipe.steps)
         earlier = names[: names.index(name)]
         inputs["steps"] = {source: _made(record, source) for source in earlier}
-    tasks = task_files(getattr(step, "tasks", ()))
-    if tasks:
-        inputs["tasks"] = digest_of([sha256_of(file) for file in tasks])
+    tasks = digest_of_tasks(getattr(step, "tasks", ()))
+    if tasks is not None:
+        inputs["tasks"] = tasks
     for slot, kind in step.slots().items():
         source = getattr(step, slot)
         if not source:  # none, or a list without any
