@@ -13,13 +13,13 @@ import yaml
 
 from headprune.declaration import Options
 from headprune.errors import HeadpruneError, RecipeError
+from headprune.exporting.source import built
 from headprune.io.markup import printable
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import RECIPE
 from headprune.io.writing import write_whole
-from headprune.model.loading import Task, load_config, native_of, task_of
+from headprune.model.loading import Task, load_config, task_of
 from headprune.model.refusals import refuse_without_text
-from headprune.model.sizes import without_weights
 from headprune.recipes.reading import read_recipe
 from headprune.recipes.recipe import Recipe
 
@@ -124,8 +124,7 @@ def _task(model: str) -> Task:
     net = None
     if Path(model).is_dir():
         with suppress(HeadpruneError):  # what is wrong with it is told when the recipe runs
-            config = load_config(model)
-            net = without_weights(native_of(config), config)
+            net = built(load_config(model))
     if net is None:
         return "causal-lm"
     refuse_without_text(net, "a recipe of init")

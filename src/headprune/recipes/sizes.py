@@ -9,17 +9,17 @@ import torch
 
 from headprune import devices
 from headprune.estimates import Sizes
+from headprune.exporting.source import built
 from headprune.model.attention import attention_of
 from headprune.model.cost import attention_parameters
-from headprune.model.loading import load_config, native_of, task_of
-from headprune.model.sizes import without_weights
+from headprune.model.loading import load_config, task_of
 from headprune.recipes.recipe import Recipe
 
 
 def sizes_of(recipe: Recipe) -> Sizes:
     """Measures the recipe's model without its weights, and how fast this machine is."""
     config = load_config(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    net = without_weights(native_of(config), config)
+    net = built(config)
     text = config.get_text_config()
     attentions = attention_of(net)
     return Sizes(
