@@ -21,12 +21,15 @@ import yaml
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
+from headprune import from_pretrained
 from headprune.config import DataConfig
 from headprune.data import sources
 from headprune.data.sources import digest_of_data, read_examples
 from headprune.declaration import COMMANDS, Context, build
 from headprune.errors import FamilyError, HeadpruneError, HeadpruneWarning, RecipeError
 from headprune.estimates import Estimate, Sizes
+from headprune.exporting.prune import prune
+from headprune.planning.from_evidence import CutRequest
 from headprune.recipes import run as recipes_run
 from headprune.recipes import sizes
 from headprune.recipes.forecast import forecast
@@ -39,6 +42,7 @@ from headprune.recipes.steps import kinds
 from headprune.schemas import runs
 from headprune.schemas.runs import RunRecord
 from tests import forked, tiny
+from tests.cutting import uneven_plan
 from tests.marks import slow_unless
 from tests.test_cli import headprune, run
 
@@ -258,6 +262,15 @@ def test_a_model_of_images_has_an_estimate(tmp_path: Path) -> None:
     path.write_text(f"model: {folder}\noutput: out\nsteps: {{prune: {{plan: {plan}}}}}\n")
     found = sizes.sizes_of(read_recipe(path))
     assert (found.vocabulary, found.layers) == (0, tiny.LAYERS)
+
+
+def test_a_model_cut_before_is_estimated_by_its_own_sizes(tmp_path: Path) -> None:
+    whole, cut = tiny.model("llama-gqa"), tmp_path / "cut"
+    prune(tiny.save(whole, tmp_path / "base"), cut, CutRequest(plan=uneven_plan(whole)))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model: {cut}\noutput: out\nsteps: {{convert-gqa: {{kv_heads: 1}}}}\n")
+    found = sizes.sizes_of(read_recipe(path)).parameters
+    assert found == from_pretrained(cut).num_parameters() < whole.num_parameters()
 
 
 def test_dry_run_knows_what_is_done(done_job: Path, capsys: Any) -> None:

@@ -239,8 +239,8 @@ def _refuse_stranger(folder: Path, manifest: Manifest, against: str | Path) -> N
     last = ", the last of them" if len(steps) > 1 else ""
     raise PlanError(
         f"--against {against}: '{folder}' was not made from this model, whose fingerprint is "
-        f"{asked}, but from {made_from}. Give that{last}: "
-        "its folder, or its id on the hub."
+        f"{asked}, but from {made_from}. Give that{last}: its "
+        "folder, or its id on the hub."
     )
 
 
