@@ -34,7 +34,6 @@ from transformers import PreTrainedModel
 from bench_quality import Protocol
 from headprune import from_pretrained
 from headprune.config import (
-    BudgetConfig,
     CalibrationConfig,
     DataConfig,
     ScoreConfig,
@@ -53,9 +52,7 @@ from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.planning.allocation import PerModule, allocate
-from headprune.planning.choice import HeadChoice, equal_shares
-from headprune.planning.constraints import Constraints
-from headprune.planning.exchange import Exchanges
+from headprune.planning.choice import equal_shares
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.selection import keep_best
@@ -149,9 +146,6 @@ def main(
     keep: Annotated[str, typer.Option(help="Shares of heads to keep.")] = "0.75,0.5",
     criteria: Annotated[str, typer.Option(help="Criteria, or none.")] = "gradient,fisher",
     rounds: Annotated[int, typer.Option(help="Rounds of scoring, refitted in between.")] = 1,
-    exchanges: Annotated[
-        int, typer.Option(help="Rounds in which layers exchange heads, with a refit.")
-    ] = 0,
     rivals: Annotated[bool, typer.Option(help="Also what others do.")] = False,
     cutters: Annotated[
         bool, typer.Option(help="Also what others do layer by layer, or to layers.")
@@ -241,20 +235,6 @@ def main(
                         label = name if rounds == 1 else f"{name}, {rounds} rounds"
                         add(label, True, share, seed, quality(current))
                     before = share
-                if last and exchanges:
-                    current = copy.deepcopy(net)
-                    budget, free = BudgetConfig(keep=share), Constraints(current)
-                    choice = HeadChoice(attention_of(current), Unit.HEAD, budget, [], free)
-                    work = Exchanges(current, choice, values, examples)
-                    exchanged, done = work.run(set(kept), exchanges)
-                    for each in done:
-                        console.print(f"exchange: {each}")
-                    mask = torch.zeros(sum(heads)).bool()
-                    mask[sorted(exchanged)] = True
-                    gates = _gates(mask, heads)
-                    refit(current, attention_of(current), gates, examples.whole())
-                    with gated(attention_of(current), fixed(gates)):
-                        add(f"{label}, exchanged", True, share, seed, quality(current))
         for label, rival in RIVALS.items() if rivals else ():
             if rival.criterion == "taylor":
                 values = torch.cat(taylor(net, attentions, examples))

@@ -188,7 +188,7 @@ def test_healing_is_kept_only_if_it_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     healing = HealConfig(steps=30, seq_len=16, learning_rate=learning_rate)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[7:8])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[6:7])
     monkeypatch.setattr(_Compression, "_healing", lambda self: healing)
     result = compressed(encoder, sentences, tmp_path / "out", keep=0.75, heal_steps=30)
     names = [one.name for one in result.choice.contenders]
@@ -234,7 +234,7 @@ def test_healing_that_breaks_down_leaves_the_best_unhealed(
     def broken(*arguments: Any, **settings: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[7:8])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[6:7])
     monkeypatch.setattr("headprune.compression.compress.heal", broken)
     if told is None:  # whatever it is, it is not healing's alone
         with pytest.raises(RuntimeError, match="something else"):
@@ -327,7 +327,7 @@ def test_other_kinds_of_models(
     model = tiny.save(tiny.model(case), tmp_path / "model")
     text = sentences if case == "bert-base" else data
     choice = compressed(model, text, tmp_path / "out", keep=0.5).choice
-    assert (choice.measure, len(choice.contenders)) == (measure, 4)  # not grouped: no merging
+    assert (choice.measure, len(choice.contenders)) == (measure, 3)  # not grouped: no merging
     assert choice.chosen.query_heads * 2 == choice.original.query_heads
     assert abs(choice.original.held_out - 1) < 1e-5
     values = [one.held_out for one in choice.contenders]
@@ -391,18 +391,6 @@ def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
     with pytest.raises(PlanError, match="No candidate comes to the goal.* and 100 were asked for"):
         compressed(llama_folder, data, tmp_path / "none", **asked)
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize("asked", [{}, {"tensor_parallel": 2}, {"targets": "anywhere"}])
-def test_layers_exchange_heads_where_they_can(asked: dict[str, Any], tmp_path: Path) -> None:
-    folder, said = tiny.save(tiny.model("gpt2"), tmp_path / "model"), list[str]()
-    context = Context(line=lambda line, good=None: said.append(line))
-    config = CompressConfig(keep=0.5, **asked)
-    outline = compress.compress(str(folder), None, config, context=context)
-    assert isinstance(outline, Outline)
-    assert ("heads, compensated, exchanged, refit" in outline.candidates) is not bool(asked)
-    assert "heads, compensated, refit" in outline.candidates
-    assert bool(said) is bool(asked)
 
 
 def test_a_dry_run_says_what_would_be_done(
@@ -605,8 +593,6 @@ def test_which_candidates_apply_follows_from_the_goal() -> None:
     ]
     assert {c.way.unit for c in single if isinstance(c.way, RemoveHeads)} == {Unit.HEAD}
     assert not any(isinstance(c.way, ShareKvHeads) for c in single)
-    apart = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None), exchanging=False)
-    assert [c.name for c in single if c not in apart] == ["heads, compensated, exchanged, refit"]
     assert len({c.name for c in CANDIDATES}) == len(CANDIDATES)
 
 

@@ -27,7 +27,7 @@ from headprune.data import sources
 from headprune.data.sources import digest_of_data, read_examples
 from headprune.declaration import COMMANDS, Context, build
 from headprune.errors import FamilyError, HeadpruneError, HeadpruneWarning, RecipeError
-from headprune.estimates import Estimate, Sizes
+from headprune.estimates import Sizes
 from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.recipes import run as recipes_run
@@ -1055,32 +1055,3 @@ def test_memory_follows_a_calibration_that_runs_at_once(
     assert held(65_536) - held(32_768) == 11 * streams * 32_768 * 2048 * 4
     if command == "prune":
         assert held(65_536, refit=None) == held(32_768, refit=None)
-
-
-@pytest.mark.parametrize(
-    ("command", "given"),
-    [
-        ("plan", {"scores": "scores", "keep": 0.5}),
-        (
-            "train-gates",
-            {"data": "text", "target_heads": 0.5, "steps": 1, "method": "refit", "output": "gates"},
-        ),
-    ],
-)
-def test_exchanges_take_time_and_memory(command: str, given: dict[str, Any]) -> None:
-    facts = {"parameters": 10**9, "attention_parameters": 10**8, "layers": 20, "hidden": 2048}
-    model = Sizes(**facts, vocabulary=32_000, causal=True, itemsize=2, flops=1e11)
-    declared, step = COMMANDS[command], COMMANDS[command].step
-    assert step is not None
-
-    def estimate(exchanges: int) -> Estimate:
-        values = {"model": "m", "exchanges": exchanges, **given}
-        return step.estimate(build(declared.options, values), model)
-
-    none, one, three, five = (estimate(count) for count in (0, 1, 3, 5))
-    seconds = [each.seconds or 0.0 for each in (none, one, three, five)]
-    assert seconds[3] - seconds[2] == pytest.approx(seconds[2] - seconds[1])
-    assert seconds[1] - seconds[0] > 2 * model.layers * model.forward(2048)
-    assert one.memory_bytes == three.memory_bytes > none.memory_bytes
-    assert one.layers_bytes is None  # where the model would be read for every pass
-    assert (none.layers_bytes is None) is (command == "train-gates")

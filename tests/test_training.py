@@ -608,5 +608,3 @@ def test_what_does_not_go_with_a_refit_is_said() -> None:
     ):
         with pytest.raises(ValueError, match="--method"):
             TrainGatesConfig(**{"target_heads": 0.5, "method": Method.REFIT} | settings)
-    with pytest.raises(ValueError, match="--method refit"):
-        TrainGatesConfig(target_heads=0.5, exchanges=1)

@@ -49,7 +49,6 @@ class Sizes:
         causal: Whether it is a causal language model, of which evaluations read more.
         itemsize: Bytes of an element of the checkpoint.
         flops: FLOP/s that a large matrix product reaches here.
-        grouped: Whether query heads share KV heads.
     """
 
     parameters: int
@@ -60,7 +59,6 @@ class Sizes:
     causal: bool
     itemsize: int
     flops: float
-    grouped: bool = False
 
     def forward(self, tokens: float | int) -> float:
         """Seconds of a forward pass over so many tokens."""
@@ -84,25 +82,6 @@ class Sizes:
             streams: How many models see each of them.
         """
         return 11 * streams * tokens * self.hidden * self.computed_itemsize(dtype)
-
-    def exchanging(self, times: int, tokens: int, judged: int) -> tuple[float, int]:
-        """Seconds that exchanges of heads between layers take, and bytes beside the weights.
-
-        A refit runs two models; then two trials in every layer run half the layers in the mean.
-        Three of every W_O are held.
-
-        Args:
-            times: How many exchanges.
-            tokens: How many W_O is refitted on.
-            judged: How many outputs are compared on.
-        """
-        if not times:
-            return 0.0, 0
-        refits = (times + 1) * 2 * self.forward(tokens)
-        outputs = self.activations(judged, self.computed_itemsize(), trained=False)
-        held = max(outputs, self.calibration(tokens, streams=2))
-        seconds = refits + times * self.layers * self.forward(judged)
-        return seconds, held + 3 * self.attention_parameters
 
     def stored(self, dtype: str = _AUTO) -> int:
         """Bytes of the weights in an element type; "auto" is that of the checkpoint."""

@@ -15,7 +15,7 @@ from headprune.commands.shared import (
     output,
     refuse_healing_by_layers,
 )
-from headprune.config import JUDGED_TOKENS, AnyDomains, CompressConfig, Replacing
+from headprune.config import AnyDomains, CompressConfig, Replacing
 from headprune.declaration import (
     Chapter,
     Command,
@@ -96,24 +96,20 @@ def _summary(result: Compressed | Outline) -> str:
 
 def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
     """Scored once, then several candidates refitted or merged, written and measured."""
-    from headprune.compression.candidates import EXCHANGES
     from headprune.estimates import OVERHEAD_SECONDS, Estimate
 
     candidates = 5
     passes = 3 * options.calibration_tokens + options.held_out_tokens
     seconds = candidates * (sizes.forward(passes) + sizes.writing(options.out_dtype))
-    exchanges = 0 if sizes.grouped else EXCHANGES
-    exchanging, beside = sizes.exchanging(exchanges, options.calibration_tokens, JUDGED_TOKENS)
     batch = options.tokens_per_pass
     held = max(
-        beside,
         sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True),
         sizes.calibration(options.calibration_tokens, options.dtype, streams=2),
     )
     weights, stored = 2 * sizes.computed(options.dtype), sizes.stored(options.out_dtype)
     healed = options.heal_steps is not None
     layers = None if healed else sizes.by_layers(weights) + held
-    seconds += OVERHEAD_SECONDS + exchanging
+    seconds += OVERHEAD_SECONDS
     return Estimate(seconds, weights + held, 2 * stored, weights, layers)
 
 

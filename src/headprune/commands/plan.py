@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Cutting, OneModel, Placed, output
-from headprune.config import JUDGED_TOKENS, CalibrationConfig, PlanConfig, Replacing
+from headprune.config import PlanConfig, Replacing
 from headprune.declaration import (
     Allowed,
     Chapter,
@@ -65,9 +64,6 @@ def _as_json(result: Planned) -> str:
     content = {
         "criterion": result.criterion,
         "rounds": result.rounds,
-        "exchanges": None
-        if result.exchanges is None
-        else [asdict(e) | {"taken": e.taken} for e in result.exchanges],
         "notes": list(result.notes),
         "kept_of_free": result.kept_of_free,
         "roles_lost": result.roles_lost,
@@ -78,16 +74,12 @@ def _as_json(result: Planned) -> str:
 
 
 def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
-    """The model is loaded, timed where a speed-up is asked for, and run for every exchange."""
+    """The model is loaded, and timed where a speed-up is asked for."""
     from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, SPEED_SECONDS, Estimate
 
     timed = SPEED_SECONDS * (options.min_speedup is not None)
     seconds, weights = options.rounds * OVERHEAD_SECONDS + timed, sizes.computed()
-    # the scores know how many tokens they came from; a recipe may have yet to make them
-    tokens = CalibrationConfig().calibration_tokens
-    exchanging, held = sizes.exchanging(options.exchanges, tokens, JUDGED_TOKENS)
-    layers = None if options.exchanges else sizes.by_layers(weights)
-    return Estimate(seconds + exchanging, weights + held, RECORD_BYTES, weights, layers)
+    return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
 
 
 def _summary(result: Planned) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, output
 from headprune.config import (
-    JUDGED_TOKENS,
     CalibrationConfig,
     Method,
     Place,
@@ -95,10 +94,9 @@ def _estimate(options: TrainGatesOptions, sizes: Sizes) -> Estimate:
     # its own, runs beside the model
     outputs, sample = sizes.attention_parameters // 4, CalibrationConfig().calibration_tokens
     training = sizes.training(*settings, teacher=outputs * itemsize)
-    exchanging, held = sizes.exchanging(options.exchanges, sample, JUDGED_TOKENS)
-    held = max(held, sizes.calibration(sample, "float32", streams=2))
+    held = sizes.calibration(sample, "float32", streams=2)
     fitting = sizes.computed("float32") + held
-    seconds, before = training.seconds, 5 * sizes.forward(sample) + exchanging
+    seconds, before = training.seconds, 5 * sizes.forward(sample)
     return replace(
         training,
         seconds=None if seconds is None else seconds + before,

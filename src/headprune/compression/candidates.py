@@ -28,7 +28,6 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.tensors.units import Unit
 
-EXCHANGES = 2  # of single heads, which are removed where none are grouped
 SCORED = 512  # tokens of a sequence at most: gradients are means over sequences, and want many
 
 
@@ -87,8 +86,8 @@ def is_its_own(error: Exception) -> bool:
 class Maker(Protocol):
     """How a candidate is made."""
 
-    def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
-        """Whether it can meet a goal, of a model whose layers can exchange heads or not."""
+    def applies(self, goal: SizeGoal) -> bool:
+        """Whether it can meet a goal."""
 
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Makes it: a folder, verified."""
@@ -103,18 +102,16 @@ class RemoveHeads:
         criterion: What chooses.
         refit: Whether W_O makes up for it.
         rounds: In how many steps they are chosen; each looks at what the one before has left.
-        exchanges: How often layers then exchange them, at most.
     """
 
     unit: Unit
     criterion: str
     refit: bool
     rounds: int = 1
-    exchanges: int = 0
 
-    def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
-        """Where it removes what the goal counts, and exchanges it where that can be done."""
-        return self.unit in goal.units and (exchanging or not self.exchanges)
+    def applies(self, goal: SizeGoal) -> bool:
+        """Where it removes what the goal counts."""
+        return self.unit in goal.units
 
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Plans and cuts."""
@@ -125,7 +122,6 @@ class RemoveHeads:
             criterion=self.criterion,
             rounds=self.rounds,
             refit=self.refit and self.rounds > 1,
-            exchanges=self.exchanges,
         )
         made = plan(job.model, scores, config, context=context)
         return prune(
@@ -143,7 +139,7 @@ class RemoveHeads:
 class ShareKvHeads:
     """KV heads are merged or removed, in every layer as costs least."""
 
-    def applies(self, goal: SizeGoal, exchanging: bool) -> bool:
+    def applies(self, goal: SizeGoal) -> bool:
         """Where fewer KV heads meet the goal."""
         return goal.kv_share is not None
 
@@ -166,10 +162,10 @@ class Candidate:
     way: Maker
 
 
-def _removing(unit: Unit, name: str, extra: Candidate) -> tuple[Candidate, ...]:
+def _removing(unit: Unit, name: str, *extra: Candidate) -> tuple[Candidate, ...]:
     return (
         Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
-        extra,
+        *extra,
         Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
         Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
     )
@@ -179,25 +175,16 @@ _IN_ROUNDS = Candidate(
     "KV groups, compensated in 2 rounds, refit",
     RemoveHeads(Unit.KV_GROUP, "compensated", refit=True, rounds=2),
 )
-_EXCHANGED = Candidate(
-    "heads, compensated, exchanged, refit",
-    RemoveHeads(Unit.HEAD, "compensated", refit=True, exchanges=EXCHANGES),
-)
 CANDIDATES = (
     *_removing(Unit.KV_GROUP, "KV groups", _IN_ROUNDS),
-    *_removing(Unit.HEAD, "heads", _EXCHANGED),
+    *_removing(Unit.HEAD, "heads"),
     Candidate("KV heads merged or removed, by layer", ShareKvHeads()),
 )
 
 
-def candidates_for(goal: SizeGoal, exchanging: bool = True) -> tuple[Candidate, ...]:
-    """The candidates that can meet a goal, in the order of the table.
-
-    Args:
-        goal: The goal.
-        exchanging: Whether layers can exchange heads.
-    """
-    return tuple(each for each in CANDIDATES if each.way.applies(goal, exchanging))
+def candidates_for(goal: SizeGoal) -> tuple[Candidate, ...]:
+    """The candidates that can meet a goal, in the order of the table."""
+    return tuple(each for each in CANDIDATES if each.way.applies(goal))
 
 
 def criteria_of(goal: SizeGoal, unit: Unit) -> tuple[str, ...]:

@@ -50,7 +50,6 @@ from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.planning.constraints import constraints_of
-from headprune.planning.rounds import why_no_exchanges
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 
@@ -158,7 +157,7 @@ class _Compression:
         context.stage("loading the model")
         self.net, _ = load(model, config.dtype, context.allowed)
         refuse_without_text(self.net, "compress")
-        constraints = constraints_of(  # refuses what none takes
+        constraints_of(  # refuses what none takes
             self.net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
         )
         task = task_of(self.net)
@@ -179,10 +178,7 @@ class _Compression:
             )
         stored = stored_dtypes(self.net, stored_tensors(model)).default
         self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
-        why = why_no_exchanges(self.net, constraints)
-        self.candidates = candidates_for(self.goal, exchanging=why is None)
-        if self.candidates != candidates_for(self.goal):
-            context.line(f"Layers do not exchange heads here: that {why}.")
+        self.candidates = candidates_for(self.goal)
 
     def outline(self) -> Outline:
         """What would be done."""

@@ -2,7 +2,6 @@
 
 from headprune.config.compressing import CompressConfig
 from headprune.config.cutting import (
-    JUDGED_TOKENS,
     BudgetConfig,
     ConvertConfig,
     Grouping,
@@ -78,7 +77,6 @@ from headprune.config.writing import Replacing, Resuming, Writing
 
 __all__ = [
     "COMPUTED",
-    "JUDGED_TOKENS",
     "MEASURED",
     "MOST_STEPS",
     "NEEDLE_DEPTHS",

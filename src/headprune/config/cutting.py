@@ -176,9 +176,6 @@ class BudgetConfig(Targeted):
         return self
 
 
-JUDGED_TOKENS = 4096  # that exchanges compare outputs on, at most
-
-
 class PlanConfig(BudgetConfig):
     """What a plan may keep, and how that is chosen."""
 
@@ -188,10 +185,4 @@ class PlanConfig(BudgetConfig):
     )
     refit: bool = option(
         "Between rounds, refit W_O as prune --refit will do at the end.", False, Panel.CUT
-    )
-    exchanges: Amount = option(
-        "How often, at most, layers then exchange heads: the cut and refitted model is run with "
-        "one more and one less in each, and the plan chosen by what that is worth.",
-        0,
-        Panel.CUT,
     )

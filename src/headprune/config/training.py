@@ -12,7 +12,6 @@ from headprune.config.values import (
     COMPUTED,
     NUMBER,
     WRITTEN,
-    Amount,
     Dtype,
     Few,
     Kept,
@@ -94,12 +93,6 @@ class TrainGatesConfig(OfKinds, InUnits):
         Method.AUTO,
         Panel.CUT,
     )
-    exchanges: Amount = option(
-        "With --method refit: how often, at most, layers exchange heads before factors are "
-        "trained, as in plan.",
-        0,
-        Panel.CUT,
-    )
     train: Train = option(
         "What is trained beside the gates. channels: a factor per channel of what enters W_O, with "
         "weights frozen.",
@@ -160,8 +153,6 @@ class TrainGatesConfig(OfKinds, InUnits):
 
     @model_validator(mode="after")
     def _fitting_method(self) -> TrainGatesConfig:
-        if self.exchanges and self.method is not Method.REFIT:
-            raise ValueError("--exchanges goes with --method refit")
         if self.method in (Method.AUTO, Method.L0):
             return self
         name = self.method.value

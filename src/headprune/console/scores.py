@@ -90,11 +90,6 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         f"{plan.kept_heads} of {plan.query_heads} query heads stay ({share:.1%}), by "
         f"{result.criterion}{rounds}."
     )
-    if result.exchanges is not None:
-        from headprune.planning.exchange import told
-
-        for line in told(result.exchanges, result.plan.unit):
-            console.print(line)
     if result.spent:
         grid = table("budget", "at most", "plan")
         for said, (most, spent) in result.spent.items():

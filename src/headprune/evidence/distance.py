@@ -24,16 +24,6 @@ def distance_name(model: PreTrainedModel) -> str:
     return _DISTANCES["features" if task_of(model) == "features" else "logits"]
 
 
-def weight_of(model: PreTrainedModel, batch: Batch) -> int:
-    """Of how many outputs ``distance`` of a batch is the mean: tokens, or sequences."""
-    mask = batch.get("attention_mask")
-    if task_of(model) in ("features", "classification") or mask is None:
-        return len(batch["input_ids"])
-    if "decoder_input_ids" in batch and "labels" in batch:
-        return int((batch["labels"] != -100).sum())
-    return int(mask.sum())
-
-
 def outputs(model: PreTrainedModel, batch: Batch) -> Any:
     """What a model is judged by: what its head gives, or embeddings where it has none."""
     if task_of(model) == "features":

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, ScoreConfig
+from headprune.config import ScoreConfig
 from headprune.data.samples import CalibrationSample
 from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
@@ -24,9 +24,6 @@ from headprune.evidence.score import gather, refits, scores_of
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import open_elsewhere
-from headprune.planning.choice import HeadChoice
-from headprune.planning.constraints import Constraints
-from headprune.planning.exchange import Exchanges, told
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import refit
 from headprune.tensors.selection import keep_best
@@ -61,7 +58,6 @@ def choose_and_refit(
     attentions: Sequence[Attention],
     gates: Gates,
     heads: int,
-    exchanges: int,
     examples: CalibrationSample,
     context: Context,
 ) -> None:
@@ -72,7 +68,6 @@ def choose_and_refit(
         attentions: The modules that have gates.
         gates: Their gates, plain factors.
         heads: Query heads that stay.
-        exchanges: How often layers then exchange units, at most.
         examples: Calibration text.
         context: What it runs in.
 
@@ -86,14 +81,6 @@ def choose_and_refit(
             evidence = gather(net, attentions, config, examples, context=context)
             scores = scores_of(CRITERION, evidence, attentions, gates.unit)
             kept = set(keep_best(scores.tolist(), gates.unit_sizes, heads))
-            if exchanges:
-                context.stage("exchanging heads between layers")
-                budget = BudgetConfig(keep=heads)
-                choice = HeadChoice(attentions, gates.unit, budget, [], Constraints(net))
-                work = Exchanges(net, choice, scores, examples, context.step)
-                kept, done = work.run(kept, exchanges)
-                for line in told(done, gates.unit):
-                    context.line(line)
             gates.settle(sorted(kept), scores)
             context.stage("refitting")
             of_head = gates.values().detach()[gates.unit_of_head].cpu()

@@ -183,9 +183,7 @@ def train_gates(
         )
         if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
             assert examples is not None
-            choose_and_refit(
-                net, attentions, gates, sparsity.heads, config.exchanges, examples, context
-            )
+            choose_and_refit(net, attentions, gates, sparsity.heads, examples, context)
         context.stage("training")
         with (
             gated(attentions, gates.source),

@@ -24,18 +24,11 @@ from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit, PerModule, allocate
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
-from headprune.planning.choice import HeadChoice, behind, share_of, with_held
+from headprune.planning.choice import HeadChoice, share_of, with_held
 from headprune.planning.constraints import constraints_of
-from headprune.planning.exchange import Exchange, Exchanges
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
-from headprune.planning.rounds import (
-    ScoredAgain,
-    refuse_exchanges,
-    refuse_exchanges_of,
-    refuse_rounds,
-    text_of,
-)
+from headprune.planning.rounds import ScoredAgain, refuse_rounds
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
@@ -54,7 +47,6 @@ class Planned:
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
         rounds: How often heads were scored.
-        exchanges: What layers exchanged, round by round; None where it was not asked for.
         scores: What the scores say of themselves.
         kept_of_free: With ``--for`` or ``--tensor-parallel``: the sum of the scores that stay, as a
             share of what stays without; None where shares of scores say nothing.
@@ -68,15 +60,11 @@ class Planned:
     scores: ScoresMetadata
     kept_of_free: float | None = None
     roles_lost: tuple[str, ...] | None = None
-    exchanges: tuple[Exchange, ...] | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know before it is cut by, a sentence each."""
-        said = reckons_with_refit(self.criterion)
-        if self.exchanges and not said:
-            return ("The exchanges reckon with a refit of W_O, so cut with --refit DATA.",)
-        return said
+        return reckons_with_refit(self.criterion)
 
 
 @claims_output("model", "scores", kind=PLAN)
@@ -95,7 +83,7 @@ def plan(
         scores: The scores folder.
         config: What may stay, and how it is chosen. In rounds after the first, the model is scored
             without the heads that have gone, on the data the scores came from; equally many heads
-            go in every round. Exchanges run on that data as well.
+            go in every round.
         output: The plan file to write; None for none.
         overwrite: Replace an existing output.
         context: What it runs in.
@@ -107,12 +95,10 @@ def plan(
     name, _ = read_scores(scores).of(config.criterion)
     if config.rounds > 1:
         refuse_rounds(name, metadata.data)
-    if config.exchanges:
-        refuse_exchanges(config, metadata)
     refuse_target(config.keep)
     asked_roles(config)
     context.stage("loading the model")
-    runs = config.rounds > 1 or config.exchanges > 0 or config.min_speedup is not None
+    runs = config.rounds > 1 or config.min_speedup is not None
     net, source = load(model, metadata.calibration.dtype, context.allowed, weights=runs)
     found = read_scores(scores, source)
     planned = make_plan(net, source, model, found, config, context)
@@ -143,8 +129,6 @@ def make_plan(
     constraints = constraints_of(
         net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
     )
-    if config.exchanges:
-        refuse_exchanges_of(net, constraints)
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, config, stored, context)
     target = None if config.keep is None else head_budget(config.keep, sizes)
@@ -172,18 +156,6 @@ def make_plan(
     if constraints != constraints.free:
         free = replace(choice, constraints=constraints.free)
         share = share_of(values, kept, free.of(values, before, heads))
-    exchanges: tuple[Exchange, ...] | None = None
-    if config.exchanges:
-        if again is None:
-            context.stage("reading the text for exchanges")
-            text = text_of(net, model, scores, context)
-        else:
-            again.back()  # what is exchanged is refitted from the original
-            text = again.examples
-        context.stage("exchanging heads between layers")
-        work = Exchanges(net, choice, behind(values, before), text, context.step)
-        kept, done = work.run(kept, config.exchanges)
-        exchanges = tuple(done)
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
@@ -192,7 +164,7 @@ def make_plan(
         # a refit between rounds has changed the weights that the plan's fingerprint is of
         constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
     lost = roles_lost(record, made)
-    return Planned(made, name, spent, rounds, scores.metadata, share, lost, exchanges)
+    return Planned(made, name, spent, rounds, scores.metadata, share, lost)
 
 
 def _limits(

@@ -31,7 +31,6 @@ def sizes_of(recipe: Recipe) -> Sizes:
         causal=task_of(net) == "causal-lm",
         itemsize=(getattr(config, "dtype", None) or torch.float32).itemsize,
         flops=_flops(devices.chosen()),
-        grouped=any(a.kv_heads < a.query_heads for a in attentions),
     )
 
 
