@@ -54,9 +54,9 @@ test-all: $(STAMP)
 	HF_HUB_OFFLINE=1 $(IN_MEMORY) $(BIN)/python -m pytest $(EVERY) $(IN_PARALLEL)
 
 ## test-engines: the checks of what engines run, in each engine whose package there is for this machine
-ENGINE_TESTS := tests/test_decilm.py tests/test_demo.py tests/test_engines.py tests/test_gguf.py tests/test_regularise.py tests/test_serving.py tests/test_targets.py tests/test_vllm.py
+ENGINE_TESTS := tests/test_demo.py tests/test_engines.py tests/test_gguf.py tests/test_regularise.py tests/test_serving.py tests/test_targets.py tests/test_vllm.py
 test-engines: $(STAMP)
-	for extra in llama-cpp onnx openvino executorch; do \
+	for extra in llama-cpp onnx openvino; do \
 	  $(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[$$extra]" \
 	    || echo "$$extra: no package for this machine; what it would run is checked without it"; \
 	done

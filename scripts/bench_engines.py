@@ -13,6 +13,7 @@ import csv
 import gzip
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -24,17 +25,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headprune
-from headprune.config import DataConfig
+from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import read_examples
-from headprune.engines.model import open_exported
-from headprune.engines.xllamacpp import open_graph
+from headprune.engines.model import open_exported, run_by_engine
+from headprune.engines.spec import MODEL
+from headprune.evaluation.evaluate import run as evaluated
+from headprune.evaluation.loaded import load
 from headprune.evaluation.report import Report
 from headprune.model.attention import attention_of, identity
 from headprune.model.cost import model_cost
-from headprune.model.loading import load_tokenizer
+from headprune.model.loading import load_config, load_tokenizer, native_of
+from headprune.model.sizes import without_weights
 from headprune.model.units import default_unit
+from headprune.runtime.modeling_headprune import pruned_class
 from headprune.schemas.plan import AttentionPlan, Plan
+from llama_cpp_graph import LlamaCppGraph
 
 FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
 GREEDY, CONTEXT = 64, 2048
@@ -122,6 +128,29 @@ def per_second(report: Report, name: str) -> list[str]:
     return [f"{rate:,.0f}", f"{rate / base:.2f}"]
 
 
+def in_llama_cpp(folder: Path) -> PreTrainedModel:
+    """A GGUF file that is called as its class in transformers is."""
+    config = load_config(folder)
+    native = native_of(config)
+    cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
+    graph = LlamaCppGraph(folder / "model.gguf")
+    return run_by_engine(without_weights(cls, config), {MODEL: graph})
+
+
+def measured_as(
+    net: PreTrainedModel | None,
+    folder: Path,
+    data: DataConfig,
+    against: Path | None = None,
+    **settings: object,
+) -> Report:
+    """Evaluate a folder in torch, or what an engine has loaded of it."""
+    config = EvaluateConfig(**settings)
+    loaded = load(folder, data, config, against)
+    nets = loaded.nets if net is None else (net, *loaded.nets[1:])
+    return evaluated(replace(loaded, nets=nets), config).report
+
+
 def with_header(source: Path, target: Path, count: int) -> Path:
     """The first rows of an STSb file, under a header."""
     with gzip.open(source, "rt", encoding="utf-8") as stream:
@@ -160,14 +189,10 @@ def minilm_rows(model: Path, pairs: Path, sentences: Path, work: Path) -> list[l
             if engine != "torch":
                 found = open_exported(place, engine)(**batch).last_hidden_state
                 gap = f"{relative(wanted * mask, found * mask):.1e}"
-            report = headprune.evaluate(
-                place,
-                data=pairs,
-                text_column="first,second",
-                label_column="score",
-                engine=engine,
-                against=model,
-                batch_size=16,
+            columns = {"text_column": "first,second", "label_column": "score"}
+            net = None if engine == "torch" else open_exported(place, engine)
+            report = measured_as(
+                net, folder, DataConfig(source=str(pairs), **columns), model, batch_size=16
             )
             metrics = {one.name: one.value for one in report.model.metrics}
             quality = [f"{metrics['spearman']:.3f}", f"{metrics['mean_cosine']:.3f}"]
@@ -211,17 +236,13 @@ def smollm_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[st
                 gap = f"{relative(wanted, run(input_ids=probe).logits):.1e}"
                 pairs = zip(continuation, greedy(run, probe[:1, :64]), strict=True)
                 equal = f"{sum(a == b for a, b in pairs)} of {GREEDY}"
-            report = headprune.evaluate(
-                place,
-                data=text,
-                engine=engine,
-                against=model,
-                seq_len=256,
-                max_windows=4,
-                dtype="float32",
-                copying=0,
-                last_words=0,
-                decode_batches=(1,),
+            report = measured_as(
+                None if engine == "torch" else open_exported(place, engine),
+                folder,
+                DataConfig(source=str(text)),
+                model,
+                **{"seq_len": 256, "max_windows": 4, "dtype": "float32"},
+                **{"copying": 0, "last_words": 0, "decode_batches": (1,)},
             )
             quality = f"{report.model.metrics[0].value:,.2f}"
             rates = ("prefill_tokens_per_s", "decode_tokens_per_s")
@@ -257,10 +278,12 @@ def llama_perplexity(folder: Path, dtype: str, text: Path, work: Path) -> float:
     """Of a file with such an element type, in llama.cpp."""
     place = work / "measured-gguf"
     headprune.export(folder, place, to="gguf", out_dtype=dtype, prove="read-back", overwrite=True)
-    report = headprune.evaluate(
-        place,
-        **{"data": text, "engine": "llama.cpp", "seq_len": 256, "max_windows": 16},
-        **{"speed": False, "copying": 0, "last_words": 0},
+    report = measured_as(
+        in_llama_cpp(place),
+        folder,
+        DataConfig(source=str(text)),
+        None,
+        **{"seq_len": 256, "max_windows": 16, "speed": False, "copying": 0, "last_words": 0},
     )
     return float(report.model.metrics[0].value)
 
@@ -284,17 +307,16 @@ def llama_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[str
         proof = done.record.proof
         with torch.no_grad():
             wanted = headprune.from_pretrained(folder, dtype=torch.float32)(input_ids=probe).logits
-        found = open_exported(place, "llama.cpp")(input_ids=probe).logits
-        graph = open_graph(place / "model.gguf")
+        found = in_llama_cpp(place)(input_ids=probe).logits
+        graph = LlamaCppGraph(place / "model.gguf")
         ids = torch.randint(0, 49_152, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
         once = min((graph.times(ids, 32) for _ in range(2)), key=lambda one: one.decode)
-        cost = model_cost(open_exported(place, "llama.cpp"))
+        cost = model_cost(in_llama_cpp(place))
         predicted = cost.kv_heads * 2 * 64 * 2  # K and V of 64 numbers in float16
         rate, read = 32 / once.decode, 4 * cost.parameters + CONTEXT * predicted
         first = first or (rate, read)
         whole, q8_0 = (llama_perplexity(folder, dtype, text, work) for dtype in ("float32", "q8_0"))
         measured = once.cache_bytes_per_token
-        assert measured is not None
         rows.append(
             [
                 *(name, heads(folder), f"{relative(wanted, found):.1e}"),

@@ -27,7 +27,7 @@ from tests import tiny
 from tests.cutting import uneven_plan
 from tests.test_cli import run
 
-ENGINES = {"onnx": "onnxruntime", "openvino": "openvino", "executorch": "executorch"}
+ENGINES = {"onnx": "onnxruntime", "openvino": "openvino"}
 CASES = ("llama-gqa", "gpt2", "gemma2", "opt", "bert-mlm", "bert-base", "distilbert", "t5", "bart")
 
 
@@ -53,14 +53,12 @@ def cut(case: str, *empty: int) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("case", tiny.present(*CASES))
-def test_graphs_compute_what_the_model_does(case: str, cached: bool) -> None:
-    """Also decoders that have no cache: they read everything again."""
+def test_graphs_compute_what_the_model_does(case: str) -> None:
     model = cut(case, 0, 2)
-    graphs = graphs_of(model, cached)
+    graphs = graphs_of(model)
     loaded = {graph.name: InTorch(graph) for graph in graphs}
-    net = run_by_engine(without_weights(type(model), model.config), loaded, "torch")
+    net = run_by_engine(without_weights(type(model), model.config), loaded)
     inputs = probe_inputs(model)
     wanted = probe(model, inputs)
     assert difference(wanted, probe(net, inputs)) < 2e-6
@@ -96,7 +94,7 @@ def test_a_cut_decoder_is_proven_in_its_engine(
 ) -> None:
     """With a layer without heads; the proof fails on weights that were changed."""
     monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
-    model, text = cut("llama-gqa", 1), tmp_path / "text.txt"
+    model = cut("llama-gqa", 1)
     folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
     code, said, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
     assert code == 0, err
@@ -104,25 +102,10 @@ def test_a_cut_decoder_is_proven_in_its_engine(
     assert proof["how"] == "engine" and 0 < proof["difference"] < 2e-6
     assert "decoded with cache" in proof["compared"]
     assert "auto_map" not in json.loads((out / "config.json").read_text())
-    text.write_text(tiny.text(600))
-    line = ("--data", text, "--seq-len", 16, "--max-windows", 8, "--engine", ENGINES[form])
-    code, said, err = run(capsys, "evaluate", out, *line, "--against", folder, "--json")
-    assert code == 0, err
-    report = json.loads(said)
-    assert report["model"]["engine"] == ENGINES[form] and report["against"]["engine"] is None
-    assert report["model"]["speed"]["decode_tokens_per_s"] > 0
-    ours, theirs = ({m["name"]: m["value"] for m in report[one]["metrics"]} for one in _BOTH)
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    limits = ("--limit", "perplexity <= 100.1 %", "--limit", "decode_tokens_per_s >= 0.1 %")
-    code, _, err = run(capsys, "check", "--model", out, *line, "--against", folder, *limits)
-    assert code == 0, err
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[0, 0] += 0.1
     other = tiny.save(model, tmp_path / "other")
     assert not prove(open_source(other), out, ENGINES[form]).passed
-
-
-_BOTH = ("model", "against")
 
 
 @pytest.mark.slow
@@ -179,10 +162,9 @@ def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(
 
 
 def test_what_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, text = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "text.txt"
-    text.write_text(tiny.text(100))
+    folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     with pytest.raises(CheckpointError, match="holds no model.onnx, so onnxruntime cannot run it"):
-        headprune.evaluate(folder, data=text, engine="onnxruntime")
+        open_exported(folder, "onnxruntime")
     (folder / "model.onnx").touch()
     monkeypatch.setattr(spec, "find_spec", lambda name: None)
     message = r"The engine onnxruntime is not installed.*headprune\[onnx\]"

@@ -114,16 +114,11 @@ def test_a_number_that_is_none_is_no_proof(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_is_measured_in_its_own_engine_alone(
-    folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_no_model_to_measure(folder: Path, text_file: Path, tmp_path: Path) -> None:
     headprune.export(folder, tmp_path / "out", to="vllm")
-    with pytest.raises(HeadpruneError, match="exported as vllm, .*the model that it was made of"):
-        headprune.evaluate(tmp_path / "out", text_file)
-    record = json.loads((tmp_path / "out" / "export.json").read_text())
-    (tmp_path / "out" / "export.json").write_text(json.dumps({**record, "format": "onnx"}))
-    with pytest.raises(HeadpruneError, match="torch cannot run it. Give engine onnxruntime"):
-        headprune.evaluate(tmp_path / "out", text_file)
+    for given in ((tmp_path / "out", None), (folder, tmp_path / "out")):
+        with pytest.raises(HeadpruneError, match="exported as vllm, .*the model that it was made"):
+            headprune.evaluate(given[0], text_file, against=given[1])
 
 
 def test_asking_for_a_tensor_by_name_reads_none(

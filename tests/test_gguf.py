@@ -24,7 +24,6 @@ from headprune.exporting.source import ExportSource, open_source
 from headprune.surgery.cut import cut_heads, resolve
 from tests import gguf_words, tiny
 from tests.cutting import ragged_plan, uneven_plan
-from tests.test_cli import run
 
 gguf = pytest.importorskip("gguf")
 file = pytest.importorskip("headprune.exporting.llama_cpp.file")
@@ -124,37 +123,6 @@ def test_another_rule_of_cutting_text_is_noticed(
     monkeypatch.setattr(module, "vocabulary", wrong)
     with pytest.raises(ProofError, match="other tokens than the tokenizer"):
         headprune.export(folder, tmp_path / "out", to="gguf")
-
-
-@engine
-@pytest.mark.process
-def test_what_was_exported_is_measured_in_the_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, out = made("llama-gqa", "uneven", tmp_path / "m"), tmp_path / "out"
-    text = tmp_path / "text.txt"
-    headprune.export(folder, out, to="gguf", prove="read-back")
-    text.write_text(tiny.text(600))
-    line = ("--data", text, "--seq-len", 16, "--max-windows", 8, "--engine", "llama.cpp")
-    code, said, err = run(
-        capsys, "evaluate", out / "model.gguf", *line, "--against", folder, "--json"
-    )
-    assert code == 0, err
-    ours, theirs = (json.loads(said)[one] for one in ("model", "against"))
-    assert ours["engine"] == "llama.cpp" and ours["speed"]["device"] == "cpu"
-    metrics = [{m["name"]: m["value"] for m in one["metrics"]} for one in (ours, theirs)]
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
-    # as served, in float16, with a zero head of 10; told in hundredths of MiB for 256 tokens
-    cache = ours["cost"]["kv_cache_bytes_per_token"] / 2 + 2 * 2 * 10
-    assert ours["speed"]["kv_cache_bytes_per_token"] == pytest.approx(cache, abs=21)
-    limit = ("--limit", "perplexity <= 100.1 %", "--against", folder)
-    code, _, err = run(capsys, "check", "--model", out, *line, *limit)
-    assert code == 0, err
-    other = made("llama-gqa", "whole", tmp_path / "other")
-    base = ("--against", other, "--no-speed", "--json")
-    _, said, _ = run(capsys, "evaluate", out, *line, *base)
-    values = [json.loads(said)[one]["metrics"][0]["value"] for one in ("model", "against")]
-    assert values[0] != pytest.approx(values[1], rel=1e-2)
 
 
 @engine

@@ -110,7 +110,7 @@ def test_merging_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> 
 
 
 # settings that a record has only where they are used
-LATER = {"tasks", "engine", "needle", "needle_lengths", "needle_trials"}
+LATER = {"tasks", "needle", "needle_lengths", "needle_trials"}
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bert-mlm"])

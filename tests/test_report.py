@@ -246,7 +246,6 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
         ("settings", {"seq_len": 64}, 2),
         ("settings", {"max_windows": None}, 2),
         ("model", {"dtype": "bfloat16"}, 2),
-        ("against", {"engine": "openvino"}, 2),
     ],
 )
 def test_what_was_measured_otherwise_is_drawn_apart(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import headprune
-from headprune.engines.targets import DECILM, EMPTY, EVEN, RAGGED, SHAPES, TARGETS
+from headprune.engines.targets import EMPTY, EVEN, RAGGED, SHAPES, TARGETS
 from headprune.exporting.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
 from tests import gguf_words, tiny
@@ -112,9 +112,9 @@ def test_other_counts_than_llama_cpp_holds_are_not_served_there(tmp_path: Path) 
     assert list(lines) == ["vLLM"]  # its embeddings are not tied
     headprune.convert_gqa(tmp_path / "m", tmp_path / "even", kv_heads=1)
     lines = dict(serving(read_manifest(tmp_path / "even"), tmp_path / "even", Path("even")))
-    assert list(lines) == ["llama.cpp", "vLLM", "SGLang"]
+    assert list(lines) == ["llama.cpp", "vLLM"]
 
 
 def test_every_cell_of_the_table_is_filled() -> None:
-    for engine in (DECILM, *TARGETS.values()):
+    for engine in TARGETS.values():
         assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())

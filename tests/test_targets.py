@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
-from headprune.engines.targets import EMPTY, EVEN, KV_COUNTS, SHAPES, TARGETS
+from headprune.engines.targets import EVEN, SHAPES, TARGETS
 from headprune.errors import HeadpruneError, PlanError
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.source import open_source
@@ -30,7 +30,6 @@ TO = {
     Target.VLLM: "vllm",
     Target.ONNX: "onnx",
     Target.OPENVINO: "openvino",
-    Target.EXECUTORCH: "executorch",
 }
 PLANS: dict[str, Any] = {
     "even": lambda model: evenly(model),
@@ -75,7 +74,7 @@ def kept(plan: Plan) -> list[int]:
         (("onnx",), [0, 0, 6, 6]),
         (("llama.cpp",), [2, 0, 4, 6]),
         (("vllm",), [2, 2, 2, 6]),
-        (("llama.cpp", "mlx"), [4, 4, 4, 4]),
+        (("llama.cpp", "anywhere"), [4, 4, 4, 4]),
         (("anywhere",), [4, 4, 4, 4]),
     ],
 )
@@ -103,7 +102,7 @@ def test_even_counts_divide_hidden_size(tmp_path: Path) -> None:
     asked = {"scores": scored(model), "keep": 19, "dry_run": True}
     found = headprune.prune(model, targets=["anywhere"], **asked)
     assert kept(found.plan) == [4, 4, 4, 4] and found.shape is Shape.NATIVE
-    planned = headprune.plan(model, scores=asked["scores"], keep=19, targets=["mlx"])
+    planned = headprune.plan(model, scores=asked["scores"], keep=19, targets=["anywhere"])
     assert planned.plan == found.plan
 
 
@@ -143,17 +142,16 @@ def test_the_table_says_what_formats_do(
         assert (refused is None) == (said is None), (shape, refused, said)
 
 
-@pytest.mark.parametrize("target", ["mlx", "tensorrt-llm", "anywhere"])
 def test_a_plan_that_an_engine_cannot_hold_is_refused(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, plan = saved(tmp_path), tmp_path / "plan.json"
     uneven_plan(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
     line = ("prune", model, "--plan", plan, "--output", tmp_path / "out")
-    code, _, err = run(capsys, *line, "--for", target)
+    code, _, err = run(capsys, *line, "--for", "anywhere")
     assert code == 2 and not (tmp_path / "out").exists()
     said = " ".join(err.split())
-    assert f"--for {target}: the plan has" in said and "--for llama.cpp and vllm" in said
+    assert "--for anywhere: the plan has" in said and "--for llama.cpp and vllm" in said
     assert run(capsys, *line, "--for", "llama.cpp", "--for", "vllm")[0] == 0
 
 
@@ -177,9 +175,14 @@ def test_a_model_that_an_engine_does_not_take_is_refused(
 
 def test_ragged_groups_are_refused_where_none_are_held(tmp_path: Path) -> None:
     model = saved(tmp_path)
-    with pytest.raises(PlanError, match="mlx holds no ragged groups.*layout ragged"):
+    with pytest.raises(PlanError, match="anywhere holds no ragged groups.*layout ragged"):
         headprune.prune(
-            model, scores=scored(model), keep=12, layout="ragged", targets=["mlx"], dry_run=True
+            model,
+            scores=scored(model),
+            keep=12,
+            layout="ragged",
+            targets=["anywhere"],
+            dry_run=True,
         )
 
 
@@ -192,16 +195,16 @@ def test_the_dry_run_shows_the_price_of_every_engine(
     assert code == 0, err
     costs = {cost["shape"]: cost for cost in json.loads(out)["engines"]}
     assert list(costs) == [target.value for target in Target]
-    assert costs["onnx"]["evidence"] > costs["llama.cpp"]["evidence"] > costs["mlx"]["evidence"]
+    assert (
+        costs["onnx"]["evidence"] > costs["llama.cpp"]["evidence"] > costs["anywhere"]["evidence"]
+    )
     assert costs["anywhere"]["stored"] == "native" and costs["onnx"]["stored"] == "runtime"
-    code, out, err = run(capsys, *line)
-    assert "mlx, tensorrt-llm, anywhere" in out
 
 
-def decilm() -> PreTrainedModel:
-    """A model that MLX holds as a DeciLM: no biases, and widths as it knows them."""
+def windowless() -> PreTrainedModel:
+    """A model that every engine takes."""
     net = tiny.model("mistral")
-    net.config.update({"head_dim": 8, "intermediate_size": 256, "sliding_window": None})
+    net.config.update({"sliding_window": None})
     return net
 
 
@@ -222,12 +225,11 @@ def ways(cheap: int) -> list[Way]:
         ("onnx", ["no attention", "1 kept", "no attention", "1 kept"]),
         ("llama.cpp", ["2 merged to 1", "1 kept", "no attention", "1 kept"]),
         ("vllm", ["2 merged to 1", "1 kept", "2 merged to 1", "1 kept"]),
-        ("mlx", ["2 merged to 1", "2 merged to 1", "no attention", "2 merged to 1"]),
         ("anywhere", ["2 merged to 1"] * 4),
     ],
 )
 def test_kv_heads_go_in_ways_that_the_engine_holds(target: str, said: list[str]) -> None:
-    constraints = constraints_of(decilm(), LayoutOption.PER_LAYER, (Target(target),))
+    constraints = constraints_of(windowless(), LayoutOption.PER_LAYER, (Target(target),))
     choices = {str(n): ways(cheap) for n, cheap in enumerate((2, 1, 2, 1))}
     budget = sum("no" not in one for one in said)
     found = choose(choices, budget, "x", constraints).chosen.values()
@@ -284,7 +286,5 @@ def test_a_step_of_a_recipe_says_what_it_is_for(tmp_path: Path) -> None:
 def test_cells_name_shapes_and_the_free_one_is_held_by_all() -> None:
     for engine in TARGETS.values():
         assert set(engine.cells) == set(SHAPES) and engine.cells[EVEN] == "yes"
-    assert TARGETS[Target.ANYWHERE].holds(decilm()) == {EVEN}
-    assert TARGETS[Target.MLX].holds(tiny.model("llama-gqa")) == {EVEN}  # as it has biases
-    assert TARGETS[Target.MLX].holds(decilm()) == {EVEN, KV_COUNTS, EMPTY}
-    assert TARGETS[Target.VLLM].holds(decilm()) == {*SHAPES}
+    assert TARGETS[Target.ANYWHERE].holds(windowless()) == {EVEN}
+    assert TARGETS[Target.VLLM].holds(windowless()) == {*SHAPES}

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from headprune.console.models import families_markdown
-from headprune.engines.targets import DECILM, SHAPES, TARGETS
+from headprune.engines.targets import SHAPES, TARGETS
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Report
 from headprune.evidence.criteria import CRITERIA
@@ -142,8 +142,7 @@ def schemas() -> str:
 def engines() -> str:
     """Engine by shape of a result: what it takes, and the version that was tried."""
     rows = [("engine", *SHAPES, "tried with"), ("---",) * (len(SHAPES) + 2)]
-    engines = (*TARGETS.values(), DECILM)
-    rows += [(e.name, *(e.cells[shape] for shape in SHAPES), e.tested) for e in engines]
+    rows += [(e.name, *(e.cells[shape] for shape in SHAPES), e.tested) for e in TARGETS.values()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -243,7 +243,7 @@ READERS: dict[str, Reader] = {
     ),
     "exported": Reader(
         "exported/*",
-        (f"evaluate exported --data text.txt {_EVALUATE} --engine torch", "inspect exported"),
+        (f"evaluate exported --data text.txt {_EVALUATE}", "inspect exported"),
         ("text.txt",),
     ),
     "gguf": Reader(

@@ -245,7 +245,7 @@ _MAY_BE_NULL = {
     *("refit", "data", "l0_penalty", "target_heads", "dtype", "auto_class", "made_by", "parent"),
     *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores", "seed"),
     *("choice", "data_sha256", "domains", "layers", "refit_left_out", "ways"),
-    *("tensor_proof", "gated_vs_cut", "stderr", "engine", "needle", "longest_context"),
+    *("tensor_proof", "gated_vs_cut", "stderr", "needle", "longest_context"),
     *("kv_budget", "kv_heads", "merge", "merges", "rope", "weight_bytes", "peak_memory_bytes"),
 }
 

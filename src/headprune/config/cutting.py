@@ -49,9 +49,6 @@ class Target(str, Enum):
     VLLM = "vllm"
     ONNX = "onnx"
     OPENVINO = "openvino"
-    EXECUTORCH = "executorch"
-    MLX = "mlx"
-    TENSORRT_LLM = "tensorrt-llm"
     ANYWHERE = "anywhere"  # whatever loads the original
 
 

@@ -30,8 +30,7 @@ class ExportConfig(Options):
     """What is written for which engine."""
 
     to: str = option(
-        "Format: gguf (llama.cpp), vllm, decilm (SGLang, TensorRT-LLM, MLX), onnx, openvino, "
-        "executorch.",
+        "Format: gguf (llama.cpp), vllm, onnx, openvino.",
         panel=Panel.MAIN,
         metavar="FORMAT",
     )

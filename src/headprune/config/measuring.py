@@ -15,7 +15,6 @@ from headprune.config.values import (
     CommaNames,
     Count,
     Dtype,
-    EngineName,
     Few,
     Length,
     Memory,
@@ -32,10 +31,6 @@ TASKS = (
 MEASURED_ON = (
     "Text that it was not trained on: a file, a folder or a hub id. Repeatable and named, "
     "as in wiki=a.txt: metrics of all but the first carry the name, as in perplexity[NAME]."
-)
-ENGINE = (
-    "What runs the model: an engine takes what 'headprune export' wrote for it. A base that is no "
-    "such folder runs in torch."
 )
 # measures that take passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
@@ -101,7 +96,6 @@ class EvaluateConfig(RecallConfig, NeedleConfig):
         "Memory such as 24GiB: say how long a context fits beside the weights.", None, as_text=True
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
-    engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
     seed: Seed = option("Seed of masked positions and of the bootstrap.", 0)
 
 
@@ -207,7 +201,6 @@ class CheckConfig(NeedleConfig):
         "Measure on the first so many windows or examples only.", None
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
-    engine: EngineName = option(ENGINE, EngineName.TORCH, Panel.MAIN)
     role_sequences: Annotated[Few, Field(ge=10)] = option(  # fewer decide nothing
         "Sequences that roles are measured on, for 'roles_lost'; at least 10.", 16
     )
@@ -224,7 +217,7 @@ class CheckConfig(NeedleConfig):
 
     def evaluate_config(self) -> EvaluateConfig:
         """How model and original are evaluated."""
-        shared = ("seq_len", "batch_size", "max_windows", "dtype", "engine", "seed", "tasks")
+        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed", "tasks")
         given = {name: getattr(self, name) for name in (*shared, *NeedleConfig.model_fields)}
         given["needle"] = any(limit.strip().startswith(_NEEDLE) for limit in self.limits)
         for setting, metrics in _ON_DEMAND.items():

@@ -198,16 +198,6 @@ class Dtype(str, Enum):
     FLOAT64 = "float64"
 
 
-class EngineName(str, Enum):
-    """What runs a model."""
-
-    TORCH = "torch"
-    ONNXRUNTIME = "onnxruntime"
-    OPENVINO = "openvino"
-    EXECUTORCH = "executorch"
-    LLAMA_CPP = "llama.cpp"
-
-
 COMPUTED = (
     "Element type to compute in. auto: float32 for a checkpoint in half precision, since its "
     "weights are float32 numbers as well."

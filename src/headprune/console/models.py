@@ -147,8 +147,7 @@ def _headings(models: Sequence[ModelReport]) -> list[str]:
     short = [Path(model.name).name for model in models]
     if not all(short) or len({*short}) < len(short):
         short = [model.name for model in models]
-    pairs = zip(short, models, strict=True)
-    return [f"{name} ({model.engine})" if model.engine else name for name, model in pairs]
+    return short
 
 
 def _numbers(model: ModelReport, with_dtype: bool) -> list[tuple[str, str]]:
@@ -174,7 +173,5 @@ def _numbers(model: ModelReport, with_dtype: bool) -> list[tuple[str, str]]:
         for size, rate in speed.decode_by_batch.items():
             if size > 1:
                 rows.append((f"decode tokens/s, batch of {size}", f"{rate:,.1f}"))
-        if speed.kv_cache_bytes_per_token is not None:
-            rows.append(("KV bytes per token, measured", f"{speed.kv_cache_bytes_per_token:,.0f}"))
         rows.append(("peak memory, MiB", f"{speed.peak_memory_bytes / 2**20:,.0f}"))
     return rows

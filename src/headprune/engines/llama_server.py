@@ -1,16 +1,13 @@
 """Serves a GGUF file by llama.cpp; a process of its own, which the engine's assertions may end.
 
 The first line of standard input holds ``file``, ``context``, ``threads`` and ``use`` as JSON: what
-``xllamacpp.Use`` names. Standard output gets the address. After that every line asks for the most
-memory that the process has taken, in bytes; it ends with its input.
+``xllamacpp.Use`` names. Standard output gets the address. The process ends with its input.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 
@@ -35,18 +32,8 @@ def serve(file: str, context: int, threads: int, use: str) -> Any:
     return xllamacpp.Server(params)
 
 
-def peak_memory() -> int:
-    """The most bytes that were resident, without what the process had before it was this one."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    line = next(s for s in status.read_text().splitlines() if s.startswith("VmHWM:"))
-    return 1024 * int(line.split()[1])
-
-
 if __name__ == "__main__":
     del sys.path[0]  # this folder, whose files have the names of packages
     server = serve(**json.loads(sys.stdin.readline()))
     print(server.listening_address, flush=True)
-    for _ in sys.stdin:
-        print(peak_memory(), flush=True)
+    sys.stdin.read()

@@ -54,7 +54,6 @@ class RunByEngine:
 
     config: Any
     headprune_graphs: dict[str, LoadedGraph]
-    headprune_engine: str
 
     device = torch.device("cpu")
     dtype = torch.float32
@@ -133,17 +132,6 @@ def is_exported(model: str | Path) -> bool:
     return (Path(model) / EXPORTED).is_file()
 
 
-def folder_of(model: str | Path) -> str | Path:
-    """The folder of a file that ``headprune export`` wrote; anything else is as it was."""
-    inside = Path(model).is_file() and is_exported(Path(model).parent)
-    return Path(model).parent if inside else model
-
-
-def engine_of(model: PreTrainedModel) -> str | None:
-    """The engine that runs a model; None for torch."""
-    return getattr(model, "headprune_engine", None)
-
-
 def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
     """Loads an exported model into an engine.
 
@@ -165,24 +153,19 @@ def open_exported(folder: str | Path, engine: str) -> PreTrainedModel:
     native = native_of(config)
     cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
     graphs = {name: row.load(file) for name, file in files.items()}
-    return run_by_engine(without_weights(cls, config), graphs, engine)
+    return run_by_engine(without_weights(cls, config), graphs)
 
 
-def run_by_engine(
-    net: PreTrainedModel, graphs: dict[str, LoadedGraph], engine: str
-) -> PreTrainedModel:
+def run_by_engine(net: PreTrainedModel, graphs: dict[str, LoadedGraph]) -> PreTrainedModel:
     """Has graphs compute what a model without weights is.
 
     Args:
         net: The model.
         graphs: Its graphs by name.
-        engine: What loaded them.
     """
     native = type(net)
     net.__class__ = type(native.__name__, (RunByEngine, native), {})
     # what has no numbers tells where inputs go
     net.headprune_place = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-    net.headprune_engine = engine
     net.headprune_graphs = graphs
-    net.headprune_times = getattr(graphs.get(MODEL), "times", None)
     return net.eval()

@@ -79,6 +79,4 @@ class Engine:
 ENGINES: Registry[Engine] = Registry("engine")
 ENGINES.add("onnxruntime", Engine("onnxruntime", "onnx", "{}.onnx"))
 ENGINES.add("openvino", Engine("openvino", "openvino", "openvino_{}.xml"))
-ENGINES.add("executorch", Engine("executorch", "executorch", "{}.pte"))
-ENGINES.add("llama.cpp", Engine("xllamacpp", "llama-cpp", "{}.gguf"))
 ENGINES.freeze()

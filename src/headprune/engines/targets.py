@@ -21,7 +21,6 @@ EVEN, KV_COUNTS, QUERY_COUNTS = "plain config", "KV heads per layer", "query hea
 RAGGED, EMPTY = "ragged groups", "layer without attention"
 SHAPES = (EVEN, KV_COUNTS, QUERY_COUNTS, RAGGED, EMPTY)
 NO = "no"
-BLOCK = 256  # other engines than vLLM know the width of DeciLM's MLP by a factor, and round it so
 _TEXT = {"input_ids", "attention_mask", "decoder_input_ids"}
 
 Reason = Callable[[PreTrainedModel], str | None]
@@ -71,22 +70,6 @@ def graph_refusal(net: PreTrainedModel) -> str | None:
     return None
 
 
-def decilm_refusal(net: PreTrainedModel) -> str | None:
-    """Why a model is no DeciLM, which is a Llama with other counts in every layer."""
-    config, kind = net.config, net.config.model_type
-    if kind not in ("llama", "mistral"):
-        return (
-            f"DeciLM is a Llama, and this is a {kind}, which has norms, biases or more of its own."
-        )
-    if task_of(net) != "causal-lm":
-        return f"DeciLM generates text, and this is a {type(net).__name__}."
-    if any(name.endswith("proj.bias") for name in net.state_dict()):
-        return "DeciLM has no biases, and this model has."
-    if getattr(config, "sliding_window", None) is not None or config.hidden_act != "silu":
-        return "DeciLM has neither a sliding window nor another activation than silu."
-    return None
-
-
 def zero_heads_refusal(net: PreTrainedModel) -> str | None:
     """Why a model cannot be given zero heads."""
     family = family_of(net.config)
@@ -107,44 +90,7 @@ def _where(reason: str | None, *shapes: str) -> dict[str, str]:
     return {} if reason is None else dict.fromkeys(shapes, reason)
 
 
-def _decilm_limits(net: PreTrainedModel) -> dict[str, str]:
-    return _where(decilm_refusal(net), *_UNEVEN)
-
-
-def _narrow_decilm_limits(net: PreTrainedModel) -> dict[str, str]:
-    """Of engines that read DeciLM's MLP by a factor, and the width of a head as a quotient."""
-    reason, config = decilm_refusal(net), net.config
-    if reason is None and config.intermediate_size % BLOCK:
-        reason = f"the MLP's width {config.intermediate_size} is no multiple of {BLOCK}."
-    if reason is None and config.head_dim * config.num_attention_heads != config.hidden_size:
-        reason = "its query heads together are not as wide as its hidden states."
-    return _where(reason, *_UNEVEN)
-
-
-_UNEVEN = SHAPES[1:]
 _ALL = dict.fromkeys(SHAPES, "yes")
-_DECILM = "`export --to decilm`"
-_KV_ONLY = {
-    EVEN: "yes",
-    KV_COUNTS: _DECILM,
-    QUERY_COUNTS: NO,
-    RAGGED: NO,
-    EMPTY: f"{_DECILM}; a zero head in layer 0",
-}
-DECILM = EngineShapes(
-    f"SGLang, vLLM's own class ({_DECILM})",
-    "vLLM 0.32.0, CPU; not SGLang",
-    {
-        EVEN: "yes, as it is",
-        KV_COUNTS: "yes",
-        QUERY_COUNTS: "zero query heads",
-        RAGGED: "zero query heads",
-        EMPTY: "yes; a zero head in layer 0",
-    },
-    generates_none,
-    _decilm_limits,
-    "first",
-)
 TARGETS: dict[Target, EngineShapes] = {
     Target.LLAMA_CPP: EngineShapes(
         "llama.cpp (`export --to gguf`)",
@@ -167,25 +113,6 @@ TARGETS: dict[Target, EngineShapes] = {
     ),
     Target.OPENVINO: EngineShapes(
         "OpenVINO (`export --to openvino`)", "2026.4.1, CPU", _ALL, graph_refusal
-    ),
-    Target.EXECUTORCH: EngineShapes(
-        "ExecuTorch (`export --to executorch`)", "1.5.1, XNNPACK", _ALL, graph_refusal
-    ),
-    Target.MLX: EngineShapes(
-        "MLX",
-        "not run: mlx-lm 0.32.2 as read",
-        _KV_ONLY,
-        generates_none,
-        _narrow_decilm_limits,
-        "first",
-    ),
-    Target.TENSORRT_LLM: EngineShapes(
-        "TensorRT-LLM",
-        "not run: as read",
-        _KV_ONLY,
-        generates_none,
-        _narrow_decilm_limits,
-        "first",
     ),
     Target.ANYWHERE: EngineShapes(
         "anything else that loads the original",

@@ -10,10 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headprune.config import DataConfig, EngineName, EvaluateConfig
+from headprune.config import DataConfig, EvaluateConfig
 from headprune.declaration import Context
-from headprune.engines.model import engine_of
-from headprune.engines.spec import ENGINES
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.loaded import Loaded, load
@@ -127,7 +125,6 @@ def _report(
         metrics=metrics,
         cost=model_cost(net),
         speed=speed,
-        engine=engine_of(net),
         longest_context=None if memory is None else longest_context(net, memory),
         needle=retrieved(loaded.domains[0].needles, columns) or None,
     )
@@ -180,7 +177,6 @@ def _differences(
 def _provenance(loaded: Loaded, config: EvaluateConfig) -> Provenance:
     packages = ["headprune", "torch", "transformers", "datasets"]
     packages += ["lm_eval"] if config.tasks else []
-    packages += [] if config.engine is EngineName.TORCH else [ENGINES[config.engine.value].package]
     return Provenance(
         created=utc_now(),
         versions={"python": platform.python_version(), **{p: version(p) for p in packages}},

@@ -13,13 +13,12 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune import devices
-from headprune.config import DataConfig, EngineName, EvaluateConfig
+from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
 from headprune.data.unreadable import refuse_beyond
 from headprune.declaration import Allowed
-from headprune.engines.model import folder_of, is_exported, open_exported
 from headprune.evaluation.last_words import LAST_WORDS, Passage, fitting, passages, rows_of
 from headprune.evaluation.metrics import within
 from headprune.evaluation.needle import NEEDLE, Needle, needles
@@ -129,8 +128,6 @@ class Loaded:
                 del settings[later]
         if not settings["needle"]:
             settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
-        if config.engine is EngineName.TORCH:
-            del settings["engine"]
         return {**settings, **used}
 
     def data_sha256(self) -> str:
@@ -166,16 +163,12 @@ def load(
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
     found = [read_examples(one) for one in several.values()]
-    names = [str(folder_of(name)) for name in (model, against) if name is not None]
+    names = [str(name) for name in (model, against) if name is not None]
     for name in names:
         load_config(name, **trust)
     nets: list[PreTrainedModel] = []
     for name in names:
-        refuse_exported(name, config.engine)
-        if config.engine is not EngineName.TORCH and (not nets or is_exported(name)):
-            nets.append(open_exported(name, config.engine.value))
-            refuse_without_text(nets[-1], "evaluate")
-            continue
+        refuse_exported(name)
         net = as_it_fits(
             name,
             parse_dtype(config.dtype.value),

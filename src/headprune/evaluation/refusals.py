@@ -7,39 +7,24 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import EngineName, EvaluateConfig
+from headprune.config import EvaluateConfig
 from headprune.data.sources import Examples
 from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.model.loading import class_ids, task_of
 from headprune.schemas.exports import read_export
 
-_ENGINES = {
-    "onnx": EngineName.ONNXRUNTIME,
-    "openvino": EngineName.OPENVINO,
-    "executorch": EngineName.EXECUTORCH,
-    "gguf": EngineName.LLAMA_CPP,
-}  # by the format that they run; the others serve, and are not called token by token
 
-
-def refuse_exported(model: str, engine: EngineName) -> None:
-    """Refuses to run an exported model in another engine than the one that it is for.
+def refuse_exported(model: str) -> None:
+    """Refuse an exported model, which torch does not run.
 
     Raises:
-        CheckpointError: Naming the option.
+        CheckpointError: Naming what to give instead.
     """
-    if not is_exported(model):
-        return
-    form = read_export(Path(model)).format
-    if form not in _ENGINES:
+    if is_exported(model):
         raise CheckpointError(
-            f"'{model}' was exported as {form}, which is measured in the engine that serves it. "
-            "Give the model that it was made of."
-        )
-    if engine is not _ENGINES[form]:
-        raise CheckpointError(
-            f"'{model}' was exported as {form}, and {engine.value} cannot run it. Give --engine "
-            f"{_ENGINES[form].value}, or the model that it was made of."
+            f"'{model}' was exported as {read_export(Path(model)).format}, and models are measured "
+            "in torch. Give the model that it was made of."
         )
 
 

@@ -130,7 +130,6 @@ class ModelReport(_ReportPart):
         metrics: Quality.
         cost: Size.
         speed: Throughput, if it was timed.
-        engine: What ran it, if not torch.
         longest_context: With a given memory: tokens of KV cache, over all sequences, that fit
             beside the weights; activations are not counted.
         needle: Retrieval by context length and depth, with ``--needle``.
@@ -144,7 +143,6 @@ class ModelReport(_ReportPart):
     metrics: tuple[Metric, ...]
     cost: ModelCost
     speed: Speed | None
-    engine: str | None = None
     longest_context: Amount | None = None
     needle: tuple[Retrieval, ...] | None = None
 

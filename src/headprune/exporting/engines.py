@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headprune.config import Target
-from headprune.engines.targets import DECILM, EMPTY, EVEN, RAGGED, TARGETS, EngineShapes, shapes_of
+from headprune.engines.targets import EMPTY, EVEN, RAGGED, TARGETS, EngineShapes, shapes_of
 from headprune.errors import HeadpruneError
 from headprune.exporting.llama_cpp.tokenizer import vocabulary
 from headprune.exporting.source import ExportSource, open_source
@@ -40,19 +40,9 @@ def _llama_cpp(source: ExportSource, folder: Path, shapes: frozenset[str]) -> st
     return f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
 
 
-def _decilm(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
-    serve = "python -m sglang.launch_server --model-path"
-    if shapes == {EVEN}:
-        return f"{serve} {shlex.quote(str(folder))}"
-    out = folder.with_name(f"{folder.name}-decilm")
-    export = command("export", folder, to="decilm", output=out)
-    return f"{export} && {serve} {shlex.quote(str(out))} --trust-remote-code"
-
-
 SERVERS: tuple[tuple[EngineShapes, Callable[[ExportSource, Path, frozenset[str]], str]], ...] = (
     (TARGETS[Target.LLAMA_CPP], _llama_cpp),
     (TARGETS[Target.VLLM], _vllm),
-    (DECILM, _decilm),
 )
 
 

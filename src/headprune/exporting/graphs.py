@@ -132,12 +132,11 @@ class _Decoder(Flat):
 
 
 @torch.no_grad()
-def graphs_of(model: PreTrainedModel, cached: bool = True) -> list[Graph]:
+def graphs_of(model: PreTrainedModel) -> list[Graph]:
     """The graphs that a model comes to.
 
     Args:
         model: The model, in float32 and on the CPU.
-        cached: Whether a decoder takes and gives its cache.
 
     Raises:
         HeadpruneError: If a decoder keeps something else in its cache.
@@ -145,10 +144,8 @@ def graphs_of(model: PreTrainedModel, cached: bool = True) -> list[Graph]:
     inputs, task = probe_inputs(model), task_of(model)
     if task == "seq2seq-lm":
         return _encoder_decoder(model, inputs)
-    if task == "causal-lm" and cached:
+    if task == "causal-lm":
         return [_decoder(model, inputs["input_ids"])]
-    if task == "causal-lm" and _takes(model, "position_ids"):
-        inputs["position_ids"] = _positions(inputs["input_ids"])
     if getattr(model.config, "type_vocab_size", 0) and _takes(model, "token_type_ids"):
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     module = _Plain(model, inputs, ())

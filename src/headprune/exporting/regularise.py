@@ -28,16 +28,12 @@ from headprune.tensors.zero_heads import Slots, padded, spread
 def regularise(
     source: ExportSource,
     may_be_empty: Callable[[int], bool] = lambda layer: False,
-    group_size: Callable[[Attention], int] = lambda attention: max(
-        attention.group_sizes, default=1
-    ),
 ) -> tuple[ExportSource, tuple[str, ...]]:
     """Gives a model zero heads where it needs some.
 
     Args:
         source: The model.
         may_be_empty: Whether a layer, of those without heads, may stay without.
-        group_size: Query heads that every KV head of a layer gets; no fewer than it has.
 
     Returns:
         The model, the same object where it needs none; and what was added, a sentence each.
@@ -48,8 +44,7 @@ def regularise(
     added = {
         layer: attention
         for layer, attention in enumerate(source.attentions)
-        if any(size != group_size(attention) for size in attention.group_sizes)
-        or not (attention.query_heads or may_be_empty(layer))
+        if len(set(attention.group_sizes)) > 1 or not (attention.query_heads or may_be_empty(layer))
     }
     if not added:
         return source, ()
@@ -60,7 +55,7 @@ def regularise(
     config = copy.deepcopy(source.config)
     moves: dict[str, tuple[Slots, int, int]] = {}
     for attention in added.values():
-        queries, kv_heads = padded(attention.group_sizes, group_size(attention))
+        queries, kv_heads = padded(attention.group_sizes, max(attention.group_sizes, default=1))
         config.headprune["layout"][attention.path] = _entry(attention, queries, kv_heads)
         for p in attention.projections:
             slots = {"q": queries, "k": kv_heads, "v": kv_heads, "o": queries}[p.holds]

@@ -40,7 +40,7 @@ def refusal(source: ExportSource, config: ExportConfig) -> str | None:
 
 @torch.no_grad()
 def write_graphs(
-    source: ExportSource, folder: Path, save: Save, on_step: OnStep, cached: bool = True
+    source: ExportSource, folder: Path, save: Save, on_step: OnStep
 ) -> tuple[str, ...]:
     """Writes the graphs of a model, its config and its tokenizer.
 
@@ -49,11 +49,10 @@ def write_graphs(
         folder: Where to.
         save: Writes one graph into the folder.
         on_step: Told how many graphs are written, and how many there are.
-        cached: Whether a decoder takes and gives its cache.
     """
     net = source.load()
     run_all_experts(net)
-    graphs = graphs_of(net, cached)
+    graphs = graphs_of(net)
     for done, graph in enumerate(graphs):
         on_step(done, len(graphs))
         try:

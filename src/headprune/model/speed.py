@@ -36,10 +36,8 @@ class Speed:
         prompt_tokens: Length of the prompt.
         decoded_tokens: Length of the continuation.
         peak_memory_bytes: CUDA: most memory allocated on the device, by this model alone.
-            Else: most resident memory of the whole process so far, other models included; of an
-            engine that is a process of its own, that one's.
+            Else: most resident memory of the whole process so far, other models included.
         device: Where it was measured.
-        kv_cache_bytes_per_token: What the cache takes, by an engine that says so.
     """
 
     prefill_tokens_per_s: float
@@ -49,7 +47,6 @@ class Speed:
     decoded_tokens: int
     peak_memory_bytes: int
     device: str
-    kv_cache_bytes_per_token: float | None = None
 
 
 class Once(NamedTuple):
@@ -58,8 +55,7 @@ class Once(NamedTuple):
     prefill: float
     decode: float
     peak_memory: int
-    cache_bytes_per_token: float | None = None
-    device: str = "cpu"  # where engines stay
+    device: str = ""
 
 
 def measure(
@@ -102,7 +98,6 @@ def measure(
             decoded_tokens=decoded,
             peak_memory_bytes=last[index].peak_memory,
             device=last[index].device,
-            kv_cache_bytes_per_token=last[index].cache_bytes_per_token,
         )
         for index in range(len(models))
     ]
@@ -149,10 +144,7 @@ def _prompt(
 
 
 def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> Once:
-    """Times a prompt and ``decoded`` greedy tokens after it; an engine that can does so itself."""
-    own = getattr(model, "headprune_times", None)
-    if own is not None:
-        return Once(*own(ids, decoded))
+    """Times a prompt and ``decoded`` greedy tokens after it."""
     with alone_on_device(model):
         device = input_device(model)
         times = _times(model, ids.to(device), decoded)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from headprune.config import CheckConfig, EngineName
+from headprune.config import CheckConfig
 from headprune.declaration import Allowed
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import run
@@ -92,7 +92,7 @@ def check(
     baseline, against = _references(limits, config)
     start = time.perf_counter()
     loaded = _load(config, against, trust_remote_code)
-    _check_metrics(limits, loaded, config)
+    _check_metrics(limits, loaded)
     times = any(one.metric in SPEED for one in limits)
     if times and any(map(residency_of, loaded.nets)):
         raise HeadpruneError(
@@ -238,7 +238,7 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
     return baseline, against
 
 
-def _check_metrics(limits: list[Limit], loaded: Loaded, config: CheckConfig) -> None:
+def _check_metrics(limits: list[Limit], loaded: Loaded) -> None:
     """Refuses limits on what this run will not measure, before it runs."""
     generates = model_cost(loaded.nets[0]).kv_cache_bytes_per_token > 0
     for one in limits:
@@ -247,11 +247,6 @@ def _check_metrics(limits: list[Limit], loaded: Loaded, config: CheckConfig) -> 
             raise HeadpruneError(
                 f"The limit '{one.text}': this run does not measure {one.metric} window by window; "
                 f"for a {type(loaded.nets[0]).__name__} on this data it measures {found}."
-            )
-        if one.metric == ROLES_LOST and config.engine is not EngineName.TORCH:
-            raise HeadpruneError(
-                f"The limit '{one.text}': roles are told from attention weights, which "
-                f"{config.engine.value} does not show. Check the model in torch."
             )
         if one.metric == "decode_tokens_per_s" and not generates:
             raise HeadpruneError(

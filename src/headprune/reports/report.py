@@ -195,8 +195,7 @@ def _conditions(read: Report) -> tuple[str, ...]:
     settings = {name: read.provenance.settings.get(name) for name in DECISIVE}
     told = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
     models = [read.model, *([read.against] if read.against else [])]
-    ran = (f"{one.dtype} in {one.engine or 'torch'}" for one in models)
-    return (*told, *dict.fromkeys(ran))
+    return (*told, *dict.fromkeys(one.dtype for one in models))
 
 
 def _interval(difference: Difference | None) -> ShownInterval | None:

@@ -1,8 +1,6 @@
 """Formats: how a model is written for an engine. One file each; a new one is a row here."""
 
 from headprune.errors import PlanError
-from headprune.exporting.formats.decilm import decilm
-from headprune.exporting.formats.executorch import executorch
 from headprune.exporting.formats.gguf import gguf
 from headprune.exporting.formats.onnx import onnx
 from headprune.exporting.formats.openvino import openvino
@@ -16,8 +14,6 @@ __all__ = ["FORMATS", "ExportSource", "Format"]
 FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf)
 FORMATS.add("vllm", vllm)
-FORMATS.add("decilm", decilm)
 FORMATS.add("onnx", onnx)
 FORMATS.add("openvino", openvino)
-FORMATS.add("executorch", executorch)
 FORMATS.freeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
-from headprune.engines.spec import ENGINES
 from headprune.exporting.checkpoint import write_facts
 from headprune.exporting.formats.spec import Format, OnStep
 from headprune.exporting.llama_cpp import layout
@@ -60,6 +59,6 @@ gguf = Format(
     ),
     takes_like=True,
     modules=("gguf",),
-    extra=ENGINES["llama.cpp"].extra,
+    extra="llama-cpp",
     serve="llama-server -m {}/model.gguf",
 )
