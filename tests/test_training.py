@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headprune import from_pretrained
 from headprune.config import DataConfig, Method, Objective, Resuming, Train, TrainGatesConfig
 from headprune.declaration import Context
+from headprune.distillation.trainer import HealedModel
 from headprune.errors import HeadpruneError, Interrupted, PlanError
 from headprune.exporting.preview import preview
 from headprune.exporting.prune import prune
@@ -25,8 +30,9 @@ from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.refitted import original_of, output_weights
 from headprune.gates.rounds import default_count, plan_rounds, round_at
-from headprune.gates.sparsity import HeadTarget, multiplier
+from headprune.gates.sparsity import ConstantPenalty, HeadTarget
 from headprune.gates.train_gates import GatesRun, train_gates
+from headprune.gates.trainer import GatedModel, freeze
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output
@@ -34,8 +40,11 @@ from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.gates import read_metadata
+from headprune.tensors import hard_concrete
+from headprune.tensors.hard_concrete import BOUND
 from headprune.tensors.units import Unit
 from headprune.training.divergence import divergence, kl_divergence, relative_error
+from headprune.training.loss_module import recompute_activations
 from tests import tiny
 from tests.marks import slow_unless
 
@@ -303,13 +312,91 @@ def test_distillation_ignores_padding() -> None:
     torch.testing.assert_close(relative_error(2 * target, target, mask), torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("target", [0.0, 0.4, 11.0, 24.0])
-def test_the_multiplier_meets_the_target(target: float) -> None:
+@pytest.mark.parametrize("target", [0, 1, 11, 24])
+def test_the_target_is_met_within_the_bounds_of_gates(target: int) -> None:
+    gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
+    sparsity, (only,) = HeadTarget(target, [1] * 24, warmup=0.0), plan_rounds(100, 1, settle=0.2)
+    with torch.no_grad():
+        gates.log_alpha.normal_(std=5)
+    assert gates.log_alpha.abs().max() > BOUND
+    sparsity.after_step(gates, only, 50)
+    assert gates.log_alpha.abs().max() <= BOUND
+    assert gates.expected_heads().item() == pytest.approx(target, abs=1e-3)
+
+
+def test_a_constant_penalty_keeps_gates_within_their_bounds() -> None:
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
     with torch.no_grad():
         gates.log_alpha.normal_(std=5)
-        gates.log_alpha -= multiplier(gates, target)
-    assert gates.expected_heads().item() == pytest.approx(target, abs=1e-3)
+    ConstantPenalty(1.0, 4).after_step(gates, plan_rounds(100, 1, settle=0.2)[0], 50)
+    assert gates.log_alpha.abs().max().item() == pytest.approx(BOUND)
+
+
+def test_a_saturated_gate_still_has_a_gradient() -> None:
+    def moving(log_alpha: float) -> float:
+        gates = torch.full((1,), log_alpha, requires_grad=True)
+        draws = hard_concrete.sample(gates, 2 / 3, draws=4000)
+        return float(((draws > 0) & (draws < 1)).float().mean())
+
+    assert moving(BOUND) > 0.03 > moving(2 * BOUND)
+
+
+def test_weights_are_clipped_without_the_gates(
+    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms, step = list[list[float]](), GateOptimizer.step
+
+    def freeze_loudly(scale: float, model: PreTrainedModel, *others: Any) -> None:
+        freeze(model, *others)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.register_hook(lambda gradient: gradient * scale)
+
+    def record(optimizer: GateOptimizer, *_: Any) -> None:
+        groups = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+        norms.append([float(torch.cat([g.flatten() for g in each]).norm()) for each in (groups[0], groups[2])])
+        step(optimizer)
+
+    monkeypatch.setattr(GateOptimizer, "step", record)
+    for scale in (1.0, 1000.0):
+        monkeypatch.setattr("headprune.gates.train_gates.freeze", partial(freeze_loudly, scale))
+        run(llama_folder, text_file, tmp_path / f"g{scale}", train=Train.ATTENTION, steps=1)
+    (gates, _), (gates_beside_large_weights, weights) = norms
+    assert gates_beside_large_weights == pytest.approx(gates, rel=1e-4)
+    assert weights == pytest.approx(1, rel=1e-3)
+
+
+TEXT_CASES = [c for c in tiny.FAMILY_CASES if tiny.reads_text(c)]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(TEXT_CASES).__contains__, TEXT_CASES))
+def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute: bool) -> None:
+    """Functional dropout reads a flag of its layer, which recomputation reads as well."""
+    net = tiny.model(case, **dict.fromkeys(tiny.dropouts(case), 0.4))
+    student = copy.deepcopy(net)
+    if recompute and net.supports_gradient_checkpointing:
+        recompute_activations(net)
+        recompute_activations(student)
+    ids = torch.randint(5, tiny.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if net.config.is_encoder_decoder:
+        batch |= {"decoder_input_ids": ids, "labels": ids}
+    attentions = attention_of(net)
+    gates = Gates(attentions, Unit.HEAD, 3.0, 2 / 3, sampled=False)
+    gated_model = GatedModel(net, gates, Distillation())
+    healed = HealedModel(student, tiny.model(case, **dict.fromkeys(tiny.dropouts(case), 0.4)), False)
+    with gated(attentions, gates.source):
+        for module, training in product((gated_model, healed), (True, False)):
+            loss = module.train(training)(batch)
+            assert loss.abs().item() < 1e-6
+            if training:
+                loss.backward()
+    if case == "opt" and not recompute:  # the comparison can fail
+        healed.train()
+        for layer in student.modules():
+            layer.training = isinstance(layer, GradientCheckpointingLayer)
+        assert healed(batch).item() > 1e-4
 
 
 def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:

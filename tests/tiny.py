@@ -8,6 +8,7 @@ and biases are not zero.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -246,6 +247,19 @@ def model(
 def task(case: str) -> str:
     """The task of a tiny model, which need not be built: which tests take part is asked of all."""
     return _TASKS.get(_auto(case, config(case)).__name__, "features")
+
+
+def reads_text(case: str) -> bool:
+    """Whether a tiny model reads text alone."""
+    return case not in VISION_LANGUAGE and hasattr(config(case), "vocab_size") and (
+        "input_ids" in inspect.signature(_auto(case, config(case))._model_mapping[type(config(case))].forward).parameters
+    )
+
+
+def dropouts(case: str) -> list[str]:
+    """The settings of a family that name a probability of dropout."""
+    names = (field.name for field in dataclasses.fields(type(config(case))))
+    return [name for name in names if "drop" in name and isinstance(getattr(config(case), name), float)]
 
 
 def kv_heads(case: str) -> int:

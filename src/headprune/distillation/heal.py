@@ -47,6 +47,7 @@ from headprune.placements import Placement, asked_placement, in_shards, placing
 from headprune.schemas.records import Healing, LayerHealing
 from headprune.surgery.cut import resolve
 from headprune.training.divergence import own_share
+from headprune.training.loss_module import recompute_activations
 from headprune.training.resumable import (
     HistoryCallback,
     Remedies,
@@ -227,9 +228,7 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
     """Trains all layers at once, in one process or several."""
     config, context, work = job.config, job.context, job.work
     if config.gradient_checkpointing:
-        net = pair.net
-        enable = getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        recompute_activations(pair.net)
     student = trainable(pair.net, attention_of(pair.net), config)
     healed = HealedModel(student, pair.original, pair.bf16)
     trainer = HealTrainer(

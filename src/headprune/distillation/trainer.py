@@ -22,7 +22,7 @@ from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.arguments import resumable_arguments
 from headprune.training.checkpoints import Kind, kind_of
 from headprune.training.divergence import blended
-from headprune.training.loss_module import LossModule, recompute_in_eval
+from headprune.training.loss_module import LossModule
 from headprune.training.resumable import ResumableTrainer
 
 
@@ -54,14 +54,6 @@ class HealedModel(LossModule):
                 reshard(self._teacher[0])  # nothing that runs backwards would
             got = self.model(**(batch if own else inputs))
         return blended(got, wanted, batch, own)
-
-    def train(self, mode: bool = True) -> HealedModel:
-        """Dropout stays off: the student matches what the teacher computes without it."""
-        super().train(mode)
-        self.model.eval()
-        if mode:
-            recompute_in_eval(self.model)
-        return self
 
 
 class HealTrainer(ResumableTrainer):

@@ -278,7 +278,7 @@ def _trained_gates(
             "leave out --attention."
         )
     # units that training kept come first
-    scores = (trained.log_alpha + 1e6 * trained.kept).double()
+    scores = trained.log_alpha.double() + 1e6 * trained.kept
     return known, trained.metadata.unit, scores
 
 

@@ -121,8 +121,11 @@ class Gates(nn.Module):
         return open_ * self.scale * self.kept
 
     def expected_heads(self) -> Float[Tensor, ""]:
-        """Expected number of open query heads: the L0 norm."""
-        return (self.open_probability() * self.sizes).sum()
+        """Expected number of open query heads; a gate at its upper bound counts as one."""
+        if not self.sampling:
+            return (self.kept * self.sizes).sum()
+        share = hard_concrete.open_share(self.log_alpha, self.temperature)
+        return (share * self.kept * self.sizes).sum()
 
     def open_probability(self) -> Float[Tensor, " units"]:
         """How likely every gate is open; 1 or 0 of plain factors."""

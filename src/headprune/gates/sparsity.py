@@ -8,7 +8,8 @@ CoFi and LLM-Shearing climb the multipliers of ``l1 (s - t) + l2 (s - t)^2`` by 
 multipliers lag behind the gates and overshoot, which with a few hundred steps costs more than the
 heads do. The constraint is one equation in one multiplier, so it is solved instead: after every
 optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
-the target. The target itself falls linearly to that of the round during the round's warm-up.
+the target. ``log_alpha`` is held in the bounds of ``hard_concrete.BOUND``, and ``P`` counts from 0
+to 1 between them, so that every target can be met. The target itself falls linearly to that of the round during the round's warm-up.
 
 **Gradual pruning.** The same count without sampling: see ``gates.saliency``.
 
@@ -93,7 +94,8 @@ class HeadTarget(Sparsity):
     @torch.no_grad()
     def after_step(self, gates: Gates, now: Round, step: int) -> None:
         """Shifts all gates by the multiplier that meets the target."""
-        gates.log_alpha.sub_(multiplier(gates, self.target(gates, now, step)) * gates.kept)
+        shift = multiplier(gates, self.target(gates, now, step))
+        _bound(gates, gates.log_alpha - shift)
 
     def choice(self, gates: Gates, now: Round) -> list[int]:
         """The most open units, of those left, that add up to the round's heads."""
@@ -154,28 +156,33 @@ class ConstantPenalty(Sparsity):
 
     def penalty(self, gates: Gates) -> Tensor:
         """Lambda times the mean over modules of the expected number of open heads."""
-        return self.strength * gates.expected_heads() / self.modules
+        return self.strength * (gates.open_probability() * gates.sizes).sum() / self.modules
 
+    @torch.no_grad()
     def after_step(self, gates: Gates, now: Round, step: int) -> None:
-        """Nothing: the gradient does it all."""
+        """Holds the gates in their bounds."""
+        _bound(gates, gates.log_alpha)
 
     def choice(self, gates: Gates, now: Round) -> list[int]:
         """The units whose gate at test time is not zero."""
         return gates.values().nonzero().flatten().tolist()
 
 
-# where P(z != 0) is 0 or 1 in float32, so that targets of 0 and of all heads are met as well
-_REACH = 60.0
+def _bound(gates: Gates, log_alpha: Tensor) -> None:
+    """Sets the gates of the heads that are left, within their bounds."""
+    bounded = log_alpha.clamp(-hard_concrete.BOUND, hard_concrete.BOUND)
+    gates.log_alpha.copy_(torch.where(gates.kept, bounded, gates.log_alpha))
 
 
 def multiplier(gates: Gates, target: float) -> float:
-    """The shift ``mu`` with ``sum size P(log_alpha - mu) = target``, by bisection."""
+    """Return ``mu`` with ``sum size share(clamp(log_alpha - mu)) = target``, by bisection."""
     kept = gates.kept.cpu()
     log_alpha, sizes = gates.log_alpha.detach().cpu().double()[kept], gates.sizes.cpu()[kept]
-    low = float(log_alpha.min()) - _REACH
-    high = float(log_alpha.max()) + _REACH
+    bound = hard_concrete.BOUND
+    low, high = float(log_alpha.min()) - bound, float(log_alpha.max()) + bound
     for _ in range(64):
         middle = (low + high) / 2
-        open_ = hard_concrete.open_probability(log_alpha - middle, gates.temperature)
+        shifted = (log_alpha - middle).clamp(-bound, bound)
+        open_ = hard_concrete.open_share(shifted, gates.temperature)
         low, high = (middle, high) if float((open_ * sizes).sum()) > target else (low, middle)
     return (low + high) / 2

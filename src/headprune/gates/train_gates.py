@@ -69,6 +69,7 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.training.checkpoints import found
 from headprune.training.divergence import OWN_SHARE
+from headprune.training.loss_module import recompute_activations
 from headprune.training.resumable import Remedies, stop_on_interrupt, train
 from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
 
@@ -163,11 +164,7 @@ def train_gates(
         freeze(net, attentions, config.train)
         channels = Channels(attentions) if config.train is Train.CHANNELS else None
         if config.gradient_checkpointing:
-            # renamed in transformers 5.2x; the old name warns there and is the only one before
-            enable = getattr(
-                net, "activation_checkpointing_enable", net.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": False})
+            recompute_activations(net)
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
         refitted = output_weights(attention_of(net)) if config.method is Method.REFIT else ()

@@ -22,7 +22,7 @@ from headprune.model.batch import Batch
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training.arguments import resumable_arguments
 from headprune.training.checkpoints import Kind, first_infinite, kind_of
-from headprune.training.loss_module import LossModule, recompute_in_eval
+from headprune.training.loss_module import LossModule
 from headprune.training.resumable import (
     HistoryCallback,
     ResumableTrainer,
@@ -83,14 +83,6 @@ class GatedModel(LossModule):
     def forward(self, batch: Batch) -> Tensor:
         """The loss of a batch, gated."""
         return self._loss(self.model, self.gates, batch)
-
-    def train(self, mode: bool = True) -> GatedModel:
-        """Frozen models stay in eval mode: dropout would only blur what a gate does."""
-        super().train(mode)
-        if mode and not any(p.requires_grad for p in self.model.parameters()):
-            self.model.eval()
-            recompute_in_eval(self.model)
-        return self
 
     def trained_state(self) -> dict[str, Tensor]:
         """Gates, and the weights that move or were refitted, by their names in this module."""
@@ -170,6 +162,18 @@ class GateTrainer(ResumableTrainer):
             self.optimizer = GateOptimizer(gates.log_alpha, factors, weights, *rates)
         return self.optimizer
 
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clips factors and weights, each group by itself; ``GateOptimizer`` bounds the gates.
+
+        One norm over all would tie the step of every gate to the largest gradient of a weight.
+        """
+        assert self.optimizer is not None
+        norms = [
+            self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm)
+            for group in self.optimizer.param_groups[1:]
+        ]
+        return torch.stack([norm for norm in norms if norm is not None]).norm()
+
     def forget_gate_moments(self) -> None:
         """Lets the optimiser start anew with gates and factors, as their losses are new."""
         assert self.optimizer is not None
@@ -235,6 +239,5 @@ def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> Tr
         config.batch_size,
         config.seed,
         config.save_every,
-        # clipping would tie the step of every gate to the largest gradient among them
-        max_grad_norm=0.0 if config.train in (Train.GATES, Train.CHANNELS) else 1.0,
+        max_grad_norm=1.0,
     )

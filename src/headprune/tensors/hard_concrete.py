@@ -18,6 +18,9 @@ from torch import Tensor
 
 GAMMA = -0.1
 ZETA = 1.1
+BOUND = math.log(1e2)
+"""``log_alpha`` is held within +-BOUND, as in the code of Louizos et al. (``constrain_parameters``
+in AMLab-Amsterdam/L0_regularization): beyond it next to no draw has a gradient."""
 _EPS = 1e-6
 
 
@@ -49,6 +52,16 @@ def open_probability(
 ) -> Float[Tensor, " gates"]:
     """P(z != 0) = sigmoid(log_alpha - beta log(-gamma / zeta)); its sum is the expected L0 norm."""
     return torch.sigmoid(log_alpha - temperature * math.log(-GAMMA / ZETA))
+
+
+def open_share(log_alpha: Float[Tensor, " gates"], temperature: float) -> Float[Tensor, " gates"]:
+    """``open_probability`` on a scale from 0 at the lower bound to 1 at the upper bound.
+
+    An exact count of heads is then met by gates at their bounds.
+    """
+    bounds = torch.tensor([-BOUND, BOUND], dtype=log_alpha.dtype, device=log_alpha.device)
+    low, high = open_probability(bounds, temperature)
+    return (open_probability(log_alpha, temperature) - low) / (high - low)
 
 
 def value(log_alpha: Float[Tensor, " gates"]) -> Float[Tensor, " gates"]:
