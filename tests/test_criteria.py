@@ -379,6 +379,21 @@ def test_trained_gates_through_the_same_door(tmp_path: Path, text: DataConfig) -
     assert kept[0] == kept[1]
 
 
+def test_gates_that_differ_little_keep_their_order(tmp_path: Path, text: DataConfig) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
+    config = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16, method="l0")
+    train_gates(folder, text, tmp_path / "gates", config)
+    state = load_file(tmp_path / "gates" / "gates.safetensors")
+    state["log_alpha"] = 2 + 0.001 * torch.randperm(len(state["kept"])).float()
+    save_file(state, tmp_path / "gates" / "gates.safetensors")
+    scored = score(
+        folder, tmp_path / "s", ScoreConfig(criterion=["gates"]), gates=tmp_path / "gates"
+    )
+    kept, scores = state["kept"].bool(), scored.scores["gates"]
+    assert torch.equal(scores[kept].argsort(), state["log_alpha"][kept].argsort())
+    assert scores[kept].min() > scores[~kept].max()
+
+
 def test_random_scores_follow_the_seed(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     found = [

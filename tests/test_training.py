@@ -354,7 +354,8 @@ def test_weights_are_clipped_without_the_gates(
 
     def record(optimizer: GateOptimizer, *_: Any) -> None:
         groups = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
-        norms.append([float(torch.cat([g.flatten() for g in each]).norm()) for each in (groups[0], groups[2])])
+        ends = (torch.cat([g.flatten() for g in groups[i]]) for i in (0, 2))
+        norms.append([float(each.norm()) for each in ends])
         step(optimizer)
 
     monkeypatch.setattr(GateOptimizer, "step", record)
@@ -374,7 +375,7 @@ TEXT_CASES = [c for c in tiny.FAMILY_CASES if tiny.reads_text(c)]
 def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute: bool) -> None:
     """Functional dropout reads a flag of its layer, which recomputation reads as well."""
     net = tiny.model(case, **dict.fromkeys(tiny.dropouts(case), 0.4))
-    student = copy.deepcopy(net)
+    student, teacher = copy.deepcopy(net), copy.deepcopy(net)
     if recompute and net.supports_gradient_checkpointing:
         recompute_activations(net)
         recompute_activations(student)
@@ -385,7 +386,7 @@ def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute
     attentions = attention_of(net)
     gates = Gates(attentions, Unit.HEAD, 3.0, 2 / 3, sampled=False)
     gated_model = GatedModel(net, gates, Distillation())
-    healed = HealedModel(student, tiny.model(case, **dict.fromkeys(tiny.dropouts(case), 0.4)), False)
+    healed = HealedModel(student, teacher, bf16=False)
     with gated(attentions, gates.source):
         for module, training in product((gated_model, healed), (True, False)):
             loss = module.train(training)(batch)

@@ -251,15 +251,18 @@ def task(case: str) -> str:
 
 def reads_text(case: str) -> bool:
     """Whether a tiny model reads text alone."""
-    return case not in VISION_LANGUAGE and hasattr(config(case), "vocab_size") and (
-        "input_ids" in inspect.signature(_auto(case, config(case))._model_mapping[type(config(case))].forward).parameters
-    )
+    built = config(case)
+    if case in VISION_LANGUAGE or not hasattr(built, "vocab_size"):
+        return False
+    forward = _auto(case, built)._model_mapping[type(built)].forward
+    return "input_ids" in inspect.signature(forward).parameters
 
 
 def dropouts(case: str) -> list[str]:
     """The settings of a family that name a probability of dropout."""
-    names = (field.name for field in dataclasses.fields(type(config(case))))
-    return [name for name in names if "drop" in name and isinstance(getattr(config(case), name), float)]
+    built = config(case)
+    names = [field.name for field in dataclasses.fields(built) if "drop" in field.name]
+    return [name for name in names if isinstance(getattr(built, name), float)]
 
 
 def kv_heads(case: str) -> int:

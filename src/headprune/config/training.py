@@ -120,7 +120,8 @@ class TrainGatesConfig(OfKinds, InUnits):
     scale_lr: Positive = option("Learning rate of the factors of heads and channels.", 0.02)
     weight_lr: Positive = option("Learning rate of the weights, if any move.", 5e-5)
     temperature: Positive = option("beta of the hard-concrete gates (l0).", 2 / 3)
-    init_log_alpha: Annotated[float, Field(ge=-4.6, le=4.6), NUMBER] = option(  # hard_concrete.BOUND
+    # as far as hard_concrete.BOUND
+    init_log_alpha: Annotated[float, Field(ge=-4.6, le=4.6), NUMBER] = option(
         "Where sampled gates start (l0); 3 is open with probability 0.99.", 3.0
     )
     rounds: Few | None = option(

@@ -9,7 +9,8 @@ multipliers lag behind the gates and overshoot, which with a few hundred steps c
 heads do. The constraint is one equation in one multiplier, so it is solved instead: after every
 optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
 the target. ``log_alpha`` is held in the bounds of ``hard_concrete.BOUND``, and ``P`` counts from 0
-to 1 between them, so that every target can be met. The target itself falls linearly to that of the round during the round's warm-up.
+to 1 between them, so that every target can be met. The target itself falls linearly to that of the
+round during the round's warm-up.
 
 **Gradual pruning.** The same count without sampling: see ``gates.saliency``.
 

@@ -172,7 +172,8 @@ class GateTrainer(ResumableTrainer):
             self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm)
             for group in self.optimizer.param_groups[1:]
         ]
-        return torch.stack([norm for norm in norms if norm is not None]).norm()
+        total: Tensor = torch.stack(norms).norm()
+        return total
 
     def forget_gate_moments(self) -> None:
         """Lets the optimiser start anew with gates and factors, as their losses are new."""

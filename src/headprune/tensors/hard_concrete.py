@@ -61,7 +61,8 @@ def open_share(log_alpha: Float[Tensor, " gates"], temperature: float) -> Float[
     """
     bounds = torch.tensor([-BOUND, BOUND], dtype=log_alpha.dtype, device=log_alpha.device)
     low, high = open_probability(bounds, temperature)
-    return (open_probability(log_alpha, temperature) - low) / (high - low)
+    share: Tensor = (open_probability(log_alpha, temperature) - low) / (high - low)
+    return share
 
 
 def value(log_alpha: Float[Tensor, " gates"]) -> Float[Tensor, " gates"]:
