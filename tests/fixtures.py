@@ -13,7 +13,7 @@ from tests import checking
 # what computes; the command line, the page and the figures hand on what they are given
 CHECKED = ["tensors", "runtime", "config", "family", "schemas", "model", "data", "pickles"]
 CHECKED += ["surgery", "proof", "training", "gates", "evidence", "planning", "exporting"]
-CHECKED += ["distillation", "evaluation", "regression", "recipes"]
+CHECKED += ["distillation", "evaluation", "regression"]
 CHECKED += ["processes", "io.outputs", "io.ownership", "io.folders", "io.tensors", "io.streaming"]
 CHECKED += ["io.leftovers"]
 checking.install([f"headprune.{name}" for name in CHECKED])

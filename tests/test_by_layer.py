@@ -120,7 +120,6 @@ def test_what_brings_it_no_nearer_is_not_taken(llama: Path, tmp_path: Path) -> N
 
 
 def test_in_a_run_by_layers_all_layers_at_once_are_held_whole(llama: Path, tmp_path: Path) -> None:
-    """As a step of a recipe, whose other steps need that placement."""
     with placing(Placement.LAYERS):
         heal(llama, tmp_path / "inherited", by_layer=False, steps=2)
     with pytest.raises(HeadpruneError, match="layers: training holds the whole model"):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
+import yaml
 from pydantic import ValidationError
 
 import headprune
@@ -29,7 +31,7 @@ from headprune.declaration import (
     warn_of_old_names,
 )
 from headprune.errors import HeadpruneError
-from headprune.recipes.steps import kinds
+from tests import tiny
 from tests.test_cli import run
 
 pytestmark = pytest.mark.quick
@@ -61,8 +63,6 @@ def test_defaults_are_the_same_through_every_door(name: str) -> None:
                 shown = build(command.options, {**needed(command), setting: shown})
                 shown = getattr(shown, setting)
         assert shown == info.default, setting
-        if name in kinds() and setting in kinds()[name].model_fields and not appearance(info).slot:
-            assert kinds()[name].model_fields[setting].default == info.default, setting
 
 
 def needed(command: Command[Any, Any]) -> dict[str, Any]:
@@ -103,16 +103,35 @@ def test_a_misspelt_setting_is_named_through_every_door(name: str, tmp_path: Pat
 def test_a_file_has_settings_and_the_command_line_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, recipe = tmp_path / "settings.yaml", tmp_path / "job.yaml"
-    file.write_text("init: {model: by/file, goal: study, hardware: gpu, data: some/text}")
-    code, out, err = run(capsys, "init", recipe, "--config", file, "--goal", "heads", "--json")
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"score: {{model: {tmp_path}/model, criterion: random, output: {tmp_path}/a}}")
+    code, out, err = run(
+        capsys, "score", "--config", file, "--criterion", "magnitude", "--seed", 3, "--json"
+    )
     assert code == 0, err
-    made = json.loads(out)
-    assert (made["model"], made["name"]) == ("by/file", "job")
-    assert "prune" in made["steps"] and "score" not in made["steps"]  # heads, not a study
-    file.write_text("init: {model: [1]}")
-    code, _, err = run(capsys, "init", recipe, "--config", file, "--overwrite")
-    assert (code, "--model: Input should be a valid string (got [1])" in err) == (2, True), err
+    assert list(json.loads(out)["scores"]) == ["magnitude"]
+    file.write_text("score: {model: [1]}")
+    code, _, err = run(capsys, "score", "--config", file)
+    assert (code, "MODEL]: Input should be a valid string (got [1])" in err) == (2, True), err
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_file_of_configs_has_settings_of_the_commands_that_it_names(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    named = re.findall(
+        rf"^#   headprune ([a-z-]+) --config configs/{file.name}", text, re.MULTILINE
+    )
+    sections = yaml.safe_load(text)
+    assert list(sections) == list(dict.fromkeys(COMMANDS[name].section for name in named))
+    for name in named:
+        COMMANDS[name].asked(read_settings(file, COMMANDS[name]), Door.OPTION)
+    file_with_a_mistake = {**sections[COMMANDS[named[0]].section], "no_such_setting": 1}
+    with pytest.raises(HeadpruneError, match="no_such_setting"):
+        COMMANDS[named[0]].asked(file_with_a_mistake, Door.OPTION)
 
 
 @pytest.mark.parametrize(

@@ -609,23 +609,6 @@ def test_a_manifest_is_amended_without_a_new_id(
         amend_manifest(tmp_path / "out", files={})
 
 
-def test_a_recipe_has_it_as_a_step(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
-    recipe = {
-        "name": "job",
-        "model": str(llama_folder),
-        "data": {"train": {"source": str(data[0])}},
-        "output": str(tmp_path / "job"),
-        "steps": {"compress": {"keep": 0.5, "data": "train", **SMALL}},
-    }
-    (tmp_path / "job.yaml").write_text(json.dumps(recipe))
-    headprune.run(tmp_path / "job.yaml")
-    manifest = read_manifest(tmp_path / "job" / "compress")
-    assert manifest.choice is not None and set(manifest.choice.original.by_text) == {"train"}
-
-
 @pytest.mark.parametrize(
     ("goal", "said"),
     [

@@ -28,7 +28,7 @@ from headprune.training.arguments import resumable_arguments
 from tests import tiny
 from tests.test_cli import run
 
-RUN_NO_MODEL = {"clean", "families", "import-pickle", "init", "report"}
+RUN_NO_MODEL = {"clean", "families", "import-pickle", "report"}
 ON_THE_CPU = {"export"}  # compares with engines there
 
 
@@ -54,7 +54,7 @@ def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
     said: list[str] = []
     with devices.running_on(asked, said.append):
         assert devices.chosen() == torch.device(found)
-        with devices.running_on("auto", said.append):  # of a step of a recipe
+        with devices.running_on("auto", said.append):
             assert devices.chosen() == torch.device(found)
         assert not said
         devices.announce()

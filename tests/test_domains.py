@@ -22,9 +22,6 @@ from headprune.exporting.card import quality_section
 from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
-from headprune.recipes.reading import read_recipe
-from headprune.recipes.recipe import options_of
-from headprune.recipes.run import _read
 from headprune.regression.check import check, update_baseline
 from headprune.regression.limits import parse_limit
 from headprune.reports.report import report as write_report
@@ -206,7 +203,7 @@ def test_limits_on_a_domain(
         check(since)
 
 
-# --- command line, recipes, sweeps, reports
+# --- command line, sweeps, reports
 
 
 def test_the_command_line_takes_several(
@@ -250,60 +247,6 @@ def test_settings_name_several(tmp_path: Path) -> None:
     content = yaml.safe_load("check: {data: {wiki: a.txt, brown: b.txt}}")["check"]
     options = build(COMMANDS["check"].options, {"model": "m", **content})
     assert list(options.domains()) == ["wiki", "brown"]
-
-
-def test_a_step_takes_several_sources(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    recipe = tmp_path / "job.yaml"
-    recipe.write_text(
-        "model: m\noutput: out\ndata: {test: a.txt, brown: {source: b.csv, text_column: body}}\n"
-        "steps: {evaluate: {data: [test, brown]}, check: {limits: ['perplexity <= 3']}}\n"
-    )
-    read = read_recipe(recipe)
-    options: Any = options_of(read, "evaluate", tmp_path / "out")
-    domains = options.domains(options.data)
-    assert [(name, one.source) for name, one in domains.items()] == [
-        ("test", "a.txt"),
-        ("brown", "b.csv"),
-    ]
-    assert domains["brown"].text_column == "body"
-    assert options.against is None
-    single: Any = options_of(read, "check", tmp_path / "out")
-    assert list(single.domains()) == ["test"]
-    recipe.write_text(recipe.read_text().replace("[test, brown]", "[test, bron]"))
-    with pytest.raises(HeadpruneError, match=r"takes the data 'bron'.*Did you mean 'brown'"):
-        read_recipe(recipe)
-
-
-def test_sources_of_a_recipe_may_have_any_name(tmp_path: Path) -> None:
-    recipe = tmp_path / "job.yaml"
-    start = "model: m\noutput: out\ndata: {held out: a.txt, held-out: b.txt}\nsteps: {evaluate: "
-    recipe.write_text(start + "{data: held out}}\n")
-    options: Any = options_of(read_recipe(recipe), "evaluate", tmp_path / "out")
-    assert [(one.name, one.source) for one in options.data] == [("held-out", "a.txt")]
-    recipe.write_text(start + "{data: [held out, held-out]}}\n")
-    with pytest.raises(HeadpruneError, match="two are called held-out"):
-        options_of(read_recipe(recipe), "evaluate", tmp_path / "out")
-    recipe.write_text(start + "{data: []}}\n")
-    with pytest.raises(HeadpruneError, match="data"):
-        options_of(read_recipe(recipe), "evaluate", tmp_path / "out")
-
-
-def test_a_name_of_further_data_does_not_hide_a_change_of_the_first(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("b")
-    recipe = tmp_path / "job.yaml"
-    recipe.write_text(
-        f"model: m\noutput: out\nsteps: {{evaluate: {{data: [test, sha256]}}}}\n"
-        f"data: {{test: {tmp_path}/a.txt, sha256: {tmp_path}/b.txt}}\n"
-    )
-    found = read_recipe(recipe)
-    both = found.steps["evaluate"]
-    before = _read(found, both, "data")
-    (tmp_path / "a.txt").write_text("other")
-    assert _read(found, both, "data") != before
-    first = both.model_copy(update={"data": ("test",)})
-    assert _read(found, first, "data").keys() == before.keys() - {"further"}
 
 
 def test_a_sweep_lists_further_domains(

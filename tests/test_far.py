@@ -183,17 +183,6 @@ def compress(job: Job) -> dict[str, Tensor]:
     return held_out | _tensors(output)
 
 
-def run(job: Job) -> dict[str, Tensor]:
-    """Steps of a recipe, which take its device."""
-    output, recipe = job.output("run"), job.output("recipe.yaml")
-    steps = {"score": {"criterion": ["fisher"], **FEW}, "prune": {"keep": 0.5}}
-    data = {"train": {"source": str(job.data), **job.columns}}
-    content = {"model": str(job.model), "output": str(output), "data": data, "steps": steps}
-    recipe.write_text(json.dumps(content))
-    job("run", recipe)
-    return _tensors(output / "prune")
-
-
 def _tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -228,7 +217,6 @@ JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
     "verify": verify,
     "migrate": migrate,
     "compress": compress,
-    "run": run,
 }
 
 

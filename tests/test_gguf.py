@@ -216,21 +216,6 @@ def test_the_tokenizer_of_another_file_is_taken_over(tmp_path: Path) -> None:
         assert one.fields[name].contents() == other.fields[name].contents(), name
 
 
-def test_a_step_of_a_recipe_takes_over_a_tokenizer(tmp_path: Path) -> None:
-    whole, recipe = made("llama-gqa", "whole", tmp_path / "m"), tmp_path / "job.yaml"
-    headprune.export(whole, tmp_path / "one", to="gguf", prove="read-back")
-    like, cut = tmp_path / "one" / "model.gguf", made("llama-gqa", "uneven", tmp_path / "cut", None)
-    step = f"{{to: gguf, like: {like}, prove: read-back}}"
-    recipe.write_text(f"model: {cut}\noutput: {tmp_path / 'job'}\nsteps:\n  export: {step}\n")
-    assert headprune.run(recipe).passed
-    written = gguf.GGUFReader(tmp_path / "job" / "export" / "model.gguf")
-    given = gguf.GGUFReader(like).fields["tokenizer.ggml.pre"].contents()
-    assert written.fields["tokenizer.ggml.pre"].contents() == given
-    like.unlink()
-    with pytest.raises(HeadpruneError, match=r"its like from '.*', which is no file"):
-        headprune.run(recipe)
-
-
 def damaged_like(tmp_path: Path, how: str) -> Path:
     file = tmp_path / "like.gguf"
     if how == "missing":

@@ -171,7 +171,7 @@ def test_no_text_of_a_file_is_a_command(
     )  # whose texts are not shown where they make no sense
 
 
-@pytest.mark.parametrize("how", ["recipe", "check", "train_gates"])
+@pytest.mark.parametrize("how", ["check", "train_gates"])
 def test_no_text_of_a_yaml_file_is_a_command(
     how: str,
     place: Path,
@@ -182,26 +182,16 @@ def test_no_text_of_a_yaml_file_is_a_command(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "c.yaml"
     contents: dict[str, dict[str, Any]] = {
-        "recipe": {
-            "model": str(place / "base"),
-            "output": "out",
-            "data": {"train": {"source": str(place / "text.txt"), "text_column": "text"}},
-            "steps": {"score": {"criterion": "random"}, "prune": {"keep": 0.5, "scores": "score"}},
-        },
         "check": {"model": "m", "data": "d", "limits": ["perplexity <= 3"], "dtype": "auto"},
         "train_gates": {"train": "gates", "objective": "lm", "dtype": "auto", "target_heads": 0.5},
     }
-    arguments: tuple[object, ...] = ("run", path, "--dry-run")
-    if how != "recipe":
-        model = (place / "base", "--data", "none.txt", "--output", "o")
-        arguments = (how.replace("_", "-"), *(model if how == "train_gates" else ()))
-        arguments += ("--config", path)
+    model = (place / "base", "--data", "none.txt", "--output", "o")
+    arguments = (how.replace("_", "-"), *(model if how == "train_gates" else ()), "--config", path)
     for bad in poisoned(contents[how], START):
-        for content in (bad, {"steps": {"score": bad}}):
-            path.write_text(yaml.safe_dump(content if how == "recipe" else {how: bad}))
-            code, out, err = run(capsys, *arguments)
-            assert code in (0, 2)
-            assert_inert(out + err)
+        path.write_text(yaml.safe_dump({how: bad}))
+        code, out, err = run(capsys, *arguments)
+        assert code in (0, 2)
+        assert_inert(out + err)
 
 
 def test_no_name_of_a_folder_or_column_is_a_command(
@@ -220,7 +210,6 @@ def test_no_name_of_a_folder_or_column_is_a_command(
         ("report", home / "run", "--output", home / "o.html", "--json"),
         ("evaluate", place / "base", "--data", home / "rows.jsonl"),
         ("evaluate", place / "base", "--data", home / "rows.jsonl", "--text-column", START),
-        ("run", home),
     ):
         code, out, err = run(capsys, *arguments)
         assert code in (0, 2)
@@ -403,8 +392,7 @@ def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and len(err) <= 408 and "asked x" in err and "do this" in err
     path = tmp_path / "r.yaml"
-    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"steps: {a: {b: " + b"x" * 9_000):
+    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"check: {a: {b: " + b"x" * 9_000):
         path.write_bytes(content)
-        for arguments in (("run", path), ("check", "--config", path)):
-            code, _, err = run(capsys, *arguments)
-            assert code == 2 and err.count("\n") == 1 and len(err) < 420, err
+        code, _, err = run(capsys, "check", "--config", path)
+        assert code == 2 and err.count("\n") == 1 and len(err) < 420, err

@@ -228,14 +228,3 @@ def test_gates_that_were_stopped_go_on_as_printed(
         code, _, err = run(capsys, *start)
     assert (code, "Go on with the same command and --resume." in err) == (130, True), err
     ran(capsys, *start, "--resume")
-
-
-def test_init_prints_commands_that_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny.save(tiny.model("llama-gqa"), home / "a model")
-    text = ran(
-        capsys, "init", "my recipe.yaml", "--yes", "--model", "a model", "--data", "some text.txt",
-        "--test-data", "some text.txt",
-    )  # fmt: skip
-    dry, real = (shlex.split(line)[1:] for line in text.splitlines() if line.startswith("  "))
-    assert real == ["run", "my recipe.yaml"]
-    ran(capsys, *dry)

@@ -334,7 +334,6 @@ def record(folder: Path, name: str) -> None:
             ("headprune_version", "model", "unit", "modules", "kept_heads"), ""
         ),
         "scores.json": dict.fromkeys(("versions", "model", "unit", "modules", "criteria"), ""),
-        "run.json": {"name": "", "versions": {}, "steps": {"cut": {"files": {"plan.json": ""}}}},
         "import.json": {"headprune_version": "1", "files": ["model.safetensors"]},
     }
     (folder / name).write_text(json.dumps(found[name]))
@@ -344,7 +343,6 @@ OURS = {
     "headprune.json": ["model.safetensors", "sub/[x].json", "README.md", ".DS_Store"],
     "gates.json": ["gates.safetensors", "history.jsonl", "checkpoints/checkpoint-2/optimizer.pt"],
     "scores.json": ["scores.safetensors"],
-    "run.json": ["cut/plan.json", "recipe.yaml", ".partial/cut/config.json"],
     "import.json": ["model.safetensors"],
 }
 
@@ -540,27 +538,6 @@ def test_a_check_that_cannot_run_says_so_in_its_junit_file(
         message = suite[0][0].get("message")
         assert suite[0][0].tag == "error" and message is not None
         assert message[:60].split()[0] in err
-
-
-def test_recipes_keep_off_their_inputs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = everything(home)
-    recipe = {
-        "model": M,
-        "data": {"test": {"source": "zoo/out/cut/text.txt"}},
-        "steps": {"cut": {"step": "prune", "plan": "zoo/plan.json"}},
-    }
-    Path("zoo/out/cut").mkdir(parents=True)
-    Path("zoo/out/cut/text.txt").write_text("precious")
-    for output, found in (
-        (f"{M}/out", f"lies in the input '{M}'"),
-        ("zoo/out", "holds the input 'zoo/out/cut/text.txt'"),
-    ):
-        Path("r.yaml").write_text(yaml.safe_dump({**recipe, "output": output}))
-        code, _, err = run(capsys, "run", "r.yaml")
-        assert (code, found in err) == (2, True), err
-    after = everything(home)
-    assert {name: after.get(name) for name in before} == before
-    assert Path("zoo/out/cut/text.txt").read_text() == "precious"
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

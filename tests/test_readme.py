@@ -27,7 +27,6 @@ MODELS = {
     "meta-llama/Llama-3.2-1B": "llama-gqa",
     "Helsinki-NLP/opus-mt-de-en": "marian",
 }
-RECIPE_STEPS = ("train-gates", "evaluate", "check")  # of the recipe that init writes there
 SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "16"]
 
 
@@ -75,9 +74,6 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             shrunk += ["--seq-len", "16", "--sequences", "4", "--resamples", "20"]
             if "--ablation-tokens" in shrunk:
                 shrunk[shrunk.index("--ablation-tokens") + 1] = "64"
-        if shrunk[1] == "run":
-            shrunk += [f"--set=steps.{step}.seq_len=16" for step in RECIPE_STEPS]
-            shrunk += ["--set=steps.train-gates.steps=3", "--set=steps.train-gates.batch_size=2"]
         monkeypatch.setattr("sys.argv", shrunk)
         with pytest.raises(SystemExit) as stop:
             cli.main()

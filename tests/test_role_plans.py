@@ -15,7 +15,6 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import Planned, plan
 from headprune.reports.report import report
 from headprune.role.roles import roles
-from headprune.schemas.plan import read_plan
 from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -113,25 +112,6 @@ def test_a_dry_run_says_which_roles_go(place: Path, capsys: pytest.CaptureFixtur
     assert f"No head stays of these roles: {', '.join(LOST)}." in " ".join(out.split())
     _, out, _ = run(capsys, *told, "--keep", 8, *roles, "--json")
     assert json.loads(out)["roles_lost"] == []
-
-
-def test_a_recipe_holds_roles_that_a_step_before_found(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = {"sequences": 8, "seq_len": 60, "resamples": 100}
-    steps = {
-        "roles": small,
-        "score": {"criterion": ["magnitude"]},
-        "plan": {"keep": 2, "roles": "roles", "keep_roles": "induction"},
-    }
-    data = {"train": {"source": str(place / "text.txt")}}
-    job = {"model": str(place / "model"), "output": str(tmp_path / "out"), "data": data}
-    (tmp_path / "job.yaml").write_text(json.dumps({**job, "steps": steps}))
-    code, out, err = run(capsys, "run", tmp_path / "job.yaml", "--json")
-    assert code == 0, err
-    assert json.loads(out)["steps"]["roles"]["summary"] == "4 of 8 heads have a role"
-    made = read_plan(tmp_path / "out" / "plan" / "plan.json", {})
-    assert [part.keep for part in made.attentions.values()] == [(0,), (0,)]
 
 
 def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
 from headprune.engines.targets import EVEN, SHAPES, TARGETS
-from headprune.errors import HeadpruneError, PlanError
+from headprune.errors import PlanError
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.source import open_source
 from headprune.planning.constraints import constraints_of
@@ -268,19 +268,6 @@ def test_compressed_for_an_engine(tmp_path: Path) -> None:
     bert = saved(tmp_path / "bert", "bert-mlm")
     with pytest.raises(PlanError, match="its model_type is bert"):
         headprune.compress(bert, keep=0.5, dry_run=True, targets=["llama.cpp"])
-
-
-def test_a_step_of_a_recipe_says_what_it_is_for(tmp_path: Path) -> None:
-    recipe, plan = tmp_path / "job.yaml", tmp_path / "plan.json"
-    model = saved(tmp_path)
-    evenly(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
-    steps = f"{{plan: {plan}, targets: [anywhere, llama.cpp]}}"
-    job = f"model: {model}\noutput: {tmp_path / 'job'}\nsteps:\n  prune: {steps}\n"
-    recipe.write_text(job)
-    assert headprune.run(recipe).passed
-    uneven_plan(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
-    with pytest.raises(HeadpruneError, match="anywhere: the plan has"):
-        headprune.run(recipe)
 
 
 def test_cells_name_shapes_and_the_free_one_is_held_by_all() -> None:

@@ -18,7 +18,6 @@ from headprune.planning.allocation import PerModule, allocate
 from headprune.planning.choice import equal_shares
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import choose
-from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -179,16 +178,6 @@ def test_ways_that_devices_cannot_share_are_left_out() -> None:
         constraints = constraints_of(net, LayoutOption.PER_LAYER, (), devices)
         found = {way.said for way in choose(both, 4, "x", constraints).chosen.values()}
         assert found == (said or {"2 kept", "no attention"})
-
-
-def test_a_step_of_a_recipe_takes_it(tmp_path: Path) -> None:
-    model, recipe = saved(tmp_path), tmp_path / "job.yaml"
-    step = f"{{scores: {scored(model)}, keep: 12, no_refit: true, tensor_parallel: 2}}"
-    job = f"model: {model}\noutput: {tmp_path / 'job'}\nsteps:\n  prune: {step}\n"
-    recipe.write_text(job)
-    assert headprune.run(recipe).passed
-    made = Plan.model_validate_json((tmp_path / "job" / "prune" / "plan.json").read_text())
-    assert set(kept(made)) == {0, 4}
 
 
 @pytest.mark.slow

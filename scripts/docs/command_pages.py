@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from headprune.cli.adapter import kind_of, values_of
-from headprune.declaration import COMMANDS, Command, Panel, Slot, appearance, flags
+from headprune.declaration import COMMANDS, Command, Panel, appearance, flags
 
 _VALUES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
 _EVERYWHERE = (
@@ -54,8 +54,6 @@ def page(name: str) -> str:
         if rows:
             parts += [f"## {panel.value}", _table(("option", "value", "default", "meaning"), rows)]
     parts += ["## In Python", f"```python\n{_python(command)}\n```"]
-    if command.step is not None:
-        parts += ["## In a recipe", _recipe(command)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -102,23 +100,6 @@ def _python(command: Command[Any, Any]) -> str:
         given = "" if default is inspect.Parameter.empty else f"={default!r}"
         lines.append(f"    {parameter.name}{given},")
     return "\n".join([*lines, ")"])
-
-
-def _recipe(command: Command[Any, Any]) -> str:
-    """What a step makes, and the inputs that it takes from other steps."""
-    assert command.step is not None
-    slots = {
-        name: look.slot
-        for name, info in command.options.model_fields.items()
-        if (look := appearance(info)).slot is not None
-    }
-    taken = []
-    for name, slot in slots.items():
-        what = "a source of the section `data`" if slot is Slot.DATA else "a step, or a place"
-        default = command.step.defaults.get(name)
-        taken.append(f"`{name}` names {what}{f' (default `{default}`)' if default else ''}")
-    inputs = f" Of its settings, {'; '.join(taken)}." if taken else ""
-    return f"A step `{command.name}` makes a {command.step.makes.value}.{inputs}"
 
 
 def _row(name: str, info: FieldInfo) -> tuple[str, str, str, str]:

@@ -24,7 +24,6 @@ from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Plan
 from headprune.schemas.roles import RolesRecord
-from headprune.schemas.runs import RunRecord
 from headprune.schemas.scores import ScoresMetadata
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION
 
@@ -38,7 +37,6 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "The report of `check`": CheckReport,
     "The baseline of `check`": Baseline,
     "`roles.json`": RolesRecord,
-    "`run.json`, of a recipe": RunRecord,
     "`export.json`, in an export": ExportRecord,
 }
 _INPUTS = {

@@ -21,10 +21,6 @@ class PlanError(HeadpruneError):
     """A plan does not fit the model, or what it asks for cannot be saved."""
 
 
-class RecipeError(HeadpruneError):
-    """A recipe is misspelt, or its steps cannot run in their order."""
-
-
 class DataError(HeadpruneError):
     """The examples cannot be read, or there are too few of them."""
 

@@ -79,12 +79,6 @@ def _trees() -> object:
     return read_trees("trees.conllu")
 
 
-def _recipe() -> object:
-    from headprune.recipes.reading import read_recipe
-
-    return read_recipe(Path("job.yaml"))
-
-
 def _check() -> object:
     return _settings("check", "check.yaml")
 
@@ -107,12 +101,6 @@ def _baseline() -> object:
     from headprune.regression.baseline import read_baseline
 
     return read_baseline(Path("baseline.json"))
-
-
-def _run() -> object:
-    from headprune.schemas.runs import read_run
-
-    return read_run(Path("run"))
 
 
 def _examples(name: str) -> Callable[[], object]:
@@ -187,11 +175,6 @@ READERS: dict[str, Reader] = {
     "gates-folder": Reader("gates/*", ("report gates --output out.md",)),
     "scores": Reader("scores/scores.json", _SCORED, ("llama",), _scores, weight=5),
     "scores-tensors": Reader("scores/scores.safetensors", _SCORED, ("llama",), _scores, weight=2),
-    "run-record": Reader(
-        "run/run.json", ("run job.yaml --dry-run",), ("job.yaml", "llama", "text.txt"), _run, 4
-    ),
-    "run-folder": Reader("run/**/*.*", ("report run --output out.html",), weight=0.7),
-    "recipe": Reader("job.yaml", ("run job.yaml --dry-run",), ("llama", "text.txt"), _recipe, 6),
     "check": Reader("check.yaml", _CHECK, _BESIDE_CHECK, _check, weight=5),
     "baseline": Reader("baseline.json", _CHECK, _BESIDE_CHECK, _baseline, weight=6),
     "train-gates": Reader(

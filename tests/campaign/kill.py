@@ -61,7 +61,6 @@ _SWEEP = f"sweep llama --data text.txt {SCORING} --keep 0.5 --no-refit --max-win
 _COMPRESS = (
     f"compress llama --data text.txt --kv-budget 0.5 --heal 2 {SCORING} --held-out-tokens 64"
 )
-_INIT = "init out.yaml --yes --model llama --data text.txt --test-data rows.jsonl --output run"
 _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} --output out.json"
 
 JOBS: dict[str, Job] = {
@@ -87,7 +86,6 @@ JOBS: dict[str, Job] = {
     "compress": Job(f"{_COMPRESS} --output out", _OLD_MODEL, weight=0.5),
     "migrate": Job("migrate legacy out", _OLD_MODEL),
     "sweep": Job(f"{_SWEEP} --criterion magnitude", f"{_SWEEP} --criterion random", gathers=True),
-    "run": Job("run job.yaml --set output=out", gathers=True, weight=0.5),
     "roles": Job(f"{ROLES} --output out", f"{ROLES} --seed 7 --output out"),
     "attention": Job(
         "attention llama --text 'w1 w2 w3' --output out.html",
@@ -103,7 +101,6 @@ JOBS: dict[str, Job] = {
         "export llama --to vllm --output out",
         weight=0.5,
     ),
-    "init": Job(f"{_INIT} --goal kv-cache", f"{_INIT} --goal study", "out.yaml", weight=0.5),
     "import-pickle": Job("import-pickle pickled out", _OLD_MODEL),
     "evaluate": Job(_EVALUATE, f"{_EVALUATE} --seed 7", "out.json"),
     "report": Job(

@@ -35,18 +35,6 @@ HEAL = f"heal gqa --teacher mha --data text.txt {TRAINING}"
 # what goes on with the trainings that were killed
 RESUME = {"gates": f"{GATES} --output out --resume", "heal": f"{HEAL} --output out --resume"}
 
-RECIPE = {
-    "model": "llama",
-    "output": "run",
-    "data": {"train": "text.txt", "test": "text.txt"},
-    "steps": {
-        "train-gates": {"target_heads": 0.5, "steps": 4, "batch_size": 2, "seq_len": 16},
-        "prune": {"layout": "uniform"},
-        "heal": {"steps": 4, "save_every": 2, "batch_size": 2, "seq_len": 16},
-        "evaluate": {"speed": False, "seq_len": 16, "max_windows": 2},
-        "report": {},
-    },
-}
 CHECK = {
     "check": {
         "model": "llama",
@@ -133,7 +121,6 @@ def _data(place: Path) -> None:
         body = "".join(f"{row['text']}{sign}{row['label']}\n" for row in rows)
         (place / name).write_text(f"text{sign}label\n{body}")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "rows.parquet")
-    (place / "job.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
     (place / "check.yaml").write_text(yaml.safe_dump(CHECK, sort_keys=False))
     (place / "train.yaml").write_text(yaml.safe_dump(TRAIN, sort_keys=False))
     (place / "short.json").write_text(json.dumps({"model.layers.0.self_attn": [0, 1]}))
@@ -166,7 +153,6 @@ def _commands(place: Path) -> None:
         "--output report.json",
         "check --config check.yaml --update-baseline --allow-dirty",
         f"sweep llama {scored} --keep 0.5 --no-refit --max-windows 2 --output sweep",
-        "run job.yaml",
     ):
         well(line, place)
     # a report of check goes to stdout

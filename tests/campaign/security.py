@@ -108,25 +108,13 @@ def _renamed(original: str, old: str, new: str, line: str) -> Callable[[Path], s
     return attack
 
 
-def _recipe(text: str) -> Callable[[Path], str]:
-    def attack(here: Path) -> str:
-        text_ = text.replace("OUTSIDE", str(here.parent / "outside"))
-        (here / "evil.yaml").write_text(f"model: llama\n{text_}")
-        return "!run evil.yaml"
-
-    return attack
-
-
-_ONE = "{step: convert-gqa, kv_heads: 1}"
 _CUT = "prune evil --plan plan.json --output out"
 _EVALUATED = f"evaluate evil --data text.txt --no-speed {MEASURING}"
 _SECRET = "OUTSIDE/secret.txt"
-_STEPS = ("../../outside/x", "OUTSIDE/x", "..", ".partial", "run.json", "a/../../../outside/b")
 _FILES = f'{{"vocab_file": "{_SECRET}", "tokenizer_file": "{_SECRET}", '
 # commands that must be refused begin with "!"
 _PATHS: tuple[Callable[[Path], str], ...] = (
     *map(_index, ("../../outside/model", "OUTSIDE/model", "../sharded", "./../here/sharded")),
-    *(_recipe(f"output: out\nsteps: {{'{name}': {_ONE}}}\n") for name in _STEPS),
     _renamed(
         "result/headprune.json", '"config.json"', '"../../outside/secret.txt"', "!verify evil"
     ),
@@ -142,7 +130,6 @@ _PATHS: tuple[Callable[[Path], str], ...] = (
     ),
     _renamed("gates/config.yaml", "text.txt", _SECRET, "report evil --output out.md"),
     _renamed("scores/scores.json", '"fisher"', '"../../outside/x"', "!score --show evil"),
-    _renamed("run/run.json", '"prune"', '"../../outside"', "report evil --output out.md"),
     _renamed(
         "sweep/sweep.json",
         '"name": "',
@@ -195,7 +182,6 @@ def _links(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
 
 def _expecting(attack: Callable[[Path], str], here: Path, originals: Path) -> tuple[str, Outcome]:
     link_originals(here, originals)
-    (here / "run").symlink_to(originals / "run")
     line = attack(here)
     done = command(line.removeprefix("!"), here)
     if line.startswith("!") and done.code == 0 and not done.stopped:

@@ -1,4 +1,4 @@
-"""Code where a stranger can put it: in model folders, recipes and trainings to go on with."""
+"""Code where a stranger can put it: in model folders and trainings to go on with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from tests.campaign.cases import Case
 from tests.campaign.facts import link_originals
@@ -140,8 +138,6 @@ _COMMANDS = (
     f"sweep evil {_DATA} --keep 0.5 --criterion magnitude --no-refit {SCORING} --output out",
     "report evil --output out.html",
     "verify result --against evil",
-    "run evil.yaml",
-    "run trusting.yaml",
 )
 
 
@@ -154,9 +150,6 @@ def code(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     source = "result" if line.startswith(("verify", "report")) or case.number % 4 == 3 else "llama"
     shutil.copytree(originals / source, here / "evil")
     CARRIERS[name](here / "evil")
-    recipe = {"model": "evil", "output": "out", "steps": {"convert-gqa": {"kv_heads": 1}}}
-    (here / "evil.yaml").write_text(yaml.safe_dump(recipe))
-    (here / "trusting.yaml").write_text(yaml.safe_dump({**recipe, "trust_remote_code": True}))
     return f"{name} in a copy of {source}, {line}", command(line, here)
 
 

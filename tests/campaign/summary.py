@@ -28,7 +28,7 @@ _RULES = {
     "fuzz": "One file of those that a command reads is damaged: bits, pieces, keys, types, sizes, "
     "depth, tensors' headers. It is read, or refused in one line of at most 400 characters, within "
     "30 s and 4 GiB, and a refusal leaves nothing behind.",
-    "security": "Code in folders, recipes and checkpoints; paths and links that lead out; strings "
+    "security": "Code in folders and checkpoints; paths and links that lead out; strings "
     "that are commands to a terminal, a CI runner or a browser, in every text of every file.",
     "numeric": "NaN, infinity, overflow, layers of zeros, odd sizes, one token, text without "
     "variety, settings out of range: refused in a sentence, or numbers; never a NaN and exit 0.",

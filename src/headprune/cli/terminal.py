@@ -197,14 +197,8 @@ def context(answers: bool) -> Iterator[Context]:
             stage=shown.stage,
             step=shown.step,
             line=line,
-            ask=shown.asking(_ask) if answers else None,
             confirm=shown.asking(_confirm) if answers else None,
         )
-
-
-def _ask(question: str, default: str | None) -> str:
-    answer: str = _answered(lambda: typer.prompt(question, default=default))
-    return answer
 
 
 def _answered(question: Callable[[], A]) -> A:

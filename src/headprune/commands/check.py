@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headprune import devices
-from headprune.commands.evaluate import estimate
 from headprune.commands.shared import Placed, Trust
 from headprune.config import CheckConfig
 from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     Panel,
     declare,
     option,
@@ -28,7 +25,6 @@ from headprune.errors import HeadpruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
     from headprune.regression.baseline import Baseline
     from headprune.regression.check import CheckReport
 
@@ -40,22 +36,17 @@ class CheckOptions(CheckConfig, Trust, Placed):
     also too close to call), 2 it could not run.
     """
 
-    update_baseline: bool = option(
-        "Write --baseline instead of checking.", False, Panel.MAIN, in_recipes=False
-    )
-    allow_dirty: bool = option(
-        "Write it although tracked files are not committed.", False, in_recipes=False
-    )
+    update_baseline: bool = option("Write --baseline instead of checking.", False, Panel.MAIN)
+    allow_dirty: bool = option("Write it although tracked files are not committed.", False)
     allow_other: bool = option(
         "Replace a baseline of other data, settings or another kind of model.",
         False,
-        in_recipes=False,
     )
     output: Path | None = option(
-        "Write the report as JSON, also over an earlier one.", None, Panel.OUTPUT, in_recipes=False
+        "Write the report as JSON, also over an earlier one.", None, Panel.OUTPUT
     )
     junit: Path | None = option(
-        "Write JUnit XML there, also over an earlier one.", None, Panel.OUTPUT, in_recipes=False
+        "Write JUnit XML there, also over an earlier one.", None, Panel.OUTPUT
     )
 
 
@@ -189,38 +180,6 @@ def _passed(result: CheckReport | Baseline) -> bool:
     return getattr(result, "passed", True)  # a baseline is none that could fail
 
 
-def _summary(result: CheckReport | Baseline) -> str:
-    from headprune.regression.check import CheckReport
-    from headprune.regression.verdicts import Verdict
-
-    assert isinstance(result, CheckReport)  # a step writes no baseline
-    held = sum(limit.verdict is Verdict.PASSED for limit in result.limits)
-    return f"{result.verdict.value}: {held} of {len(result.limits)} limits hold"
-
-
-def _estimate(options: CheckOptions, sizes: Sizes) -> Estimate:
-    """An evaluation without timing."""
-    models = 1 + (options.against is not None)
-    return estimate(options.evaluate_config(), options.data, models, sizes)
-
-
-def _refuse(options: CheckOptions) -> None:
-    from headprune.regression.limits import parse_limit
-
-    if not options.limits:
-        raise HeadpruneError("give what must hold: --limit, a line each.")
-    for limit in map(parse_limit, options.limits):
-        if limit.needs_baseline and options.baseline is None:
-            raise HeadpruneError(
-                f"The limit '{limit.text}' is about a change since a baseline: give --baseline."
-            )
-        if limit.needs_original and options.against is None:
-            raise HeadpruneError(
-                f"The limit '{limit.text}' is about the original, and the model that is checked is "
-                "the original."
-            )
-
-
 declare(
     Command(
         "check",
@@ -232,13 +191,5 @@ declare(
         passed=_passed,
         tell=_tell,
         refused=_refused,
-        step=InRecipe(
-            Made.REPORT,
-            _summary,
-            _estimate,
-            outputs={"output": "check.json", "junit": "junit.xml"},
-            defaults={"data": ("test",), "against": "original"},
-            refuse=_refuse,
-        ),
     )
 )

@@ -20,10 +20,7 @@ from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     Panel,
-    Slot,
     declare,
     option,
 )
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.compression.compress import Compressed, Outline
-    from headprune.estimates import Estimate, Sizes
 
 
 class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting, Placed):
@@ -44,12 +40,9 @@ class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting, Pla
         "that ships with headprune.",
         (),
         Panel.MAIN,
-        slot=Slot.DATA,
     )
     output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
-    dry_run: bool = option(
-        "Say what would be made and measured, write nothing.", False, Panel.MAIN, in_recipes=False
-    )
+    dry_run: bool = option("Say what would be made and measured, write nothing.", False, Panel.MAIN)
 
 
 def run(options: CompressOptions, context: Context) -> Compressed | Outline:
@@ -86,33 +79,6 @@ def _warnings(result: Compressed | Outline) -> Iterable[str]:
     return () if pruned is None else pruned.warnings
 
 
-def _summary(result: Compressed | Outline) -> str:
-    from headprune.compression.compress import Compressed
-
-    assert isinstance(result, Compressed)  # a step of a recipe is no dry run
-    best = result.choice.chosen
-    return f"{best.name}: {result.choice.measure} {best.held_out:.4f} on held-out text, verified"
-
-
-def _estimate(options: CompressOptions, sizes: Sizes) -> Estimate:
-    """Scored once, then several candidates refitted or merged, written and measured."""
-    from headprune.estimates import OVERHEAD_SECONDS, Estimate
-
-    candidates = 5
-    passes = 3 * options.calibration_tokens + options.held_out_tokens
-    seconds = candidates * (sizes.forward(passes) + sizes.writing(options.out_dtype))
-    batch = options.tokens_per_pass
-    held = max(
-        sizes.activations(batch, sizes.computed_itemsize(options.dtype), trained=True),
-        sizes.calibration(options.calibration_tokens, options.dtype, streams=2),
-    )
-    weights, stored = 2 * sizes.computed(options.dtype), sizes.stored(options.out_dtype)
-    healed = options.heal_steps is not None
-    layers = None if healed else sizes.by_layers(weights) + held
-    seconds += OVERHEAD_SECONDS
-    return Estimate(seconds, weights + held, 2 * stored, weights, layers)
-
-
 declare(
     Command(
         "compress",
@@ -121,6 +87,5 @@ declare(
         run,
         show,
         warnings=_warnings,
-        step=InRecipe(Made.MODEL, _summary, _estimate),
     ),
 )

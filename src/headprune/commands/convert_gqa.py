@@ -31,10 +31,7 @@ from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     Panel,
-    Slot,
     declare,
     option,
 )
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.distillation.heal import Healed
-    from headprune.estimates import Estimate, Sizes
     from headprune.exporting.convert_gqa import Converted, KvPreview
 
 _HEAL = HealConfig(steps=1)  # for its other settings
@@ -62,7 +58,6 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Place
         "Text that shows what the heads do; as --data elsewhere.",
         None,
         Panel.MAIN,
-        slot=Slot.DATA,
         metavar="DATA",
     )
     heal_steps: Steps | None = option(
@@ -70,7 +65,6 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Place
         None,
         Panel.MAIN,
         flags="--heal",
-        in_recipes=False,
     )
     output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
     dry_run: bool = option(
@@ -78,33 +72,27 @@ class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Place
         "what the other ways would have cost; write nothing.",
         False,
         Panel.MAIN,
-        in_recipes=False,
     )
     layout: LayoutOption = option(
         "uniform: refuse what a plain config of the family cannot hold.",
         LayoutOption.PER_LAYER,
         Panel.CUT,
     )
-    train: HealTrain = option(
-        "With --heal: what is trained.", _HEAL.train, Panel.TRAINING, in_recipes=False
-    )
+    train: HealTrain = option("With --heal: what is trained.", _HEAL.train, Panel.TRAINING)
     learning_rate: Positive | None = option(
         "With --heal: highest learning rate. Default: that of heal.",
         _HEAL.learning_rate,
         Panel.TRAINING,
-        in_recipes=False,
     )
     heal_seq_len: Length | None = option(
         "With --heal: tokens per sequence. Default: --seq-len, up to 256.",
         None,
         Panel.TRAINING,
-        in_recipes=False,
     )
     bf16: bool = option(
         "With --heal: compute in bfloat16 where the device has it in hardware.",
         _HEAL.bf16,
         Panel.TRAINING,
-        in_recipes=False,
     )
 
     def healing(self, steps: int) -> HealConfig:
@@ -204,27 +192,6 @@ def _summary(result: Converted | Healed | KvPreview) -> str:
     return f"{after} of {before} KV heads ({getattr(result, 'merge', 'healed')}), verified"
 
 
-def _estimate(options: ConvertOptions, sizes: Sizes) -> Estimate:
-    from headprune.estimates import Estimate
-
-    seconds = sizes.writing(options.out_dtype)
-    if options.calibrate is not None:
-        weighed = options.kv_budget is not None and options.merge is None
-        seconds += (9 if weighed else 3) * sizes.forward(options.calibration_tokens)
-    tokens = options.calibration_tokens if options.calibrate is not None else 0
-    held = sizes.calibration(tokens, options.dtype, streams=2)
-    weights, stored = sizes.computed(options.dtype), sizes.stored(options.out_dtype)
-    layers = sizes.by_layers(weights) + held
-    return Estimate(seconds, 2 * weights + held, stored, weights, layers)
-
-
-def _refuse(options: ConvertOptions) -> None:
-    from headprune.surgery.merges import MERGES
-
-    if options.merge is not None:
-        MERGES[options.merge]
-
-
 declare(
     Command(
         "convert-gqa",
@@ -233,6 +200,5 @@ declare(
         run,
         show,
         warnings=_warnings,
-        step=InRecipe(Made.MODEL, _summary, _estimate, refuse=_refuse),
     ),
 )

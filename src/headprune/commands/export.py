@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Trust, model, output
 from headprune.config import ExportConfig, Place, Replacing
-from headprune.declaration import Chapter, Command, Context, InRecipe, Made, declare
+from headprune.declaration import Chapter, Command, Context, declare
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
     from headprune.exporting.export import Exported
 
 
@@ -43,15 +42,6 @@ def show(result: Exported, options: ExportOptions, console: Console) -> None:
     exported(console, result)
 
 
-def _estimate(options: ExportOptions, sizes: Sizes) -> Estimate:
-    """Read and written tensor by tensor, and run once in both."""
-    from headprune.estimates import Estimate
-
-    dtype = options.out_dtype.value
-    stored = sizes.stored(dtype)
-    return Estimate(sizes.writing(dtype), sizes.computed() + stored, stored)
-
-
 declare(
     Command(
         "export",
@@ -59,6 +49,5 @@ declare(
         ExportOptions,
         run,
         show,
-        step=InRecipe(Made.EXPORT, lambda result: str(result.record.proof), _estimate),
     ),
 )

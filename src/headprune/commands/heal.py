@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune import devices
 from headprune.commands.shared import (
     DATA,
     Columns,
@@ -14,15 +13,12 @@ from headprune.commands.shared import (
     Placed,
     output,
 )
-from headprune.config import HealConfig, HealTrain, Place, Resuming
+from headprune.config import HealConfig, Place, Resuming
 from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     Panel,
-    Slot,
     declare,
     option,
 )
@@ -33,23 +29,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.distillation.heal import Healed
-    from headprune.estimates import Estimate, Sizes
 
 
 class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, Placed):
     """Train a cut or converted model to match the model it came from, on plain text."""
 
-    teacher: Place = option(
-        "The model it came from: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL
-    )
-    data: Place = option(DATA, panel=Panel.MAIN, slot=Slot.DATA)
+    teacher: Place = option("The model it came from: a folder or a hub id.", panel=Panel.MAIN)
+    data: Place = option(DATA, panel=Panel.MAIN)
     output: Path = output("Folder for the result.")
     shard: bool = option(
         "Split both models over the processes that torchrun started, so that each holds a part of "
         "every layer.",
         False,
         Panel.TRAINING,
-        in_recipes=False,
     )
 
 
@@ -80,39 +72,6 @@ def show(result: Healed, options: HealOptions, console: Console) -> None:
     healed(console, result)
 
 
-def _summary(result: Healed) -> str:
-    return (
-        f"divergence {result.before:.4f} before, {result.after:.4f} after {result.taken_after} of "
-        f"{result.steps} steps, verified"
-    )
-
-
-def _estimate(options: HealOptions, sizes: Sizes) -> Estimate:
-    from dataclasses import replace
-
-    trained = {
-        HealTrain.ATTENTION: sizes.attention_parameters,
-        HealTrain.LORA: 0,
-        HealTrain.ALL: sizes.parameters,
-    }[options.train]
-    batch = options.batch_size * options.seq_len
-    half = options.bf16 and devices.computes_bfloat16() and not options.by_layer
-    teacher = sizes.parameters * (2 if half else 4)
-    tokens = float(options.steps * batch)
-    needs = sizes.training(tokens, batch, trained, 4, options.gradient_checkpointing, teacher)
-    stored = sizes.stored(options.out_dtype)
-    if not options.by_layer:
-        return replace(needs, disk_bytes=needs.disk_bytes + stored)
-    # both streams of all text, and a layer that is trained
-    held = (2 * 4 * int(tokens) + 16 * 4 * batch) * sizes.hidden + 16 * trained // sizes.layers
-    return replace(
-        needs,
-        disk_bytes=4 * trained + stored,
-        memory_bytes=needs.weights_bytes + held,
-        layers_bytes=sizes.by_layers(needs.weights_bytes) + held,
-    )
-
-
 declare(
     Command(
         "heal",
@@ -122,12 +81,5 @@ declare(
         show,
         warnings=lambda result: result.pruned.warnings,
         together=True,
-        step=InRecipe(
-            Made.MODEL,
-            _summary,
-            _estimate,
-            defaults={"data": "train", "teacher": "original"},
-            resumes=True,
-        ),
     ),
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed
 from headprune.config import Place, RanksConfig, Replacing
-from headprune.declaration import Chapter, Command, Context, Panel, Slot, declare, option
+from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -25,12 +25,11 @@ class InspectOptions(OneModel, RanksConfig, Columns, Loading, Replacing, Placed)
         False,
         Panel.MAIN,
     )
-    data: Place | None = option(f"{DATA} Goes with --ranks.", None, Panel.MAIN, slot=Slot.DATA)
+    data: Place | None = option(f"{DATA} Goes with --ranks.", None, Panel.MAIN)
     figure: Path | None = option(
         "With --ranks: also as .svg or .png, a file for values and one for scores.",
         None,
         Panel.OUTPUT,
-        in_recipes=False,
     )
 
 

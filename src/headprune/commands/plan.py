@@ -13,10 +13,7 @@ from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     Panel,
-    Slot,
     declare,
     option,
 )
@@ -24,14 +21,13 @@ from headprune.declaration import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
     from headprune.planning.plan import Planned
 
 
 class PlanOptions(OneModel, PlanConfig, Replacing, Cutting, Placed):
     """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
 
-    scores: Path = option("Folder from score.", panel=Panel.MAIN, slot=Slot.SCORES)
+    scores: Path = option("Folder from score.", panel=Panel.MAIN)
     output: Path | None = output("The plan file to write.", None)
 
 
@@ -73,20 +69,6 @@ def _as_json(result: Planned) -> str:
     return json.dumps(content, indent=2)
 
 
-def _estimate(options: PlanOptions, sizes: Sizes) -> Estimate:
-    """The model is loaded, and timed where a speed-up is asked for."""
-    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, SPEED_SECONDS, Estimate
-
-    timed = SPEED_SECONDS * (options.min_speedup is not None)
-    seconds, weights = options.rounds * OVERHEAD_SECONDS + timed, sizes.computed()
-    return Estimate(seconds, weights, RECORD_BYTES, weights, sizes.by_layers(weights))
-
-
-def _summary(result: Planned) -> str:
-    made = result.plan
-    return f"{made.kept_heads} of {made.query_heads} heads stay, by {result.criterion}"
-
-
 declare(
     Command(
         "plan",
@@ -95,8 +77,5 @@ declare(
         run,
         show,
         as_json=_as_json,
-        step=InRecipe(
-            Made.PLAN, _summary, _estimate, outputs={"output": "plan.json"}, by_evidence=True
-        ),
     ),
 )

@@ -22,11 +22,8 @@ from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     MadeBy,
     Panel,
-    Slot,
     declare,
     option,
 )
@@ -36,7 +33,6 @@ from headprune.schemas.plan import Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
     from headprune.exporting.preview import Preview
     from headprune.exporting.publish import Pruned
 
@@ -49,16 +45,13 @@ class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutt
     renamed: ClassVar = {"shape": "layout"}
     flattened = ("calibration",)
 
-    gates: Path | None = option("Folder from train-gates.", None, Panel.MAIN, slot=Slot.GATES)
-    scores: Path | None = option(
-        "Folder from score; needs --keep.", None, Panel.MAIN, slot=Slot.SCORES
-    )
+    gates: Path | None = option("Folder from train-gates.", None, Panel.MAIN)
+    scores: Path | None = option("Folder from score; needs --keep.", None, Panel.MAIN)
     plan: Path | Plan | None = option(
         "plan.json, or a JSON map from module path to the heads to remove, as "
         '{"model.layers.0.self_attn": [0, 3]}.',
         None,
         Panel.MAIN,
-        slot=Slot.PLAN,
         metavar="PATH",
     )
     keep: Kept | None = option(
@@ -73,17 +66,15 @@ class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutt
         "make up for those that go. Default: the text of scores that reckon with a refit.",
         None,
         Panel.MAIN,
-        slot=Slot.DATA,
         metavar="DATA",
     )
     no_refit: bool = option("Cut without a refit, whatever the scores reckon with.", False)
     output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
-    dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN, in_recipes=False)
+    dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN)
     roles: Path | None = option(
         "With --dry-run: folder from roles, or its roles.json; say which roles the plan loses.",
         None,
         Panel.CUT,
-        in_recipes=False,
     )
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
     layout: LayoutOption = option(
@@ -178,29 +169,6 @@ def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> N
         results.pruned(console, result)
 
 
-def _estimate(options: PruneOptions, sizes: Sizes) -> Estimate:
-    """Loaded, perhaps refitted, let go, cut on disk and read back."""
-    from headprune.estimates import Estimate
-
-    stored, weights = sizes.stored(options.out_dtype), sizes.computed(options.dtype)
-    tokens = options.calibration_tokens if options.refit is not None else 0
-    seconds = sizes.writing(options.out_dtype) + 2 * sizes.forward(tokens)
-    held = sizes.calibration(tokens, options.dtype, streams=2)
-    layers = sizes.by_layers(weights) + held
-    return Estimate(seconds, weights + held, stored, weights, layers)
-
-
-def _summary(result: Pruned | Preview) -> str:
-    return f"{result.plan.kept_heads} of {result.plan.query_heads} heads, verified"
-
-
-def _refuse(options: PruneOptions) -> None:
-    if options.scores is not None and options.keep is None:
-        raise HeadpruneError("it cuts by scores: say how many heads to --keep.")
-    if options.plan is not None and options.keep is not None:
-        raise HeadpruneError("it has a --keep, but its plan says already what stays.")
-
-
 declare(
     Command(
         "prune",
@@ -209,13 +177,5 @@ declare(
         run,
         show,
         warnings=lambda result: getattr(result, "warnings", ()),
-        step=InRecipe(
-            Made.MODEL,
-            _summary,
-            _estimate,
-            by_evidence=True,
-            from_evidence=_AS_SCORED,
-            refuse=_refuse,
-        ),
     ),
 )

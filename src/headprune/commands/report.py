@@ -9,12 +9,11 @@ from pydantic import BeforeValidator
 
 from headprune.commands.shared import output
 from headprune.config import Replacing
-from headprune.declaration import Chapter, Command, Context, InRecipe, Made, Panel, declare, option
+from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
     from headprune.reports.report import Reported
 
 
@@ -31,14 +30,11 @@ class ReportOptions(Replacing):
         panel=Panel.INPUT,
         positional=True,
         metavar="RUN...",
-        in_recipes=False,
     )
     output: Path = output("The page to write (.html), or Markdown (.md).")
-    figures: Path | None = option(
-        "Folder for all figures, as PNG and SVG files.", None, Panel.MAIN, in_recipes=False
-    )
+    figures: Path | None = option("Folder for all figures, as PNG and SVG files.", None, Panel.MAIN)
     summary: Path | None = option(
-        "Also write a summary for a pull request, as Markdown.", None, Panel.MAIN, in_recipes=False
+        "Also write a summary for a pull request, as Markdown.", None, Panel.MAIN
     )
 
 
@@ -63,12 +59,6 @@ def show(result: Reported, options: ReportOptions, console: Console) -> None:
     console.print(f"Written to {escape(str(options.output))}{beside}.")
 
 
-def _estimate(options: ReportOptions, sizes: Sizes) -> Estimate:
-    from headprune.estimates import OVERHEAD_SECONDS, Estimate
-
-    return Estimate(2 * OVERHEAD_SECONDS, 2**28, 2_000_000)
-
-
 declare(
     Command(
         "report",
@@ -76,13 +66,6 @@ declare(
         ReportOptions,
         run,
         show,
-        step=InRecipe(
-            Made.REPORT,
-            lambda result: "report.html and report.md",
-            _estimate,
-            outputs={"output": "report.html", "summary": "report.md"},
-            about_all="runs",
-        ),
         warnings=lambda result: result.warnings,
     ),
 )

@@ -12,10 +12,7 @@ from headprune.declaration import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     Panel,
-    Slot,
     declare,
     option,
 )
@@ -24,7 +21,6 @@ from headprune.errors import HeadpruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
     from headprune.schemas.scores import Scores
 
 
@@ -36,20 +32,16 @@ class ScoreOptions(ScoreConfig, Columns, Replacing, Cutting, Placed):
         "Text (or labelled examples) that shows what the heads do.",
         None,
         Panel.MAIN,
-        slot=Slot.DATA,
     )
     gates: Path | None = option(
-        "With --criterion gates: folder from train-gates.", None, Panel.INPUT, slot=Slot.GATES
+        "With --criterion gates: folder from train-gates.", None, Panel.INPUT
     )
     output: Path | None = output("Folder for the scores.", None)
-    show: Path | None = option(
-        "Draw the scores of this folder instead.", None, Panel.OUTPUT, in_recipes=False
-    )
+    show: Path | None = option("Draw the scores of this folder instead.", None, Panel.OUTPUT)
     figure: Path | None = option(
         "With --show: also as .svg or .png, a file per criterion.",
         None,
         Panel.OUTPUT,
-        in_recipes=False,
     )
 
 
@@ -105,34 +97,6 @@ def _as_json(result: Scores) -> str:
     return scores_json(result)
 
 
-def _estimate(options: ScoreOptions, sizes: Sizes) -> Estimate:
-    """Forward and backward over the calibration text."""
-    from headprune.estimates import OVERHEAD_SECONDS, RECORD_BYTES, Estimate
-    from headprune.evidence.score import needs_of
-
-    batch = options.tokens_per_pass
-    tokens = options.calibration_tokens if options.data else 0
-    seconds = OVERHEAD_SECONDS + 2 * sizes.forward(tokens)
-    weights, itemsize = sizes.computed(options.dtype), sizes.computed_itemsize(options.dtype)
-    at_once = sizes.calibration(
-        tokens if "gram" in needs_of(options.criterion) else 0, options.dtype
-    )
-    held = max(at_once, sizes.activations(batch, itemsize, trained=True))
-    of_a_layer = max(at_once, sizes.activations(batch, itemsize, trained=False))
-    layers = sizes.by_layers(weights) + of_a_layer
-    return Estimate(seconds, weights + held, RECORD_BYTES, weights, layers)
-
-
-def _refuse(options: ScoreOptions) -> None:
-    from headprune.evidence.score import needs_of
-
-    needs_of(options.criterion)
-
-
-def _summary(result: Scores) -> str:
-    return f"scores by {', '.join(result.scores)}"
-
-
 declare(
     Command(
         "score",
@@ -141,6 +105,5 @@ declare(
         run,
         show,
         as_json=_as_json,
-        step=InRecipe(Made.SCORES, _summary, _estimate, defaults={"data": "train"}, refuse=_refuse),
     ),
 )

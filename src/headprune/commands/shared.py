@@ -11,7 +11,7 @@ from headprune.config import (
     Place,
     data_configs,
 )
-from headprune.declaration import Options, Panel, Slot, option
+from headprune.declaration import Options, Panel, option
 from headprune.devices import AUTO
 from headprune.errors import HeadpruneError
 from headprune.placements import Placement
@@ -35,18 +35,17 @@ def model(default: Any = ..., metavar: str = "MODEL") -> Any:
         Panel.INPUT,
         positional=True,
         metavar=metavar,
-        slot=Slot.MODEL,
     )
 
 
 def split(default: str) -> Any:
     """The option of the split."""
-    return option("Split of a hub data set.", default, Panel.INPUT, in_recipes=False)
+    return option("Split of a hub data set.", default, Panel.INPUT)
 
 
 def output(description: str, default: Any = ...) -> Any:
     """The option of what is written."""
-    return option(description, default, Panel.MAIN, in_recipes=False)
+    return option(description, default, Panel.MAIN)
 
 
 class OneModel(Options):
@@ -61,7 +60,6 @@ class OnDevice(Options):
     device: str = option(
         "Where models run: auto (the accelerator, or else the CPU), cpu, cuda, cuda:N or mps.",
         AUTO,
-        in_recipes=False,
     )
 
 
@@ -72,7 +70,6 @@ class Placed(OnDevice):
         "How much of a model is in memory at once. whole: all of it. layers: one layer, read from "
         "the checkpoint as it runs, in any memory. auto: whole where it fits.",
         Placement.AUTO,
-        in_recipes=False,
     )
 
 
@@ -92,9 +89,7 @@ def refuse_healing_by_layers(options: Placed) -> None:
 class Trust(Options):
     """What a model may bring."""
 
-    trust_remote_code: bool = option(
-        "Allow code that comes with the model.", False, in_recipes=False
-    )
+    trust_remote_code: bool = option("Allow code that comes with the model.", False)
 
 
 class Loading(Trust):
@@ -104,7 +99,6 @@ class Loading(Trust):
         "Go on where the checkpoint has tensors that the model's class does not take; they will be "
         "missing from a result.",
         False,
-        in_recipes=False,
     )
 
 
@@ -115,7 +109,6 @@ class Cutting(Loading):
         "Go on where the model's config has settings that headprune's table does not know. The "
         "risk: heads may mean something else there, and the proof sees only its probe inputs.",
         False,
-        in_recipes=False,
     )
 
 
@@ -127,10 +120,9 @@ class Columns(Options):
         "Column with the text; two, comma-separated, for pairs.",
         None,
         Panel.INPUT,
-        in_recipes=False,
     )
     label_column: str | None = option(
-        "Column with the label or the similarity score.", None, Panel.INPUT, in_recipes=False
+        "Column with the label or the similarity score.", None, Panel.INPUT
     )
 
     def source(self, place: str | None) -> DataConfig | None:

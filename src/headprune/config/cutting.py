@@ -25,7 +25,7 @@ from headprune.config.values import (
     listed,
     one_or_all,
 )
-from headprune.declaration import Choice, Options, Panel, Slot, option
+from headprune.declaration import Choice, Options, Panel, option
 
 
 class LayoutOption(Choice):
@@ -156,7 +156,6 @@ class BudgetConfig(Targeted):
         "Folder from roles, or its roles.json: say which roles the plan loses.",
         None,
         Panel.CUT,
-        slot=Slot.ROLES,
     )
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
-from headprune.declaration import Options, Panel, Slot, option
+from headprune.declaration import Options, Panel, option
 
 
 class ExportDtype(str, Enum):
@@ -43,7 +43,6 @@ class ExportConfig(Options):
         "gguf: a GGUF file of the original model, whose tokenizer is taken over.",
         None,
         Panel.MAIN,
-        slot=Slot.FILE,
         metavar="FILE",
     )
     prove: ExportProofBy = option(

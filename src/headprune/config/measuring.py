@@ -22,7 +22,7 @@ from headprune.config.values import (
     Place,
     Seed,
 )
-from headprune.declaration import Options, Panel, Slot, option
+from headprune.declaration import Options, Panel, option
 
 TASKS = (
     "Tasks of lm-eval (the extra lm-eval), comma-separated: names, YAML files of tasks, or folders "
@@ -116,7 +116,6 @@ class RolesConfig(Options):
         "Dependencies (also .gz).",
         None,
         Panel.MAIN,
-        slot=Slot.DATA,
     )
     attention: Names = option(
         "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
@@ -159,24 +158,23 @@ class RanksConfig(Options):
 class CheckConfig(NeedleConfig):
     """How a model is held to its limits."""
 
-    model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN, slot=Slot.MODEL)
-    data: Domains = option(MEASURED_ON, panel=Panel.MAIN, slot=Slot.DATA)
+    model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN)
+    data: Domains = option(MEASURED_ON, panel=Panel.MAIN)
     tasks: CommaNames = option(TASKS, (), Panel.MAIN, as_text=True)
-    split: str = option("Split of a hub data set.", "test", Panel.INPUT, in_recipes=False)
+    split: str = option("Split of a hub data set.", "test", Panel.INPUT)
     text_column: str | None = option(
         "Column with the text; two, comma-separated, for pairs.",
         None,
         Panel.INPUT,
-        in_recipes=False,
     )
     label_column: str | None = option(
-        "Column with the label or the similarity score.", None, Panel.INPUT, in_recipes=False
+        "Column with the label or the similarity score.", None, Panel.INPUT
     )
     baseline: Place | None = option(
-        "Record of an earlier run, for limits such as '<= +2 %'.", None, Panel.MAIN, slot=Slot.FILE
+        "Record of an earlier run, for limits such as '<= +2 %'.", None, Panel.MAIN
     )
     against: Place | None = option(
-        "The original model, for limits such as '>= 98 %'.", None, Panel.MAIN, slot=Slot.MODEL
+        "The original model, for limits such as '>= 98 %'.", None, Panel.MAIN
     )
     limits: Names = option(
         "What must hold (repeatable): 'perplexity <= 25', 'perplexity <= +2 %' (since the "
@@ -208,7 +206,6 @@ class CheckConfig(NeedleConfig):
     drop_unexpected: bool = option(
         "Go on where the checkpoint has tensors that the model's class does not take.",
         False,
-        in_recipes=False,
     )
 
     def domains(self) -> dict[str, DataConfig]:

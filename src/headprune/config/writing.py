@@ -10,13 +10,13 @@ from headprune.declaration import Options, Panel, option
 class Replacing(Options):
     """Whether an output may take the place of another."""
 
-    overwrite: bool = option("Replace an existing output.", False, Panel.OUTPUT, in_recipes=False)
+    overwrite: bool = option("Replace an existing output.", False, Panel.OUTPUT)
 
 
 class Resuming(Replacing):
     """Whether a training goes on."""
 
-    resume: bool = option("Go on from the last checkpoint.", False, Panel.OUTPUT, in_recipes=False)
+    resume: bool = option("Go on from the last checkpoint.", False, Panel.OUTPUT)
 
 
 class Writing(Replacing):
@@ -29,8 +29,5 @@ class Writing(Replacing):
         "auto: outputs where the model fits into memory.",
         ProofOption.AUTO,
         Panel.OUTPUT,
-        in_recipes=False,
     )
-    max_shard_size: ShardSize = option(
-        "Largest size of a file of weights.", "50GB", Panel.OUTPUT, in_recipes=False
-    )
+    max_shard_size: ShardSize = option("Largest size of a file of weights.", "50GB", Panel.OUTPUT)

@@ -1,7 +1,7 @@
 """What a command is: its options, said once, and what it does with them.
 
-From one declaration come the command line, the settings of ``--config``, the step of a recipe, the
-function in ``headprune`` and the page of the reference.
+From one declaration come the command line, the settings of ``--config``, the function in
+``headprune`` and the page of the reference.
 """
 
 from headprune.declaration.command import (
@@ -10,8 +10,6 @@ from headprune.declaration.command import (
     Chapter,
     Command,
     Context,
-    InRecipe,
-    Made,
     MadeBy,
     declare,
     retold,
@@ -22,7 +20,6 @@ from headprune.declaration.options import (
     Door,
     Options,
     Panel,
-    Slot,
     appearance,
     build,
     flags,
@@ -41,12 +38,9 @@ __all__ = [
     "Command",
     "Context",
     "Door",
-    "InRecipe",
-    "Made",
     "MadeBy",
     "Options",
     "Panel",
-    "Slot",
     "appearance",
     "build",
     "declare",

@@ -1,4 +1,4 @@
-"""A command: its options, what it does with them, and its part in a recipe."""
+"""A command: its options, and what it does with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,7 +20,6 @@ from headprune.registry import Registry
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.estimates import Estimate, Sizes
 from headprune.declaration.options import (
     Asked,
     Door,
@@ -42,18 +41,6 @@ class Chapter(str, Enum):
     JUDGE = "Prove and measure"
     SERVE = "Serve it"
     JOBS = "Whole jobs"
-
-
-class Made(str, Enum):
-    """What the output of a step of a recipe is to the steps after it."""
-
-    MODEL = "model"
-    GATES = "gates"
-    SCORES = "scores"
-    ROLES = "roles"
-    PLAN = "plan"
-    REPORT = "report"
-    EXPORT = "export"
 
 
 Result = TypeVar("Result")
@@ -117,7 +104,6 @@ class Context:
         stage: Called with a few words before every stage.
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
         line: Called with a line that stays, and whether it tells of success or failure.
-        ask: Asks a question, with a default answer if there is one; None where nobody answers.
         confirm: Shows lines and asks whether to go on; None where nobody answers.
         allowed: What a model may bring.
         made_by: The command, for the record in what it writes; None where no command runs.
@@ -126,7 +112,6 @@ class Context:
     stage: Callable[[str], None] = lambda stage: None
     step: Callable[..., None] = _no_step
     line: Callable[..., None] = lambda line, good=None: None
-    ask: Callable[[str, str | None], str] | None = None
     confirm: Callable[[Iterable[str], str], bool] | None = None
     allowed: Allowed = Allowed()
     made_by: MadeBy | None = None
@@ -140,42 +125,6 @@ class Context:
     def unheard(self) -> Context:
         """The same without anyone who is told or answers."""
         return Context(allowed=self.allowed, made_by=self.made_by)
-
-
-@dataclass(frozen=True)
-class InRecipe(Generic[Asked, Result]):
-    """What a command is in a recipe.
-
-    Attributes:
-        makes: What its output is to later steps.
-        summary: Its result in a line.
-        estimate: What it would take.
-        outputs: The options that name what it writes, each with a file of the step's folder; ""
-            is the folder itself.
-        defaults: Values of settings that a recipe may leave out, where the command needs them.
-        from_evidence: Settings that the command takes from its evidence where they are not given,
-            so that a value that equals the default is another thing than none.
-        about_all: The option that takes the recipe's output, of a step that is about all before it.
-        by_evidence: Whether it needs one of its inputs that are evidence; by default the last made.
-        resumes: Whether it can go on from where it was interrupted.
-        refuse: Raises where a step asks for what there is not; called as a recipe is read.
-    """
-
-    makes: Made
-    summary: Callable[[Result], str]
-    estimate: Callable[[Asked, Sizes], Estimate]
-    outputs: Mapping[str, str] = field(default_factory=lambda: {"output": ""})
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    from_evidence: Sequence[str] = ()
-    about_all: str | None = None
-    by_evidence: bool = False
-    resumes: bool = False
-    refuse: Callable[[Asked], None] = lambda options: None
-
-    @property
-    def file(self) -> str:
-        """The file of its output that later steps read; "" for the folder."""
-        return next(iter(self.outputs.values()))
 
 
 def _as_json(result: Any) -> str:
@@ -197,7 +146,6 @@ class Command(Generic[Asked, Result]):
         as_json: The result for ``--json``.
         warnings: What is likely not meant or not known, a sentence each.
         passed: Whether no limit was found broken; if not, the command ends with exit code 1.
-        step: What it is in a recipe, if it can be a step.
         together: Whether several processes can share the work.
         tell: Tells a CI runner of the result, or of the error that ended it, by commands that it
             is to ``say``.
@@ -213,7 +161,6 @@ class Command(Generic[Asked, Result]):
     as_json: Callable[[Result], str] = _as_json
     warnings: Callable[[Result], Iterable[str]] = lambda result: ()
     passed: Callable[[Result], bool] = lambda result: True
-    step: InRecipe[Asked, Result] | None = None
     together: bool = False
     tell: Callable[[Result | HeadpruneError, Callable[[str], None]], None] = lambda result, say: (
         None
@@ -337,10 +284,9 @@ class Command(Generic[Asked, Result]):
         others: list[tuple[str, FieldInfo]] = []
         for name, info in self.fields():
             look = appearance(info)
-            data = name == "data" and (look.slot is not None or info.is_required())
-            by_place = look.positional or data or (name == "output" and not look.in_recipes)
-            needed = info.is_required() and look.slot is not None
-            (first if by_place or needed else others).append((name, info))
+            needed = info.is_required() and name in ("model", "scores", "teacher")
+            by_place = look.positional or needed or name in ("data", "output")
+            (first if by_place else others).append((name, info))
         first.sort(key=lambda one: (one[0] != "model", one[0] == "output"))
         parameters = [
             inspect.Parameter(

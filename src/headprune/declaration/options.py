@@ -29,18 +29,6 @@ class Panel(str, Enum):
     ADVANCED = "Advanced"
 
 
-class Slot(str, Enum):
-    """What an option names in a recipe, where it names an input."""
-
-    MODEL = "model"  # a step that makes a model, or the original
-    GATES = "gates"  # a step that trains gates, or a folder of them
-    SCORES = "scores"  # a step that scores heads, or a folder of scores
-    ROLES = "roles"  # a step that says what heads do, or a folder that does
-    PLAN = "plan"  # a step that makes a plan, or a file
-    FILE = "file"  # a file
-    DATA = "data"  # one of the recipe's sources
-
-
 @dataclass(frozen=True)
 class Appearance:
     """How an option appears at the command line.
@@ -51,8 +39,6 @@ class Appearance:
         metavar: What stands for its value.
         positional: Whether it is an argument.
         as_text: Whether the option itself reads its value from text, as 1,8 or 24GiB.
-        in_recipes: Whether a step of a recipe has it as a setting.
-        slot: What it names in a recipe, if it names an input.
         note: A remark on how a value was understood, which names the option as "{}".
     """
 
@@ -61,8 +47,6 @@ class Appearance:
     metavar: str | None = None
     positional: bool = False
     as_text: bool = False
-    in_recipes: bool = True
-    slot: Slot | None = None
     note: Callable[[Any], str | None] = lambda value: None
 
 

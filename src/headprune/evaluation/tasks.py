@@ -18,7 +18,6 @@ from headprune.config import EvaluateConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.report import Metric
-from headprune.io.folders import digest_of, sha256_of
 from headprune.io.writing import is_there
 from headprune.registry import did_you_mean
 
@@ -60,19 +59,6 @@ def refuse_tasks(tasks: Sequence[str]) -> None:
                 f"--tasks {name}: lm-eval has no such task, and there is no such file or folder."
                 f"{did_you_mean(name, known)}"
             )
-
-
-def digest_of_tasks(tasks: Sequence[str]) -> str | None:
-    """Digest of the local files that tasks are made of; None for tasks of lm-eval's own.
-
-    Raises:
-        HeadpruneError: If one of the files cannot be read.
-    """
-    try:
-        files = task_files(tasks)
-        return digest_of([sha256_of(file) for file in files]) if files else None
-    except OSError as error:
-        raise HeadpruneError(f"--tasks: '{error.filename}' is not readable ({error}).") from None
 
 
 def task_files(tasks: Sequence[str]) -> list[Path]:

@@ -56,13 +56,6 @@ def _of_import(content: dict[str, Any]) -> Iterable[str]:
     return content["files"] if isinstance(content["files"], list) else ()
 
 
-def _of_run(content: dict[str, Any]) -> Iterator[str]:
-    steps = content["steps"] if isinstance(content["steps"], dict) else {}
-    for name, step in steps.items():
-        files = step.get("files") if isinstance(step, dict) else None
-        yield from (f"{name}/{file}" for file in files or ())
-
-
 _TRAINING = ("history.jsonl", "checkpoints/*")
 _SCORES = ("scores.safetensors", "scores.json")
 SWEEP = FolderKind(
@@ -96,12 +89,6 @@ KINDS = (
         ("roles.svg", "roles.png", "scores.svg", "scores.png"),
     ),
     *TRAININGS,
-    FolderKind(
-        "run.json",
-        frozenset({"name", "versions", "steps"}),
-        ("recipe.yaml", "requirements.lock", ".lock", ".partial/*"),
-        _of_run,
-    ),
     FolderKind(
         EXPORTED,
         frozenset({"versions", "format", "model", "proof", "files"}),
@@ -198,7 +185,6 @@ PLAN = FileKind(frozenset({"unit", "attentions"}))
 EVALUATION = FileKind(frozenset({"provenance", "model", "differences"}))
 CHECK = FileKind(frozenset({"verdict", "limits", "judge_s"}))
 BASELINE = FileKind(frozenset({"subject", "inputs_sha256", "structure", "samples"}))
-RECIPE = FileKind(frozenset({"model", "output", "steps"}), read=read_yaml)
 JUNIT = FileKind(marks=(b'<testsuite name="headprune check"',))
 REPORT = FileKind(marks=(b'<meta name="generator" content="headprune', b"<!-- headprune"))
 FIGURE = FileKind(marks=(b"<dc:title>headprune</dc:title>", b"Software\0headprune"))

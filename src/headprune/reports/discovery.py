@@ -19,7 +19,6 @@ from headprune.schemas.gates import TrainedGates, read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
 from headprune.schemas.roles import ROLES_FILE, RolesRecord
-from headprune.schemas.runs import RunRecord, read_run
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
 from headprune.schemas.sweeps import SWEEP, Sweep
@@ -122,7 +121,7 @@ def discover(place: Path) -> Found:
         place: A folder, or a report that ``evaluate`` or ``check`` wrote.
 
     Raises:
-        CheckpointError: If nothing finished is there, something is damaged, or a recipe stopped.
+        CheckpointError: If nothing finished is there, or something is damaged.
     """
     found = Found(place)
     if place.is_file():
@@ -134,13 +133,8 @@ def discover(place: Path) -> Found:
         return found
     if not place.is_dir():
         raise CheckpointError(f"There is no run at '{place}': give a folder that headprune wrote.")
-    record = read_run(place)
-    _refuse_half_done(place, record)
     try:
-        gone = _of_no_step(place, record)
-        told = (f"'{folder}' is of no step that the recipe of '{place}' has." for folder in gone)
-        found.unfinished += told
-        for folder in _folders(place, DEPTH, gone):
+        for folder in _folders(place, DEPTH):
             _look_into(folder, found)
     except OSError as error:
         raise CheckpointError(f"'{place}' cannot be read through: {error}.") from None
@@ -155,25 +149,13 @@ def discover(place: Path) -> Found:
     return found
 
 
-def _of_no_step(place: Path, record: RunRecord | None) -> list[Path]:
-    """The folders in a recipe's output that are of none of its steps, such as of one renamed."""
-    if record is None:
-        return []
-    inside = (folder for folder in sorted(place.iterdir()) if _is_looked_into(folder))
-    return [folder for folder in inside if folder.name not in record.steps]
-
-
-def _is_looked_into(folder: Path) -> bool:
-    return folder.is_dir() and not folder.name.startswith(".") and folder.name != "checkpoints"
-
-
-def _folders(place: Path, depth: int, but: Sequence[Path] = ()) -> Iterator[Path]:
+def _folders(place: Path, depth: int) -> Iterator[Path]:
     yield place
     inside_part = any((place / name).is_file() for name in (MANIFEST, gates_folder.METADATA))
     if depth == 0 or inside_part:
         return
     for folder in sorted(place.iterdir()):
-        if _is_looked_into(folder) and folder not in but:
+        if folder.is_dir() and not folder.name.startswith(".") and folder.name != "checkpoints":
             yield from _folders(folder, depth - 1)
 
 
@@ -203,17 +185,6 @@ def _look_into(folder: Path, found: Found) -> None:
         except (OSError, CheckpointError):
             if file.name.startswith("report"):
                 raise
-
-
-def _refuse_half_done(place: Path, record: RunRecord | None) -> None:
-    """Refuses the folder of a recipe's run that stopped in a step; a report is a step itself."""
-    steps = record.steps if record is not None else {}
-    undone = [name for name, step in steps.items() if not step.done and step.step != "report"]
-    if undone:
-        raise CheckpointError(
-            f"The run in '{place}' is not finished (step '{undone[0]}'): headprune run with the "
-            "same recipe goes on with it."
-        )
 
 
 def _result(folder: Path) -> ResultFolder:

@@ -1,1 +1,0 @@
-"""A small file of every format as a release wrote it; later releases must still read them."""
