@@ -479,7 +479,6 @@ FILE_OUTPUTS = {
         "baseline"
     ],
     f"plan {M} --scores zoo/scores --keep 0.5 --output OUT --overwrite": ["plan"],
-    f"init OUT --model {M} --data zoo/text.txt --test-data zoo/text.txt --yes --overwrite": [],
 }
 
 
