@@ -293,9 +293,6 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pickled = tiny.save(tiny.model("gpt2"), tmp_path / "pickled")
-    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
-    (pickled / "model.safetensors").unlink()
     bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     unknown = tmp_path / "unknown"
@@ -303,7 +300,6 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(unknown)
     (tmp_path / "none").mkdir()
     for folder, message in (
-        (pickled, "as a pickle only (pytorch_model.bin)"),
         (bare, "no *.safetensors weights"),
         (unknown, "no row for model type 'mamba', and MambaModel has no attention heads"),
         (tmp_path / "none", "has no config.json"),
@@ -315,6 +311,33 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     ):
         code, _, err = run(capsys, "inspect", folder)
         assert (code, message in err) == (2, True), err
+
+
+@pytest.mark.parametrize("given", ["folder", "file", "shards"])
+def test_a_pickle_is_refused_with_the_lines_that_convert_it(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny.save(tiny.model("gpt2"), tmp_path / "m")
+    weights = tiny.model("gpt2").state_dict()  # its output shares the embeddings
+    name, parts = "pytorch_model.bin", [weights]
+    if given == "file":
+        name = "all.pt"
+    elif given == "shards":
+        name = "pytorch_model-00001-of-00002.bin"
+        some = list(weights)[:9]
+        parts = [{k: weights[k] for k in some}, {k: weights[k] for k in weights if k not in some}]
+    for number, part in enumerate(parts, 1):
+        torch.save(part, folder / name.replace("-00001", f"-{number:05}"))
+    torch.save({}, folder / "args.bin")  # of a training
+    wanted = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    code, _, err = run(capsys, "inspect", folder / name if given == "file" else folder)
+    assert code == 2 and f"'{folder / name}' is a pickle" in err
+    monkeypatch.chdir(folder)
+    exec("import glob, torch, safetensors.torch; " + err.partition("in its folder: ")[2], {})
+    assert run(capsys, "inspect", folder)[0] == 0
+    converted = load_file(folder / "model.safetensors")
+    assert all(torch.equal(converted[key], wanted[key]) for key in wanted)
 
 
 def test_gates_of_another_model(

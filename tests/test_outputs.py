@@ -435,7 +435,6 @@ FOLDERS = [
     f"score {M} --criterion gates --gates zoo/gates --output OUT --overwrite",
     f"sweep {M} {TEXT} --output OUT --overwrite",
     f"sweep {M} --data text.txt --test zoo/text.txt --output OUT --overwrite",
-    f"import-pickle {M} OUT --overwrite",
     f"migrate {M} OUT --overwrite",
     f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 --output OUT --overwrite",
     f"heal {M} --teacher {M} {TEXT} --steps 1 --output OUT --overwrite",

@@ -14,7 +14,6 @@ import pytest
 from headprune.cli import app as cli
 from tests import tiny
 from tests.marks import slow_unless
-from tests.test_import_pickle import pickled
 from tests.test_verify import PRUNED, old_folder
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +85,6 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("readme")
     for name, case in MODELS.items():
         tiny.save(tiny.model(case), folder / name)
-    pickled(tiny.model("gpt2"), folder / "pickled-model")
     old_folder(tiny.model("bert-mlm"), folder / "pruned-by-transformers-4", PRUNED)
     rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))]
     for name in ("pairs.tsv", "test.tsv"):

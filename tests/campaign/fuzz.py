@@ -208,8 +208,6 @@ READERS: dict[str, Reader] = {
         for name in (*_DATA, "rows.parquet")
     },
     "pruned-heads": Reader("legacy/config.json", ("inspect legacy", "migrate legacy out")),
-    "pickle": Reader("pickled/pytorch_model.bin", ("import-pickle pickled out",), weight=0.4),
-    "pickle-config": Reader("pickled/config.json", ("import-pickle pickled out",), weight=0.2),
     "roles": Reader(
         "roles/roles.json",
         (f"{_PLANNED} --keep-roles broad --output out.json", f"{_PLANNED} --dry-run"),

@@ -101,7 +101,6 @@ JOBS: dict[str, Job] = {
         "export llama --to vllm --output out",
         weight=0.5,
     ),
-    "import-pickle": Job("import-pickle pickled out", _OLD_MODEL),
     "evaluate": Job(_EVALUATE, f"{_EVALUATE} --seed 7", "out.json"),
     "report": Job(
         "report result --output out.md", "report gates --output out.md", "out.md", weight=0.5

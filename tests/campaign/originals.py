@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
-import torch
 import yaml
 from filelock import FileLock
 from transformers import PreTrainedModel
@@ -83,7 +81,6 @@ def _models(place: Path) -> None:
     small("llama-gqa").save_pretrained(place / "sharded", max_shard_size="40KB")
     tiny.tokenizer().save_pretrained(place / "sharded")
     _speaking(place / "speaking")
-    _pickled(place)
     _legacy(place / "legacy")
     _data(place)
 
@@ -94,12 +91,6 @@ def _speaking(folder: Path) -> None:
     model.resize_token_embeddings(gguf_words.SIZE)
     model.save_pretrained(folder)
     gguf_words.words().save_pretrained(folder)
-
-
-def _pickled(place: Path) -> None:
-    shutil.copytree(place / "llama", place / "pickled")
-    (place / "pickled" / "model.safetensors").unlink()
-    torch.save(small("llama-gqa").state_dict(), place / "pickled" / "pytorch_model.bin")
 
 
 def _legacy(folder: Path) -> None:

@@ -13,7 +13,7 @@ from tests.campaign.facts import facts, link_originals, takes_overwrite
 from tests.campaign.kill import JOBS, reference
 from tests.campaign.watched import command, flaw
 
-_MODELS = ("llama", "mha", "gqa", "legacy", "pickled", "result", "speaking")
+_MODELS = ("llama", "mha", "gqa", "legacy", "result", "speaking")
 _INPUTS = (*_MODELS, "scores", "gates", "plan.json", "text.txt")
 WRITERS = [name for name, job in JOBS.items() if name != "report"]
 NAMES = (
@@ -44,7 +44,7 @@ NAMES = (
 def names(case: Case, place: Path, originals: Path) -> Result:
     """A strange name for the output."""
     name, draw = NAMES[case.number], case.random()
-    writer = draw.choice([w for w in WRITERS if w != "migrate" and w != "import-pickle"])
+    writer = draw.choice([w for w in WRITERS if w != "migrate"])
     job = JOBS[writer]
     link_originals(place, originals)
     strange = name if len(os.fsencode(name)) > 240 else name + Path(job.out).suffix

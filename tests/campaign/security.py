@@ -40,7 +40,6 @@ def act(case: Case, place: Path, originals: Path) -> Result:
     """Tries one attack."""
     outside = shutil.copytree(originals / "result", place / "outside")
     shutil.copytree(originals / "sharded", outside / "model")
-    shutil.copyfile(originals / "pickled" / "pytorch_model.bin", outside / "pytorch_model.bin")
     (outside / "secret.txt").write_text(SECRET)
     here = place / "here"
     here.mkdir()
@@ -171,8 +170,6 @@ _LINKS: tuple[Callable[[Path], str], ...] = (
     _link("result/modeling_headprune.py", "OUTSIDE/modeling_headprune.py", "!verify evil"),
     _link("result/plan.json", "OUTSIDE/plan.json", "!verify evil --against llama"),
     _link("result/README.md", _SECRET, f"!{_CUT}"),
-    _link("pickled/pytorch_model.bin", "OUTSIDE/pytorch_model.bin", "!import-pickle evil out"),
-    _link("pickled/tokenizer.json", _SECRET, "!import-pickle evil out"),
 )
 
 

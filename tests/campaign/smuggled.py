@@ -134,7 +134,6 @@ _COMMANDS = (
     f"heal evil --teacher llama {_DATA} {_TRAIN} --output out",
     f"heal llama --teacher evil {_DATA} {_TRAIN} --output out",
     "migrate evil out",
-    "import-pickle evil out",
     f"sweep evil {_DATA} --keep 0.5 --criterion magnitude --no-refit {SCORING} --output out",
     "report evil --output out.html",
     "verify result --against evil",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from headprune.exporting.preview import Preview, ShapeCost
     from headprune.exporting.publish import Pruned
     from headprune.gates.train_gates import GatesRun
-    from headprune.pickles.import_pickle import Imported
     from headprune.planning.kv_heads import KvPlan
     from headprune.proof.verify import Verification
     from headprune.schemas.manifest import Manifest
@@ -102,28 +100,6 @@ def pruned(console: Console, result: Pruned) -> None:
             )
     proof(console, manifest)
     written(console, result)
-
-
-def imported(console: Console, result: Imported) -> None:
-    """What came over from the pickles, what stayed behind, and the command that comes next."""
-    kinds = ", ".join(f"{count:,} {dtype}" for dtype, count in result.dtypes.items())
-    console.print(
-        f"[bold green]the same bytes[/]: {result.tensors:,} tensors of {result.weight_bytes:,} "
-        f"bytes ({kinds}), from {escape(', '.join(result.files))}"
-    )
-    if result.modules:
-        console.print(f"and the weights of {escape(', '.join(result.modules))}")
-    if result.wrapper is not None:
-        console.print(f"found under the key '{escape(result.wrapper)}'")
-    for target, source in result.tied.items():
-        console.print(f"left out: {escape(target)}, which loading ties to {escape(source)}")
-    if result.left_out:
-        console.print(f"left behind: {escape(', '.join(result.left_out))}")
-    console.print(f"The pickles were read under: {', '.join(result.protections)}.")
-    if "seccomp" not in result.protections:
-        console.print("[yellow]note:[/] this platform has no seccomp filter to confine the reader.")
-    console.print(f"Written to {escape(str(result.output))}. Next:\n")
-    console.print(f"  headprune inspect {escape(shlex.quote(str(result.output)))}", soft_wrap=True)
 
 
 def converted(console: Console, result: Converted) -> None:

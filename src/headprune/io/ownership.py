@@ -18,7 +18,6 @@ from headprune.errors import CheckpointError
 from headprune.io.parsing import read_json, read_yaml
 from headprune.runtime import MANIFEST
 
-IMPORTED = "import.json"
 EXPORTED = "export.json"
 _ANYWHERE = (".DS_Store", "Thumbs.db", "desktop.ini", ".gitattributes")  # of file managers and hubs
 # what a dead run of this or an older version left, and a download from the hub
@@ -50,10 +49,6 @@ class FolderKind:
 
 def _of_manifest(content: dict[str, Any]) -> Iterable[str]:
     return content["files"] if isinstance(content["files"], dict) else ()
-
-
-def _of_import(content: dict[str, Any]) -> Iterable[str]:
-    return content["files"] if isinstance(content["files"], list) else ()
 
 
 _TRAINING = ("history.jsonl", "checkpoints/*")
@@ -95,7 +90,6 @@ KINDS = (
         (),
         _of_manifest,
     ),
-    FolderKind(IMPORTED, frozenset({"headprune_version", "files"}), (), _of_import),
 )
 
 

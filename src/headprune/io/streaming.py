@@ -1,7 +1,6 @@
-"""Writing safetensors to an open file, one tensor at a time, and telling tensors apart by hash.
+"""The header of a safetensors file, and the bytes of its tensors.
 
-safetensors' own writer opens a file by its name, which a confined process cannot, and wants all
-tensors in memory.
+safetensors' own writer wants all tensors in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +18,6 @@ from torch import Tensor
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 
 DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
-
-
-def write(tensors: dict[str, Tensor], file: IO[bytes]) -> dict[str, list[Any]]:
-    """Writes tensors, each as a contiguous copy of its own.
-
-    Args:
-        tensors: By name.
-        file: Open for writing.
-
-    Returns:
-        What ``describe`` says of each.
-    """
-    text, order = header({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-    file.write(text)
-    described = {}
-    for name in order:
-        tensor = tensors[name]
-        raw = bytes_of(tensor)
-        described[name] = describe(tensor, raw)
-        file.write(raw.numpy().data)
-    file.flush()
-    return described
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:

@@ -29,10 +29,12 @@ from headprune.model.reading import (
 )
 from headprune.model.refusals import (
     checked_description,
+    conversion,
     quantised_by,
     refuse_edited_runtime,
     refuse_links,
     refuse_pickles,
+    refuse_pickles_among,
     refuse_unexpected,
 )
 from headprune.model.sizes import (
@@ -140,9 +142,8 @@ def _loaded(
 def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: str) -> str:
     if hub.may_be_id(model) and "file named model.safetensors" in why:
         return (
-            f"'{model}' has no safetensors on the hub. If it has a pickle (pytorch_model.bin), "
-            "which can run code when it is read, make safetensors of that, without running any: "
-            f"headprune import-pickle {model} OUT"
+            f"'{model}' has no safetensors on the hub. If it has a pickle, run in Python in its "
+            f"downloaded folder: {conversion('pytorch_model.bin')}"
         )
     method = quantised_by(config)
     if method is not None:  # mostly for want of the package that reads it
@@ -188,6 +189,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     if not path.is_dir() and not hub.may_be_id(model):
         there = f"There is no folder '{model}', and no hub id is written so"
         if path.is_file():
+            refuse_pickles_among([path])
             there = f"'{model}' is a file"
         raise CheckpointError(f"{there}. Give a model folder, or a hub id.")
     if path.is_dir():

@@ -6,8 +6,7 @@ import copy
 import hashlib
 import inspect
 import re
-import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,35 @@ PACKED = (
     "from, and quantise the result."
 )
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def refuse_pickles_among(files: Iterable[Path]) -> None:
+    """Refuse the first pickle among files.
+
+    Raises:
+        CheckpointError: With two lines of Python that make safetensors of it.
+    """
+    for file in files:
+        if file.suffix in _PICKLES:
+            raise CheckpointError(
+                f"'{file}' is a pickle, which can run code when it is read. Run in Python in its "
+                f"folder: {conversion(file.name)}"
+            )
+
+
+def conversion(pickle: str) -> str:
+    """Return the lines of Python that make safetensors of a pickled state dict."""
+    read = f"torch.load({pickle!r}, weights_only=True)"
+    if "-of-" in pickle:  # one of several
+        read = (
+            "{k: v for f in glob.glob('*-of-*') for k, v in "
+            "torch.load(f, weights_only=True).items()}"
+        )
+    return (
+        f"t = {read}; safetensors.torch.save_file("
+        "{k: v.contiguous().clone() for k, v in t.items()}, 'model.safetensors', {'format': 'pt'})"
+    )
 
 
 def refuse_pickles(model: str | Path) -> None:
@@ -42,13 +69,7 @@ def refuse_pickles(model: str | Path) -> None:
     path = Path(model)
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"'{model}' holds its weights as a pickle only ({pickles[0]}), which can run code when "
-            "it is read. Make safetensors of it, without running any: "
-            f"headprune import-pickle {shlex.quote(str(model))} OUT"
-        )
+    refuse_pickles_among(sorted(path.iterdir(), key=lambda file: ("model" not in file.name, file)))
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
 
 

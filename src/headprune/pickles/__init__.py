@@ -1,1 +1,0 @@
-"""Pickles: weights of unknown origin, read in a process without privileges."""
