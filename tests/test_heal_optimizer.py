@@ -87,10 +87,9 @@ def test_which_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == (MUON, 2e-4)
     assert chosen(learning_rate=1e-3) == (MUON, 1e-3)
     assert chosen(optimizer=ADAMW) == (ADAMW, 1e-4)
-    for settings in ({"train": HealTrain.LORA}, {"by_layer": True}):
-        assert chosen(**settings) == (ADAMW, 1e-4)
-        with pytest.raises(ValueError, match="--optimizer muon goes with neither"):
-            chosen(optimizer=MUON, **settings)
+    assert chosen(train=HealTrain.LORA) == (ADAMW, 1e-4)
+    with pytest.raises(ValueError, match="--optimizer muon does not go with --train lora"):
+        chosen(optimizer=MUON, train=HealTrain.LORA)
     with placements.sharding(True):
         assert chosen() == (ADAMW, 1e-4)
         with pytest.raises(HeadpruneError, match="--shard splits them"):

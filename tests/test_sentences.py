@@ -197,10 +197,9 @@ def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
     assert net(**without_labels(calibration(net, folder, data, config, "score").whole()))
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize(("batch_size", "of_step"), [(1, 2), (3, 3)])
 def test_healing_takes_as_many_short_texts_as_fit(
-    by_layer: bool, batch_size: int, of_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch_size: int, of_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
     _, table = _written(tmp_path)  # 40 texts: three at once leave no eight steps of more
@@ -211,7 +210,7 @@ def test_healing_takes_as_many_short_texts_as_fit(
         return collated(self, features)
 
     monkeypatch.setattr(DataCollatorWithPadding, "__call__", watched)
-    config = HealConfig(steps=2, batch_size=batch_size, seq_len=120, by_layer=by_layer)
+    config = HealConfig(steps=2, batch_size=batch_size, seq_len=120)
     heal(folder, folder, DataConfig(source=str(table)), tmp_path / "healed", config)
     assert seen.count(of_step) >= 2
 

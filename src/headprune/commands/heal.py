@@ -9,8 +9,8 @@ from headprune.commands.shared import (
     DATA,
     Columns,
     Cutting,
+    OnDevice,
     OneModel,
-    Placed,
     output,
 )
 from headprune.config import HealConfig, Place, Resuming
@@ -22,8 +22,6 @@ from headprune.declaration import (
     declare,
     option,
 )
-from headprune.errors import HeadpruneError
-from headprune.placements import Placement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
 
 
-class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, Placed):
+class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, OnDevice):
     """Train a cut or converted model to match the model it came from, on plain text."""
 
     teacher: Place = option("The model it came from: a folder or a hub id.", panel=Panel.MAIN)
@@ -49,11 +47,6 @@ def run(options: HealOptions, context: Context) -> Healed:
     """Trains it."""
     from headprune.distillation.heal import heal
 
-    if options.placement is Placement.LAYERS and not options.by_layer:
-        raise HeadpruneError(
-            "--placement layers: training holds the whole model, but for --by-layer. Give that, or "
-            "leave out --placement."
-        )
     return heal(
         options.model,
         options.teacher,

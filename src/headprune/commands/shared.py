@@ -82,7 +82,7 @@ def refuse_healing_by_layers(options: Placed) -> None:
     if options.placement is Placement.LAYERS:
         raise HeadpruneError(
             "--heal trains the whole model, which --placement layers has not in memory: leave out "
-            "one of the two; 'headprune heal --by-layer' heals the result layer by layer."
+            "one of the two."
         )
 
 

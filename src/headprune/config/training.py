@@ -218,12 +218,6 @@ class HealConfig(Options):
         HealObjective.AUTO,
         Panel.TRAINING,
     )
-    by_layer: bool = option(
-        "Train one layer after the other to give what the original's layer gives, so many steps "
-        "each; with --placement layers in the memory of two layers of each model.",
-        False,
-        Panel.TRAINING,
-    )
     lora_rank: Few = option("With --train lora: its rank.", 16, Panel.TRAINING)
     batch_size: Few = option(
         "Sequences of --seq-len tokens per step, of all processes; of shorter texts as many more "
@@ -234,7 +228,7 @@ class HealConfig(Options):
     seq_len: Length = option("Tokens per sequence.", 256, Panel.TRAINING)
     optimizer: HealOptimizer = option(
         "muon: Muon for the matrices of the layers, AdamW for the rest. auto: muon where the "
-        "device has bfloat16 in hardware and all layers are trained at once, else adamw.",
+        "device has bfloat16 in hardware, else adamw.",
         HealOptimizer.AUTO,
         Panel.TRAINING,
     )
@@ -260,15 +254,7 @@ class HealConfig(Options):
     )
 
     @model_validator(mode="after")
-    def _fitting_layers(self) -> HealConfig:
-        if self.by_layer and self.train is HealTrain.LORA:
-            raise ValueError("--by-layer trains weights of the model: leave out --train lora")
-        if self.optimizer is HealOptimizer.MUON and (self.by_layer or self.train is HealTrain.LORA):
-            raise ValueError("--optimizer muon goes with neither --by-layer nor --train lora")
-        if self.by_layer and self.objective is HealObjective.LM_DISTILL:
-            raise ValueError("--by-layer matches outputs of layers: leave out --objective")
-        if self.by_layer and self.gradient_checkpointing:
-            raise ValueError("--by-layer holds one layer: leave out --gradient-checkpointing")
-        if self.by_layer and self.save_every is not None:
-            raise ValueError("--by-layer saves after every layer: leave out --save-every")
+    def _fitting_optimizer(self) -> HealConfig:
+        if self.optimizer is HealOptimizer.MUON and self.train is HealTrain.LORA:
+            raise ValueError("--optimizer muon does not go with --train lora")
         return self

@@ -16,7 +16,6 @@ from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, Resuming
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
-from headprune.distillation.by_layer import Batched, LayerHealer, Reporting, refuse_by_layer
 from headprune.distillation.optimizer import resolved
 from headprune.distillation.pair import HealingJob, Pair
 from headprune.distillation.shards import (
@@ -43,8 +42,8 @@ from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import load_config, task_of
-from headprune.placements import Placement, asked_placement, in_shards, placing
-from headprune.schemas.records import Healing, LayerHealing
+from headprune.placements import Placement, in_shards, placing
+from headprune.schemas.records import Healing
 from headprune.surgery.cut import resolve
 from headprune.training.divergence import own_share
 from headprune.training.loss_module import recompute_activations
@@ -100,7 +99,6 @@ class _Trained:
     before: float
     after: float
     taken_after: int
-    layers: dict[str, LayerHealing] | None = None
 
 
 def heal(
@@ -137,12 +135,12 @@ def heal(
         TrainingError: If training came to numbers that are not finite.
     """
     processes.share_of(config.batch_size)
-    _refuse_unfit(config)
+    if in_shards():
+        refuse_sharded(config)
     config = resolved(config)
     if not processes.is_main():
         context = context.unheard()
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
-    in_layers = config.by_layer and asked_placement() is Placement.LAYERS
     again = command(
         "heal",
         model,
@@ -154,7 +152,6 @@ def heal(
         **vars(context.allowed),
         shard=in_shards(),
         overwrite=rerun.overwrite,
-        placement=Placement.LAYERS.value if in_layers else None,
         device=devices.asked(),
         resume=True,
     )
@@ -162,7 +159,7 @@ def heal(
     alone = processes.count() == 1
     go_on = f"Go on with: {again}" if alone else "Go on with the same command and --resume."
     inputs = [place_of(place) for place in (model, teacher, data)]
-    held_whole = nullcontext() if in_shards() or config.by_layer else placing(Placement.WHOLE)
+    held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
     with at_work(output, settings, inputs, rerun) as work, held_whole:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
@@ -172,21 +169,7 @@ def heal(
         _objective(config, pair.net)
         if not rerun.resume:
             processes.on_main(lambda: work.begin(settings))
-        if config.by_layer:
-            return _by_layer(job, pair)
         return _together(job, pair, rerun.resume)
-
-
-def _refuse_unfit(config: HealConfig) -> None:
-    """Refuses settings that do not go together with where models are held.
-
-    Raises:
-        HeadpruneError: Saying what to leave out.
-    """
-    if config.by_layer:
-        refuse_by_layer(in_shards())
-    if in_shards():
-        refuse_sharded(config)
 
 
 def _objective(config: HealConfig, net: PreTrainedModel) -> HealObjective:
@@ -201,27 +184,9 @@ def _objective(config: HealConfig, net: PreTrainedModel) -> HealObjective:
             f"--objective lm+distill is for causal language models, and this is a "
             f"{type(net).__name__}. Use --objective distill."
         )
-    if asked is HealObjective.AUTO and causal and not config.by_layer:
+    if asked is HealObjective.AUTO and causal:
         return HealObjective.LM_DISTILL
     return HealObjective.DISTILL if asked is HealObjective.AUTO else asked
-
-
-def _by_layer(job: HealingJob, pair: Pair) -> Healed:
-    """Trains one layer after the other."""
-    config, context = job.config, job.context
-    text = Batched.of(pair, config)
-    healer = LayerHealer(pair.net, pair.original, text, config, pair.bf16)
-    context.stage("measuring before")
-    before = healer.divergence()
-    reporting = Reporting(context, job.go_on, _remedies(config, pair.bf16))
-    layers = healer.heal(job.work, reporting)
-    context.stage("measuring after")
-    steps, after = sum(layer.steps for layer in layers.values()), healer.divergence()
-    if after < before:
-        trained, net = _Trained(steps, before, after, steps, layers), pair.net
-    else:
-        trained, net = _Trained(steps, before, before, 0, layers), job.student()[0]
-    return _written(job, pair, trained, partial(_write, net))
 
 
 def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
@@ -268,7 +233,7 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
 
 
 def _write(net: PreTrainedModel, order: WriteOrder, context: Context) -> Pruned:
-    """Writes a healed model that is in memory, or runs layer by layer."""
+    """Writes a healed model that is in memory."""
     cuts = resolve(order.plan.model_copy(update={"model": None}), net, ragged=True)
     return write_changed(net, cuts, order, context)
 

@@ -39,7 +39,7 @@ def resolved(config: HealConfig) -> HealConfig:
             "adamw, or leave out --shard."
         )
     if asked is HealOptimizer.AUTO:
-        split = in_shards() or config.by_layer or config.train is HealTrain.LORA
+        split = in_shards() or config.train is HealTrain.LORA
         fit = known and not split and devices.computes_bfloat16()
         asked = HealOptimizer.MUON if fit else HealOptimizer.ADAMW
     rate = USUAL_RATE[asked] if config.learning_rate is None else config.learning_rate

@@ -115,8 +115,8 @@ class Pair:
         stored = result_dtypes(net, job.model, config.out_dtype)
         refuse_without_text(net, "heal")
         bf16 = config.bf16 and devices.computes_bfloat16()
-        original = job.original(torch.bfloat16 if bf16 and not config.by_layer else torch.float32)
-        _check_pair(net, original, config.by_layer)
+        original = job.original(torch.bfloat16 if bf16 else torch.float32)
+        _check_pair(net, original)
         plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
         refuse_unprovable(net, plan)
         reshard(net)
@@ -128,9 +128,9 @@ class Pair:
         return cls(net, original, source, plan, stored, *parts, collate, of_step, bf16)
 
 
-def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel, by_layer: bool) -> None:
-    """Refuses a teacher whose outputs, or those of whose layers, are of another kind or size."""
-    sizes = [_sizes(net, by_layer) for net in (student, teacher)]
+def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Refuses a teacher whose outputs are of another kind or size."""
+    sizes = [_sizes(net) for net in (student, teacher)]
     if task_of(student) != task_of(teacher) or sizes[0] != sizes[1]:
         raise HeadpruneError(
             f"The model to heal is a {type(student).__name__} {sizes[0]}, the teacher a "
@@ -145,15 +145,13 @@ def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel, by_layer: bo
         )
 
 
-def _sizes(net: PreTrainedModel, by_layer: bool) -> str:
+def _sizes(net: PreTrainedModel) -> str:
     config, task = net.config.get_text_config(), task_of(net)
     said = f"over {getattr(config, 'vocab_size', 0):,} tokens"  # models of images have none
     if task == "classification":
         said += f", with {net.config.num_labels:,} labels"
-    if task == "features" or by_layer:
+    if task == "features":
         said += f", with hidden states of {config.hidden_size:,} channels"
-    if by_layer:
-        said += f", {config.num_hidden_layers:,} layers"
     return said
 
 

@@ -152,21 +152,6 @@ class Merging(_Part):
     ways: dict[str, KvWay] | None = None
 
 
-class LayerHealing(_Part):
-    """A layer was trained to give what that of another model gives.
-
-    Attributes:
-        before: Squared error of its outputs over their variance, on held-out text, as the healed
-            layers before it leave it.
-        after: The same, of the weights that were taken.
-        steps: Optimiser steps.
-    """
-
-    before: Finite
-    after: Finite
-    steps: Count
-
-
 class Healing(_Part):
     """Weights were trained to match another model.
 
@@ -182,7 +167,6 @@ class Healing(_Part):
         optimizer: What moved the weights; None in older manifests, as are the next two.
         objective: What they were trained on.
         learning_rate: The highest.
-        layers: What was trained layer by layer; None where all were trained at once.
     """
 
     kind: Literal["healing"] = "healing"
@@ -196,7 +180,6 @@ class Healing(_Part):
     optimizer: str | None = None
     objective: str | None = None
     learning_rate: Finite | None = None
-    layers: dict[str, LayerHealing] | None = None
 
 
 class Migration(_Part):

@@ -70,19 +70,3 @@ def relative_error(
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()
     return error / norm
-
-
-def variance_error(
-    states: Float[Tensor, "batch length hidden"],
-    target: Float[Tensor, "batch length hidden"],
-    mask: Tensor,
-    variance: Float[Tensor, " hidden"],
-) -> Float[Tensor, ""]:
-    """Squared error over the variance of its channel, averaged over real tokens and channels.
-
-    1 is what the mean of the target would give. Channels that are large beside all others, as
-    language models have them, weigh as much as any.
-    """
-    weight = mask[..., None].to(states.device, torch.float32)
-    error = (states.float() - target.float()).square() / variance.to(states.device)
-    return (error * weight).sum() / (weight.sum() * len(variance))
