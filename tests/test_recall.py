@@ -30,6 +30,9 @@ class Marked:
     def __len__(self) -> int:
         return len(TOKENS)
 
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [i for i, token in enumerate(TOKENS) if token == f"Ġ{text.strip()}"]}
+
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return "".join(tokens).replace("Ġ", " ").replace("Ċ", "\n")
 

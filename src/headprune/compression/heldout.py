@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headprune.compression.texts import HELD_OUT, Text
 from headprune.data.rows import evenly
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
-from headprune.data.tokens import token_ids
+from headprune.data.tokens import around, token_ids
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import Floats
@@ -162,12 +162,14 @@ class HeldOut:
             return tokenized_rows(
                 examples, self.tokenizer, self.seq_len, vocabulary=known, apart=apart
             )
-        around = 2 * (self.task == "masked-lm")
+        closed = self.task == "masked-lm"
+        before, after = around(self.tokenizer)
+        special = len(before) + len(after) * closed
         return packed_sequences(
             examples,
             self.tokenizer,
-            min(self.seq_len, max(self._tokens(text) + around, 2)),
-            specials=self.task == "masked-lm",
+            min(self.seq_len, max(self._tokens(text) + special, 2)),
+            closed=closed,
             vocabulary=known,
         )
 

@@ -21,6 +21,7 @@ from headprune.data.samples import Collate, cut, longest_of
 from headprune.data.sentences import OF_SENTENCES, by_sentence
 from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import read_examples
+from headprune.data.tokens import around
 from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError
 from headprune.model.batch import Batch, decoder_inputs, padding_id
@@ -105,17 +106,20 @@ def batches(
             tokenizer,
             seq_len,
             need=need,
-            specials=task_of(net) != "causal-lm",
+            closed=task_of(net) != "causal-lm",
             vocabulary=vocabulary,
         )
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
+        given = len(around(tokenizer).before)
 
         def collate(features: list[dict[str, Any]]) -> Batch:
             columns = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
             batch = cast(Batch, {**columns, "labels": columns["input_ids"]})
             if task_of(net) == "causal-lm":
                 batch["use_cache"] = False
+                batch["labels"] = batch["labels"].clone()
+                batch["labels"][:, :given] = -100
             if objective is Objective.MLM:
                 batch["input_ids"], batch["labels"] = masked(
                     batch["input_ids"], tokenizer, config.seed

@@ -15,6 +15,7 @@ from headprune.data.samples import CalibrationSample
 from headprune.data.sentences import OF_SENTENCES, by_sentence
 from headprune.data.sequences import packed_sequences, tokenized_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import usable_length
@@ -106,7 +107,7 @@ def merge_calibration(
         examples,
         tokenizer,
         seq_len,
-        specials=task_of(net) != "causal-lm",
+        closed=task_of(net) != "causal-lm",
         vocabulary=vocabulary_of(net),
     )
 
@@ -133,4 +134,4 @@ def _mean_length(examples: Examples, tokenizer: Any, most: int) -> int:
     if not single.rows_are_documents:
         return most
     rows = tokenized_rows(single.first(_LOOKED_AT), tokenizer, most, apart=True)
-    return max(round(float(lengths(rows).mean())), len(tokenizer("")["input_ids"]) + 1)
+    return max(round(float(lengths(rows).mean())), sum(map(len, around(tokenizer))) + 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headprune.data.rows import stored
 from headprune.data.sources import Examples
-from headprune.data.tokens import CHUNKING, Ids, head, token_ids
+from headprune.data.tokens import CHUNKING, Ids, around, head, token_ids
 from headprune.data.unreadable import Seen
 from headprune.errors import DataError
 
@@ -26,22 +26,23 @@ def packed_sequences(
     tokenizer: Any,
     seq_len: int,
     need: int = 1,
-    specials: bool = False,
+    closed: bool = False,
     vocabulary: int | None = None,
     most: int | None = None,
 ) -> Dataset:
     """Packs all documents into sequences of exactly ``seq_len`` tokens; the rest is dropped.
 
-    Documents of row formats are separated by the end-of-sequence token; a text file is one
-    document and gets none. Text is read only as far as sequences are wanted, and never held whole.
+    Every sequence begins as the tokenizer begins a text, with BOS for example. A document ends as
+    the tokenizer ends it; where it adds nothing, one of a row format ends with the
+    end-of-sequence token. Text is read only as far as sequences are wanted, and never held whole.
 
     Args:
         examples: The documents.
         tokenizer: The model's tokenizer.
         seq_len: Tokens per sequence.
         need: Windows that are needed at least.
-        specials: Whether each sequence is wrapped as the tokenizer wraps a text ([CLS] ... [SEP]),
-            as encoders expect; language models that continue a text get it bare.
+        closed: Whether each sequence also ends as the tokenizer ends a text ([CLS] ... [SEP]), as
+            encoders expect; a text that a language model continues is open.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
         most: How many sequences, the first ones, are wanted; None for all.
 
@@ -51,16 +52,18 @@ def packed_sequences(
     Raises:
         DataError: If there are fewer than ``need`` sequences, or the text is not readable.
     """
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    end = end if examples.rows_are_documents else []
-    around = tokenizer("")["input_ids"] if specials else []
-    inner = seq_len - len(around)
+    before, after = around(tokenizer)
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = eos if examples.rows_are_documents else []
+    if not closed:
+        end, after = after or end, []
+    inner = seq_len - len(before) - len(after)
     if inner < 1:
         raise DataError(
-            f"--seq-len {seq_len}: the tokenizer puts {len(around)} special tokens around every "
-            "sequence, which leaves no room for text."
+            f"--seq-len {seq_len}: the tokenizer puts {seq_len - inner} special tokens around "
+            "every sequence, which leaves no room for text."
         )
-    seen, packer = Seen(tokenizer, vocabulary), _Packer(around[:1], around[1:], inner)
+    seen, packer = Seen(tokenizer, vocabulary), _Packer(before, after, inner)
 
     def stream() -> Iterator[Ids]:
         for document in examples.documents():
@@ -70,7 +73,7 @@ def packed_sequences(
             yield np.array(end, dtype=np.int32)
 
     rows = stored(packer.sequences(stream(), most))
-    seen.refuse(examples.strings(), also={*end, *around})
+    seen.refuse(examples.strings(), also={*before, *end, *after})
     if len(rows) < need:
         raise DataError(
             f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "

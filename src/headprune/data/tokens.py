@@ -31,7 +31,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,41 @@ class Chunking:
 
 
 CHUNKING = Chunking()
+
+
+class Around(NamedTuple):
+    """Special tokens that a tokenizer puts around a text, such as BOS and EOS.
+
+    Attributes:
+        before: Ids in front of it.
+        after: Ids behind it.
+    """
+
+    before: list[int]
+    after: list[int]
+
+
+def around(tokenizer: Any) -> Around:
+    """Return the special tokens around every text of a tokenizer.
+
+    Raises:
+        DataError: If the tokenizer changes the text itself when it adds special tokens.
+    """
+    special = set(tokenizer.all_special_ids)
+    tokens = (tokenizer.convert_tokens_to_string([token]) for token in tokenizer.get_vocab())
+    for text in chain(("a", "1"), tokens):
+        bare = _encoded(text, tokenizer)["input_ids"]
+        if not bare or special.intersection(bare):
+            continue
+        whole = tokenizer(text, verbose=False)["input_ids"]
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return Around(whole[:start], whole[start + len(bare) :])
+        raise DataError(
+            f"The tokenizer reads {text!r} as {bare}, and with special tokens as {whole}, so its "
+            "special tokens are unknown. Give the tokenizer that the model was trained with."
+        )
+    return Around([], [])  # of ordinary tokens it has none: what it reads is refused as unreadable
 
 
 def token_ids(pieces: Iterable[str], tokenizer: Any, cut: Chunking = CHUNKING) -> Iterator[Ids]:

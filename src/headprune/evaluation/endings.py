@@ -30,12 +30,12 @@ class Ending:
     start: int
 
 
-def ending_of(tokenizer: Any, context: str, ending: str) -> Ending:
-    """A context and, after a space, its ending, in tokens."""
+def ending_of(tokenizer: Any, context: str, ending: str, before: Sequence[int] = ()) -> Ending:
+    """A context and, after a space, its ending, in tokens; ``before`` come in front of them."""
     texts = [context, f"{context} {ending}"]
-    before, ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))
-    return Ending(ids, sum(1 for _ in same))
+    alone, ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
+    return Ending([*before, *ids], len(before) + sum(1 for _ in same))
 
 
 @torch.no_grad()

@@ -25,7 +25,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from headprune.data.sources import Examples
-from headprune.evaluation.endings import ending_of, endings_predicted
+from headprune.data.tokens import around
+from headprune.evaluation.endings import Ending, ending_of, endings_predicted
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.quality import Progress
 from headprune.model.lengths import most_tokens
@@ -73,7 +74,7 @@ def fitting(
     """The passages that the tokenizer and every model take, so that all read the same ones."""
     limits = [most_tokens(model.config, tokenizer) for model in models]
     most = min((limit for limit in limits if limit is not None), default=None)
-    rows = (ending_of(tokenizer, passage.context, passage.word) for passage in given)
+    rows = _rows(given, tokenizer)
     fit = (row.start > 0 and (most is None or len(row.ids) <= most) for row in rows)
     return tuple(compress(given, fit))
 
@@ -98,7 +99,7 @@ def last_words(
         Per passage, what the metrics of last words are made of; nothing where there is none.
     """
     given = fitting(given, tokenizer, [model])
-    rows = [ending_of(tokenizer, passage.context, passage.word) for passage in given]
+    rows = _rows(given, tokenizer)
     hits = endings_predicted(model, rows, batch_size, progress)
     seen = np.array([float(passage.seen) for passage in given])
     found = dict(zip(LAST_WORDS, (hits, seen, hits * seen), strict=True))
@@ -122,6 +123,12 @@ def rows_of(examples: Examples) -> Iterator[str]:
         yield rest
         if not examples.rows_are_documents:
             yield ""
+
+
+def _rows(given: Sequence[Passage], tokenizer: Any) -> list[Ending]:
+    """Passages in tokens, which begin as the tokenizer begins a text."""
+    before = around(tokenizer).before
+    return [ending_of(tokenizer, one.context, one.word, before) for one in given]
 
 
 def _blocks(texts: Iterable[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, read_examples
+from headprune.data.tokens import around
 from headprune.data.unreadable import refuse_beyond
 from headprune.declaration import Allowed
 from headprune.evaluation.last_words import LAST_WORDS, Passage, fitting, passages, rows_of
@@ -119,9 +120,11 @@ class Loaded:
 
     def settings(self, config: EvaluateConfig) -> dict[str, Any]:
         """The settings of a run; the length of packed sequences is the one that they have."""
-        used = {}
+        used: dict[str, Any] = {}
         if task_of(self.nets[0]) in _PACKED:
             used = {"seq_len": len(self.domains[0].rows[0]["input_ids"])}
+        if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
+            used["prefix_ids"] = before
         settings = config.model_dump(mode="json")
         for later in ("copying", "last_words", "tasks"):
             if not settings[later]:  # nor does a record say so that is older than the setting
@@ -235,7 +238,7 @@ def _rows(
             examples,
             tokenizer,
             seq_len,
-            specials=task == "masked-lm",
+            closed=task == "masked-lm",
             vocabulary=known,
             most=most,
         )

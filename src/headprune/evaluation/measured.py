@@ -155,7 +155,7 @@ def _recalled(
     if config.copying and length > 3:
         if not domain.name:  # random tokens are of no domain
             columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
-        columns |= repeated_losses(net, rows, config.copying, size)
+        columns |= repeated_losses(net, tokenizer, rows, config.copying, size)
 
     def step(done: int, total: int) -> None:
         progress(len(rows) + done, total)

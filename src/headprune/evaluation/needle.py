@@ -20,6 +20,7 @@ from datasets import Dataset
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import Examples
+from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.endings import Ending, ending_of
 from headprune.evaluation.metrics import Columns
@@ -92,13 +93,14 @@ def needles(
             "--needle-lengths."
         )
     draw, found = np.random.default_rng(seed), []
+    first = len(around(tokenizer).before)
     for length in lengths:
         for depth in NEEDLE_DEPTHS:
             for trial in range(config.needle_trials):
                 key, number = draw.choice(_KEYS), str(draw.integers(10_000, 100_000))
                 text = texts[trial % len(texts)]["input_ids"]
                 fact = _FACT.format(key=key)
-                found.append(_hidden(tokenizer, text[:length], depth, fact, number))
+                found.append(_hidden(tokenizer, text[:length], first, depth, fact, number))
     return tuple(found)
 
 
@@ -113,19 +115,21 @@ def retrieved(given: Sequence[Needle], columns: Columns) -> tuple[Retrieval, ...
     )
 
 
-def _hidden(tokenizer: Any, text: Sequence[int], depth: float, fact: str, number: str) -> Needle:
-    """A context of exactly as many tokens as the text has."""
+def _hidden(
+    tokenizer: Any, text: Sequence[int], first: int, depth: float, fact: str, number: str
+) -> Needle:
+    """A context of exactly as many tokens as the text has, whose words begin at ``first``."""
     length = len(text)
     needle = tokenizer(f"{fact} {number}.\n", add_special_tokens=False)["input_ids"]
     asked = ending_of(tokenizer, fact, number)
-    room = length - len(needle) - len(asked.ids)
+    room = length - first - len(needle) - len(asked.ids)
     if room < _LEAST_TEXT:
         raise DataError(
             f"A needle in {length:,} tokens: with its question it takes {length - room}, and "
             f"{_LEAST_TEXT} of text are needed besides. Give --needle-lengths of "
             f"{length - room + _LEAST_TEXT} or more."
         )
-    before = round(depth * room)
-    ids = [*text[:before], *needle, *text[before:room]]
+    before = first + round(depth * room)
+    ids = [*text[:before], *needle, *text[before : first + room]]
     row = Ending([*ids, *asked.ids], len(ids) + asked.start)
     return Needle(row, depth, range(before, before + len(needle)))

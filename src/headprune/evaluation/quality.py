@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from headprune.data.batches import pairs_of
 from headprune.data.sequences import masked
+from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
 from headprune.model.batch import own_padding_id, padding_id
@@ -59,7 +60,10 @@ def causal_losses(
     progress: Progress = lambda done, total: None,
     words: RecalledWords | None = None,
 ) -> TokenLosses:
-    """Scores every token of every sequence but the first, each given those before it in there.
+    """Scores every token of every sequence, each given those before it in there.
+
+    Those that the tokenizer puts in front of a text, such as BOS, are given and not scored; where
+    there is none, the first token of the text is.
 
     Args:
         model: A causal language model.
@@ -72,12 +76,13 @@ def causal_losses(
     Raises:
         DataError: If a loss is not finite; the sequence is named.
     """
-    found = _Scored(tokenizer)
+    found, given = _Scored(tokenizer), max(1, len(around(tokenizer).before))
     for ids in _batches(sequences, batch_size, progress):
-        logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits[:, :-1]
-        found.add(logits, ids[:, 1:])
+        logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits
+        logits, scored = logits[:, given - 1 : -1], ids[:, given:]
+        found.add(logits, scored)
         if words is not None:
-            words.add(logits, ids[:, 1:])
+            words.add(logits, scored)
     return found.losses()
 
 

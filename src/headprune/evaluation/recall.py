@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from headprune.data.tokens import around
 from headprune.evaluation.metrics import Floats
 from headprune.model.placement import input_device
 
@@ -130,7 +131,7 @@ def copying_losses(
         model: A causal language model.
         tokenizer: Its tokens, without special ones, are drawn from.
         count: Sequences.
-        length: Tokens of a sequence: both runs.
+        length: Tokens of a sequence: both runs, and those that the tokenizer puts before a text.
         batch_size: Sequences per forward pass.
         seed: Seed of the tokens; the same for every model that is compared.
 
@@ -140,17 +141,19 @@ def copying_losses(
     size = model.config.get_text_config().vocab_size
     usual = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
     ids = np.array(sorted(number for number in usual if number < size))
-    run = np.random.default_rng(seed).choice(ids, (count, length // 2))
-    return dict(zip(COPYING, _second_time(model, run, batch_size), strict=True))
+    before = around(tokenizer).before
+    run = np.random.default_rng(seed).choice(ids, (count, (length - len(before)) // 2))
+    return dict(zip(COPYING, _second_time(model, before, run, batch_size), strict=True))
 
 
 def repeated_losses(
-    model: PreTrainedModel, sequences: Dataset, count: int, batch_size: int
+    model: PreTrainedModel, tokenizer: Any, sequences: Dataset, count: int, batch_size: int
 ) -> dict[str, Floats]:
     """Losses on the second of two equal passages: the first half of a sequence, twice.
 
     Args:
         model: A causal language model.
+        tokenizer: Its tokenizer.
         sequences: Rows of equally long ``input_ids``.
         count: How many of them, the first ones, are read.
         batch_size: Sequences per forward pass.
@@ -158,21 +161,23 @@ def repeated_losses(
     Returns:
         As ``copying_losses``.
     """
-    rows = np.array(sequences[:count]["input_ids"])
+    before = around(tokenizer).before
+    rows = np.array(sequences[:count]["input_ids"])[:, len(before) :]
     run = rows[:, : rows.shape[1] // 2]
-    return dict(zip(REPEATED, _second_time(model, run, batch_size), strict=True))
+    return dict(zip(REPEATED, _second_time(model, before, run, batch_size), strict=True))
 
 
 @torch.no_grad()
 def _second_time(
-    model: PreTrainedModel, run: NDArray[np.int64], batch_size: int
+    model: PreTrainedModel, before: list[int], run: NDArray[np.int64], batch_size: int
 ) -> tuple[Floats, Floats]:
-    """Reads every run twice: the summed loss of the second time, and its tokens."""
-    both = torch.from_numpy(np.concatenate([run, run], axis=1))
+    """Reads ``before`` and every run twice: the summed loss of the second time, and its tokens."""
+    begins = np.tile(np.array(before, run.dtype), (len(run), 1))
+    both, second = torch.from_numpy(np.concatenate([begins, run, run], axis=1)), run.shape[1]
     losses = []
     for part in both.split(batch_size):
         logits = model(input_ids=part.to(input_device(model)), use_cache=False).logits
-        told = logits[:, run.shape[1] - 1 : -1].float().cpu()
-        second = part[:, run.shape[1] :]
-        losses.append(F.cross_entropy(told.mT, second, reduction="none").double().sum(1))
-    return torch.cat(losses).numpy(), np.full(len(run), float(run.shape[1]))
+        told = logits[:, -second - 1 : -1].float().cpu()
+        loss = F.cross_entropy(told.mT, part[:, -second:], reduction="none")
+        losses.append(loss.double().sum(1))
+    return torch.cat(losses).numpy(), np.full(len(run), float(second))

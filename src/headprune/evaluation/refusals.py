@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import EvaluateConfig
 from headprune.data.sources import Examples
+from headprune.data.tokens import around
 from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.model.loading import class_ids, task_of
@@ -100,3 +101,10 @@ def refuse_other_tokenizer(ours: Any, base: Any, names: list[str]) -> None:
             f"tokens ({differing[0]!r} among them), so the two would read different texts; "
             "--against takes the model that this one was made from."
         )
+    for ours_adds, base_adds in zip(around(ours), around(base), strict=True):
+        if ours_adds != base_adds:
+            raise HeadpruneError(
+                f"The tokenizers of '{names[0]}' and '{names[1]}' put other special tokens around "
+                f"a text ({ours_adds} and {base_adds}), so the two would read different texts. "
+                "Copy the tokenizer files of the base into the folder of the model."
+            )

@@ -19,7 +19,7 @@ from headprune.io.writing import write_whole
 from headprune.schemas.values import Digest
 
 # settings that decide what is measured; the others, such as the batch size, may change
-DECISIVE = ("seq_len", "max_windows", "seed")
+DECISIVE = ("prefix_ids", "seq_len", "max_windows", "seed")
 _DECISIVE_OF = {"needle_accuracy": ("needle_lengths", "needle_trials")}  # for one metric alone
 _COUNTS = {"tokens", "utf8_bytes"}  # what sums of losses are divided by
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from headprune.config import CalibrationConfig, DataConfig, Objective, RolesConfig
 from headprune.data.batches import batches
 from headprune.data.samples import CalibrationSample
+from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import most_tokens
@@ -114,10 +115,11 @@ def repeated_inputs(
     usual = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
     ids = np.array(sorted(number for number in usual if number < size))
     ids = ids[: max(2 * RUN, len(ids) * 9 // 10)]
-    wraps = task_of(net) not in ("causal-lm", "seq2seq-lm")
-    around = tokenizer("")["input_ids"] if wraps else []
-    most = most_tokens(net.config, tokenizer) or 2 * RUN + len(around)
-    period = min(RUN, (most - len(around)) // 2, len(ids) // 2)
+    before, after = around(tokenizer)
+    sides = (before, [] if task_of(net) == "causal-lm" else after)
+    special = sum(map(len, sides))
+    most = most_tokens(net.config, tokenizer) or 2 * RUN + special
+    period = min(RUN, (most - special) // 2, len(ids) // 2)
     if period < FEWEST:
         raise DataError(
             f"Induction and duplicate tokens are told from two runs of {FEWEST} random tokens; the "
@@ -132,11 +134,10 @@ def repeated_inputs(
 
     def laid_out(second: Any) -> Input:
         both = torch.from_numpy(np.concatenate([first, second], 1))
-        sides = (torch.tensor(side, dtype=torch.long) for side in (around[:1], around[1:]))
-        before, after = (side.expand(len(both), -1) for side in sides)
-        rows = torch.cat([before, both, after], 1)
+        left, right = (torch.tensor(side, dtype=both.dtype).expand(len(both), -1) for side in sides)
+        rows = torch.cat([left, both, right], 1)
         parts = [_batch(net, part) for part in rows.split(config.batch_size)]
-        return Input(parts, before.shape[1], period)
+        return Input(parts, len(before), period)
 
     return laid_out(first), laid_out(other)
 

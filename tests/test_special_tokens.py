@@ -1,0 +1,254 @@
+"""What a tokenizer puts around a text, such as BOS and EOS, is there wherever a model reads one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import processors
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from headprune.compression.heldout import HeldOut
+from headprune.compression.texts import Text
+from headprune.config import (
+    CalibrationConfig,
+    CheckConfig,
+    ConvertConfig,
+    DataConfig,
+    EvaluateConfig,
+    Objective,
+    RolesConfig,
+    TrainGatesConfig,
+)
+from headprune.data.batches import batches
+from headprune.data.calibration import calibration, merge_calibration
+from headprune.data.sequences import packed_sequences
+from headprune.data.sources import Examples
+from headprune.data.tokens import around
+from headprune.errors import DataError, HeadpruneError
+from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.evaluate import run as evaluate_loaded
+from headprune.evaluation.loaded import load
+from headprune.evaluation.refusals import refuse_other_tokenizer
+from headprune.regression.check import check, update_baseline
+from headprune.role.inputs import repeated_inputs, text_input
+from tests import tiny
+
+BOS, EOS, MASK = 2, 3, 4
+TOKENIZERS: dict[str, tuple[list[int], list[int]]] = {
+    "nothing": ([], []),
+    "bos": ([BOS], []),
+    "eos": ([], [EOS]),
+    "both": ([BOS], [EOS]),
+    "two": ([MASK, BOS], []),  # as GLM: [gMASK]<sop>
+}
+SEQ = 16
+
+
+def adding(kind: str) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer, with something around every text."""
+    made = tiny.tokenizer()
+    before, after = (made.convert_ids_to_tokens(side) for side in TOKENIZERS[kind])
+    special = [(token, made.convert_tokens_to_ids(token)) for token in {*before, *after}]
+    if special:
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], special_tokens=special
+        )
+    return made
+
+
+def saved(kind: str, folder: Path, case: str = "llama-gqa") -> Path:
+    tiny.save(tiny.model(case), folder)
+    adding(kind).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def reads() -> Iterator[list[Tensor]]:
+    """Whatever comes to an embedding of the vocabulary."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Embedding) and module.num_embeddings == tiny.VOCAB:
+            seen.append(args[0].cpu())
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def begin(rows: Any, before: list[int]) -> bool:
+    """Whether every row begins so, and has none of it further on."""
+    length = len(before)
+    return all(
+        list(row[:length]) == before and not set(before) & set(row[length:]) - {EOS} for row in rows
+    )
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_what_a_tokenizer_adds_is_told(kind: str, tmp_path: Path) -> None:
+    assert around(adding(kind)) == TOKENIZERS[kind]
+    folder = saved(kind, tmp_path / "model")
+    assert around(PreTrainedTokenizerFast.from_pretrained(folder)) == TOKENIZERS[kind]
+
+
+def test_a_tokenizer_that_changes_the_text_is_refused() -> None:
+    class Changing:
+        all_special_ids = (0,)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+            return {"input_ids": [0, 2] if add_special_tokens else [1]}
+
+    with pytest.raises(DataError, match=r"reads 'a' as \[1\], and with special tokens as \[0, 2\]"):
+        around(Changing())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_every_window_begins_as_a_text(kind: str, documents: bool, closed: bool) -> None:
+    (before, after), of = TOKENIZERS[kind], adding(kind)
+    texts = [(tiny.text(50, seed),) for seed in range(3)]
+    rows = packed_sequences(Examples(texts, None, documents), of, SEQ, closed=closed)["input_ids"]
+    end = ([EOS] if documents else []) if closed else after or ([EOS] if documents else [])
+    stream = [
+        token
+        for (text,) in texts
+        for token in [*of(text, add_special_tokens=False)["input_ids"], *end]
+    ]
+    last = after if closed else []
+    inner = SEQ - len(before) - len(last)
+    assert rows == [
+        [*before, *stream[i : i + inner], *last]
+        for i in range(0, len(stream) // inner * inner, inner)
+    ]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: Path) -> None:
+    (before, after), of = TOKENIZERS[kind], adding(kind)
+    folder, data = saved(kind, tmp_path / "model"), DataConfig(source=str(text_file))
+    net = tiny.model("llama-gqa")
+    config = CalibrationConfig(calibration_tokens=128, seq_len=SEQ)
+    sample = calibration(net, folder, data, config, "score")
+    assert begin(sample.rows["input_ids"], before)
+    convert = ConvertConfig(kv_heads=1, calibration_tokens=128, seq_len=SEQ)
+    assert begin(merge_calibration(net, folder, data, convert).rows["input_ids"], before)
+    text = Text("text", tuple(((tiny.text(100),), None) for _ in range(3)), False)
+    heldout = HeldOut(net, of, [text], SEQ, 64, 4)
+    assert begin(heldout.rows["text"]["input_ids"], before)
+    roles = RolesConfig(sequences=4, seq_len=SEQ)
+    for given in (text_input(net, of, data, roles)[0], *repeated_inputs(net, of, roles)):
+        assert all(begin(batch["input_ids"].tolist(), before) for batch in given.batches)
+        assert not given.period or given.start == len(before)
+    t5 = tiny.model("t5")
+    sample = merge_calibration(t5, folder, data, convert)
+    assert begin(sample.rows["input_ids"], before)  # its encoder reads whole texts
+    assert all(row[len(row) - len(after) :] == after for row in sample.rows["input_ids"])
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_what_stands_before_a_text_is_not_predicted(
+    kind: str, tmp_path: Path, text_file: Path
+) -> None:
+    before, net = TOKENIZERS[kind][0], tiny.model("llama-gqa")
+    config = TrainGatesConfig(target_heads=12, seq_len=SEQ, batch_size=4)
+    data = DataConfig(source=str(text_file))
+    rows, collate, _ = batches(Objective.LM, net, adding(kind), data, config)
+    batch = collate([rows[number] for number in range(4)])
+    ids, labels = batch["input_ids"], batch["labels"]
+    assert (labels[:, : len(before)] == -100).all()
+    assert torch.equal(labels[:, len(before) :], ids[:, len(before) :])
+    assert begin(ids.tolist(), before)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_whatever_an_evaluation_reads_begins_as_a_text(
+    kind: str, tmp_path: Path, text_file: Path
+) -> None:
+    before = TOKENIZERS[kind][0]
+    folder = saved(kind, tmp_path / "model")
+    prose = tmp_path / "prose.txt"
+    prose.write_text("".join(f"{tiny.text(55, seed)} ending.\n\n" for seed in range(12)))
+    config = EvaluateConfig(
+        seq_len=SEQ,
+        max_windows=4,
+        copying=2,
+        last_words=3,
+        needle=True,
+        needle_lengths=(64,),
+        needle_trials=1,
+        speed=False,
+    )
+    loaded = load(folder, DataConfig(source=str(prose)), config)
+    with reads() as seen:
+        report = evaluate_loaded(loaded, config).report
+    names = {metric.name for metric in report.model.metrics}
+    assert {"perplexity", "copying_nll", "last_word_accuracy", "needle_accuracy"} <= names
+    assert len({ids.shape[1] for ids in seen}) >= 3  # windows, passages, contexts with needles
+    assert all(begin(ids.tolist(), before) for ids in seen)
+    assert report.provenance.settings.get("prefix_ids", []) == before
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_perplexity_is_that_of_plain_torch(kind: str, tmp_path: Path, text_file: Path) -> None:
+    before = TOKENIZERS[kind][0]
+    folder = saved(kind, tmp_path / "model")
+    config = EvaluateConfig(seq_len=SEQ, max_windows=5, speed=False)
+    report = evaluate(folder, DataConfig(source=str(text_file)), config)
+    (found,) = (m.value for m in report.model.metrics if m.name == "perplexity")
+    net: PreTrainedModel = tiny.model("llama-gqa")
+    words = tiny.tokenizer()(text_file.read_text())["input_ids"]
+
+    def by_hand(first: Sequence[int]) -> float:
+        inner, losses = SEQ - len(before), []
+        for start in range(0, 5 * inner, inner):
+            ids = torch.tensor([*first, *words[start : start + inner]])
+            with torch.no_grad():
+                logits = net(ids[None]).logits[0]
+            scored = max(1, len(first))
+            losses.append(F.cross_entropy(logits[scored - 1 : -1], ids[scored:], reduction="none"))
+        return math.exp(torch.cat(losses).double().mean())
+
+    assert found == pytest.approx(by_hand(before), rel=1e-6)
+    for other in ([], [BOS], [MASK, BOS], [EOS]):
+        assert other == before or abs(by_hand(other) / found - 1) > 1e-3
+
+
+def test_a_baseline_without_bos_is_refused(tmp_path: Path, text_file: Path) -> None:
+    baseline = tmp_path / "baseline.json"
+    config = CheckConfig(
+        model=str(saved("bos", tmp_path / "model")),
+        data=str(text_file),
+        baseline=str(baseline),
+        limits=("perplexity <= +2 %",),
+        seq_len=SEQ,
+        max_windows=8,
+    )
+    update_baseline(config)
+    assert check(config).passed
+    content = json.loads(baseline.read_text())
+    assert content["settings"].pop("prefix_ids") == [BOS]
+    baseline.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"other settings: prefix_ids was None and is \[2\]"):
+        check(config)
+
+
+def test_a_base_that_begins_a_text_otherwise_is_refused() -> None:
+    with pytest.raises(HeadpruneError, match=r"around a text \(\[2\] and \[\]\)"):
+        refuse_other_tokenizer(adding("bos"), adding("nothing"), ["a", "b"])
+    refuse_other_tokenizer(adding("bos"), adding("bos"), ["a", "b"])
