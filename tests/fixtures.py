@@ -15,7 +15,6 @@ CHECKED = ["tensors", "runtime", "config", "family", "schemas", "model", "data"]
 CHECKED += ["surgery", "proof", "training", "gates", "evidence", "planning", "exporting"]
 CHECKED += ["distillation", "evaluation", "regression"]
 CHECKED += ["processes", "io.outputs", "io.ownership", "io.folders", "io.tensors", "io.streaming"]
-CHECKED += ["io.leftovers"]
 checking.install([f"headprune.{name}" for name in CHECKED])
 
 import functools

@@ -229,11 +229,11 @@ def test_what_is_required_may_come_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text(f"clean: {{folder: {tmp_path}, dry_run: true}}")
-    code, out, err = run(capsys, "clean", "--config", file)
-    assert (code, "No run left anything." in out) == (0, True), err
-    code, _, err = run(capsys, "clean")
-    assert (code, "DIR is missing: give it, or 'folder' in the file of --config" in err) == (
+    file.write_text(f"inspect: {{model: {tmp_path}/none}}")
+    code, _, err = run(capsys, "inspect", "--config", file)
+    assert (code, "none' is no model" in err or "no such folder" in err) == (2, True), err
+    code, _, err = run(capsys, "inspect")
+    assert (code, "MODEL is missing: give it, or 'model' in the file of --config" in err) == (
         2,
         True,
     )

@@ -28,7 +28,7 @@ from headprune.training.arguments import resumable_arguments
 from tests import tiny
 from tests.test_cli import run
 
-RUN_NO_MODEL = {"clean", "families", "report"}
+RUN_NO_MODEL = {"families", "report"}
 ON_THE_CPU = {"export"}  # compares with engines there
 
 

@@ -295,7 +295,7 @@ def test_on_a_terminal_only_styles_are_left(monkeypatch: pytest.MonkeyPatch) -> 
     with terminal.bar() as bar:
         bar.stage(START)
         bar.step(1, 2, "loss")
-    with terminal.context(answers=False) as running:
+    with terminal.context() as running:
         running.stage(START)
         running.line(START)
     for payload in ("\x1b]0", "\x1b[2J", "\x9b", "\u202e"):

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
@@ -23,9 +23,8 @@ from headprune.evaluation import sweep as sweeping
 from headprune.evaluation.sweep import sweep
 from headprune.io import ownership, writing
 from headprune.io.figures import heat_map, save
-from headprune.io.leftovers import clean, survey
 from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
-from headprune.io.writing import beside, reserved, work_folder, write_whole, write_yaml
+from headprune.io.writing import abandoned, beside, reserved, work_folder, write_whole, write_yaml
 from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -34,7 +33,6 @@ from tests.marks import slow_unless
 from tests.test_cli import run
 
 BRIEF = SweepConfig(tokens=128, seq_len=16, criterion="magnitude", refit=False, max_windows=2)
-DEAD = 2**22 + 1  # more than Linux ever gives to a process
 
 
 def names(folder: Path) -> list[str]:
@@ -113,11 +111,15 @@ def test_what_cannot_be_taken_back_waits_for_the_next_run(
 
 def test_a_folder_in_which_a_run_died_before_it_wrote_anything_is_empty(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (out / ".config.yaml.partial" / "new").mkdir(parents=True)
+    work = out / ".config.yaml.partial"
+    (work / "new").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="already exists"), claimed(out, overwrite=False):
+        pass  # nothing says that it is of headprune
+    (work / "headprune-at-work").touch()
     with claimed(out, overwrite=False):
-        assert names(out) == []
-    (out / ".config.yaml.partial" / "new").mkdir(parents=True)
-    (out / "notes").write_text("x")
+        write_whole(out / "config.yaml", "x")
+        assert names(out) == ["config.yaml"]
+    (out / "config.yaml").rename(out / "notes")
     with pytest.raises(CheckpointError, match="already exists"), claimed(out, overwrite=False):
         pass
 
@@ -204,11 +206,10 @@ def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path: Path) -> N
         for name in (out, tmp_path / "link" / "out"):  # the same by whatever name
             with pytest.raises(CheckpointError, match="Another process is writing"):
                 write(name, 1)
-        assert survey(tmp_path).leftovers == ()  # it is at work
+        assert not abandoned(tmp_path / ".out.partial")
         other.kill()
         other.wait()
-        (left,) = survey(tmp_path).leftovers
-        assert left.path == tmp_path / ".out.partial"
+        assert abandoned(tmp_path / ".out.partial")
         write(out, 1)
     assert (state(out), names(tmp_path)) == (1, ["link", "out"])
 
@@ -222,12 +223,17 @@ def test_a_claim_is_claimed_again_within(tmp_path: Path) -> None:
     assert (state(tmp_path / "out"), names(tmp_path)) == (2, ["out"])
 
 
-def test_what_others_put_beside_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "notes.txt").write_text("mine")
+@pytest.mark.parametrize("inside", ["notes.txt", "new/notes.txt", "old/notes.txt"])
+def test_what_others_put_where_it_would_be_made_is_not_touched(inside: str, tmp_path: Path) -> None:
+    mine = tmp_path / ".out.partial" / inside
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"headprune did not make it. Move it away"):
+        write(tmp_path / "out", 1)
+    assert mine.read_text() == "mine" and names(tmp_path) == [".out.partial"]
+    (tmp_path / ".out.partial").rename(tmp_path / "moved")
     write(tmp_path / "out", 1)
-    assert (tmp_path / ".out.partial" / "notes.txt").read_text() == "mine"
-    assert survey(tmp_path).leftovers == ()
+    assert names(tmp_path) == ["moved", "out"]
 
 
 # ------------------------------------------------------------- names and links
@@ -616,103 +622,65 @@ def test_a_sweep_goes_on_only_with_the_text_and_versions_it_began_with(
         again(0.5, test={"test": test, "further": further})
 
 
-# ------------------------------------------------------------------------ clean
+# ------------------------------------------------- what others call by such names
+
+MINE = ("my-thesis.partial/chapter.txt", "x.partial", "tmpab_cd3f1/a.txt", ".gitattributes")
+MINE += (".cache/huggingface/a.txt", ".my.partial/new/a.txt", ".m.99.old/a.txt", "x.99.partial")
 
 
-def left_behind(home: Path) -> list[Path]:
-    """What dead runs of this and of older versions leave, beside what they do not."""
-    (home / "good").mkdir(parents=True)
-    (home / "good" / "model.safetensors").write_bytes(b"w" * 10)
-    for name in ("swept", "r-checkpoints/checkpoints", "sub"):
-        (home / name).mkdir(parents=True)
-    sweep_config = dict.fromkeys(
-        ("model", "fingerprint", "data", "test", "calibration", "evaluation")
-    )
-    (home / "swept/config.yaml").write_text(yaml.safe_dump(sweep_config))
-    heal_config = dict.fromkeys(("model", "teacher", "data", "heal"), "")
-    (home / "r-checkpoints/config.yaml").write_text(yaml.safe_dump(heal_config))
-    (home / f".live.{os.getpid()}.partial").mkdir()
-    (home / ".partial/new").mkdir(parents=True)  # of a recipe's run, whose step has that name
-    (home / ".partial/new/plan.json").write_text("{}")
-    (home / ".mine.partial").mkdir()
-    (home / ".mine.partial" / "notes.txt").write_text("mine")
-    folders = [
-        home / ".good.partial/new/good",
-        home / f"sub/.m.{DEAD}.partial",
-        home / f"sub/.n.{DEAD}.old",
-        home / "swept/tmpab_cd3f1/cut",
-        home / "r-checkpoints/checkpoints/incomplete-checkpoint-2",
-    ]
-    for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"w" * 100)
-    file = home / f"sub/.run.json.{DEAD}.partial"
-    file.write_bytes(b"w" * 100)
-    (home / "sub/n").mkdir()
-    return [
-        home / ".good.partial",
-        folders[1],
-        folders[2],
-        home / "swept/tmpab_cd3f1",
-        folders[4],
-        file,
-    ]
+def put_mine(folder: Path, names: Sequence[str] = MINE) -> dict[Path, str]:
+    """Puts a user's files into a folder; what they hold."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return {folder / name: name for name in names}
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
-def test_clean_finds_and_removes_what_dead_runs_left(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    wanted = left_behind(home)
-    before = everything(home)
-    found = survey(home)
-    assert {left.path for left in found.leftovers} == set(wanted)
-    assert (found.bytes, found.resumable) == (600, (home / "r-checkpoints",))
-    assert everything(home) == before
-    assert clean(found).removed
-    kept = everything(home)
-    assert len(before) - len(kept) == 6
-    others = {"good/model.safetensors", ".mine.partial/notes.txt", ".partial/new/plan.json"}
-    assert others <= kept.keys()
-    assert (home / f".live.{os.getpid()}.partial").is_dir()
-    assert not any(path.exists() for path in wanted)
-    assert survey(home).leftovers == ()
+@pytest.mark.parametrize("line", FOLDERS)
+def test_a_users_files_in_an_output_are_kept_by_whatever_name(
+    line: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "text.txt").write_text("elsewhere")
+    for number, name in enumerate(MINE):
+        record(home / f"out{number}", "scores.json")
+        put_mine(home / f"out{number}", [name])
+        before = everything(home)
+        code, _, err = run(capsys, *line.replace("OUT", f"out{number}").split())
+        assert (code, f"'{name}' in 'out{number}' is no part" in err) == (2, True), err
+        assert everything(home) == before
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
-def test_clean_puts_an_output_in_its_place_that_a_run_died_over(tmp_path: Path) -> None:
-    work = tmp_path / ".now.partial"
-    for place, version in (
-        (work / "new" / "now", 2),
-        (work / "old", 1),
-        (tmp_path / f".then.{DEAD}.partial", 2),
-        (tmp_path / f".then.{DEAD}.old", 1),
-        (tmp_path / f".once.{DEAD}.old", 1),
-    ):
-        write(tmp_path / "made", version)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "made").rename(place)
-    clean(survey(tmp_path))
-    assert {name: state(tmp_path / name) for name in names(tmp_path)} == {
-        "now": 2, "then": 2, "once": 1,
-    }  # fmt: skip
-
-
-def test_the_command_clean(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = left_behind(home / "runs")
-    for options in (["--dry-run"], ["--json"]):
-        code, out, err = run(capsys, "clean", "runs", *options)
-        assert (code, all(path.exists() for path in wanted)) == (0, True), err
-        assert "incomplete-checkpoint-2" in out
-    code, _, err = run(capsys, "clean", "runs")  # nobody to ask
-    assert (code, "say --yes" in err) == (2, True), err
-    assert all(path.exists() for path in wanted)
-    code, out, err = run(capsys, "clean", "runs", "--yes", "--json")
-    assert (code, json.loads(out)["removed"], json.loads(out)["bytes"]) == (0, True, 600), err
-    assert not any(path.exists() for path in wanted)
-    code, out, err = run(capsys, "clean", "runs", "--yes")
-    assert "No run left anything" in out and "r-checkpoints" in out
-    code, _, err = run(capsys, "clean", "nowhere")
-    assert (code, "There is no folder 'nowhere'" in err) == (2, True)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "score model --data text.txt --criterion magnitude --output out --overwrite",
+        "prune model --plan plan.json --output out --overwrite",
+        "train-gates model --data text.txt --target-heads 0.5 --steps 1 --batch-size 2 "
+        "--seq-len 16 --output out --overwrite",
+    ],
+)
+def test_a_users_files_beside_an_output_are_kept(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(400))
+    (tmp_path / "plan.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
+    record(tmp_path / "out", "scores.json")
+    mine = put_mine(tmp_path)
+    if line.startswith("train-gates"):  # over an interrupted run
+        work = tmp_path / "out-checkpoints"
+        settings = {"model": "model", "data": {"source": "text.txt"}}
+        (work / "checkpoints/checkpoint-1").mkdir(parents=True)
+        gates = {"target_heads": 0.5}
+        (work / "config.yaml").write_text(yaml.safe_dump({**settings, "train_gates": gates}))
+        mine |= put_mine(work, MINE[:2]) | put_mine(work / "checkpoints", MINE[:1])
+        mine |= put_mine(work, [".my.partial/new/a.txt"])
+    code, _, err = run(capsys, *line.split())
+    assert code == 0, err
+    assert {path: path.read_text() for path in mine} == mine
+    assert not (tmp_path / "out-checkpoints/checkpoints/checkpoint-1").exists()
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def test_a_death_while_a_command_runs_costs_nothing(tmp_path: Path) -> None:

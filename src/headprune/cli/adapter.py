@@ -154,7 +154,7 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
             if note is not None:
                 terminal.note(note.replace("{}", Door.OPTION.spell(name, command.options)))
         terminal.quiet_libraries()
-        with terminal.context(answers=not asked_json) as running:
+        with terminal.context() as running:
             result = command.start(options, running)
         terminal.warn(command.warnings(result))
         if asked_json:

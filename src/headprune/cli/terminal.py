@@ -124,21 +124,10 @@ class Bar:
     Attributes:
         stage: Called with a few words before every stage.
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
-        pause: Takes the bar away, so that something can be asked.
     """
 
     stage: Callable[[str], None]
     step: Callable[..., None]
-    pause: Callable[[], None] = lambda: None
-
-    def asking(self, question: Callable[..., A]) -> Callable[..., A]:
-        """A question that is not asked over the bar."""
-
-        def asked(*arguments: Any) -> A:
-            self.pause()
-            return question(*arguments)
-
-        return asked
 
 
 @contextmanager
@@ -173,7 +162,7 @@ def bar() -> Iterator[Bar]:
             progress.update(progress.task_ids[-1], completed=done, total=total, numbers=numbers)
 
         stage("starting")
-        yield Bar(stage, step, progress.stop)
+        yield Bar(stage, step)
 
 
 def _no_step(done: int, total: int, numbers: str = "") -> None:
@@ -181,12 +170,8 @@ def _no_step(done: int, total: int, numbers: str = "") -> None:
 
 
 @contextmanager
-def context(answers: bool) -> Iterator[Context]:
-    """What a command runs in, at a terminal.
-
-    Args:
-        answers: Whether somebody is there to answer questions.
-    """
+def context() -> Iterator[Context]:
+    """What a command runs in, at a terminal."""
     with bar() as shown:
 
         def line(text: str, good: bool | None = None) -> None:
@@ -197,26 +182,7 @@ def context(answers: bool) -> Iterator[Context]:
             stage=shown.stage,
             step=shown.step,
             line=line,
-            confirm=shown.asking(_confirm) if answers else None,
         )
-
-
-def _answered(question: Callable[[], A]) -> A:
-    """An answer; without one, the command ends as it would anywhere else."""
-    try:
-        return question()
-    except typer.Abort as stopped:
-        if isinstance(stopped.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        raise HeadpruneError("Nobody answers: say --yes, or give the options.") from None
-
-
-def _confirm(lines: Iterable[str], question: str) -> bool:
-    for line in lines:
-        out.print(line, soft_wrap=True, markup=False)
-    if out.quiet or not sys.stdin.isatty():  # nobody saw them, or nobody answers
-        raise HeadpruneError("Nothing was removed: say --yes to remove these, or --dry-run.")
-    return _answered(lambda: typer.confirm(question))
 
 
 def warn(sentences: Iterable[str]) -> None:

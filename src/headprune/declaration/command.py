@@ -40,7 +40,6 @@ class Chapter(str, Enum):
     CUT = "Make a model smaller"
     JUDGE = "Prove and measure"
     SERVE = "Serve it"
-    JOBS = "Whole jobs"
 
 
 Result = TypeVar("Result")
@@ -98,13 +97,12 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Context:
-    """What a command runs in: who is told how it goes on, who answers, and what models may bring.
+    """What a command runs in: who is told how it goes on, and what models may bring.
 
     Attributes:
         stage: Called with a few words before every stage.
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
         line: Called with a line that stays, and whether it tells of success or failure.
-        confirm: Shows lines and asks whether to go on; None where nobody answers.
         allowed: What a model may bring.
         made_by: The command, for the record in what it writes; None where no command runs.
     """
@@ -112,7 +110,6 @@ class Context:
     stage: Callable[[str], None] = lambda stage: None
     step: Callable[..., None] = _no_step
     line: Callable[..., None] = lambda line, good=None: None
-    confirm: Callable[[Iterable[str], str], bool] | None = None
     allowed: Allowed = Allowed()
     made_by: MadeBy | None = None
 
@@ -123,7 +120,7 @@ class Context:
             self.step(number, len(items))
 
     def unheard(self) -> Context:
-        """The same without anyone who is told or answers."""
+        """The same without anyone who is told."""
         return Context(allowed=self.allowed, made_by=self.made_by)
 
 

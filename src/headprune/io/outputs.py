@@ -22,7 +22,6 @@ from headprune.io.writing import (
     abandoned,
     is_reserved,
     is_there,
-    is_work_folder,
     put,
     real,
     refuse_strange_name,
@@ -64,22 +63,14 @@ def claimed(
         if looked_at:
             yield
             return
-        if not overwrite and place.is_dir() and _has_content(place):
+        content = place.iterdir() if place.is_dir() else ()
+        if not overwrite and not all(abandoned(entry) for entry in content):
             raise CheckpointError(
                 f"The output folder '{path}' already exists. Choose another one, or replace it "
                 "with --overwrite."
             )
         refuse_foreign(path)
         yield
-
-
-def _has_content(folder: Path) -> bool:
-    """Whether a folder holds anything but what dead runs left, which is removed."""
-    for entry in folder.iterdir():
-        if is_work_folder(entry):
-            with suppress(OSError):
-                abandoned(entry, remove=True)
-    return any(folder.iterdir())
 
 
 @contextmanager

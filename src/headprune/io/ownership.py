@@ -16,12 +16,11 @@ from typing import Any
 
 from headprune.errors import CheckpointError
 from headprune.io.parsing import read_json, read_yaml
+from headprune.io.writing import abandoned
 from headprune.runtime import MANIFEST
 
 EXPORTED = "export.json"
-_ANYWHERE = (".DS_Store", "Thumbs.db", "desktop.ini", ".gitattributes")  # of file managers and hubs
-# what a dead run of this or an older version left, and a download from the hub
-_LEFTOVERS = ("*.partial/new/*", "*.partial/old/*", "*.partial", ".cache/huggingface/*")
+_ANYWHERE = (".DS_Store", "Thumbs.db", "desktop.ini")  # of file managers
 _MARKED_BYTES = 4096  # a mark stands near the start of a file
 
 
@@ -56,7 +55,7 @@ _SCORES = ("scores.safetensors", "scores.json")
 SWEEP = FolderKind(
     "config.yaml",
     frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
-    ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*", "tmp????????/*"),
+    ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*"),
 )
 TRAININGS = (
     FolderKind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
@@ -93,12 +92,6 @@ KINDS = (
 )
 
 
-def is_training(folder: Path) -> bool:
-    """Whether a training was interrupted in a folder, and can go on."""
-    begun = (folder / "checkpoints").is_dir()
-    return begun and any(kind.content(folder) is not None for kind in TRAININGS)
-
-
 def is_one_piece(folder: Path) -> bool:
     """Whether a folder is a model, or what headprune wrote: nothing else belongs in it."""
     return (folder / "config.json").is_file() or bool(_parts(folder))
@@ -117,9 +110,8 @@ def foreign(folder: Path) -> str | None:
     parts = _parts(folder)
     for file in _files(folder):
         inside = file.relative_to(folder).as_posix()
-        litter = file.name in _ANYWHERE or any(fnmatch(inside, one) for one in _LEFTOVERS)
-        known = any(fnmatch(inside, pattern) for pattern in parts)
-        if not (litter or known or (parts and is_ours(file))):
+        known = file.name in _ANYWHERE or any(fnmatch(inside, pattern) for pattern in parts)
+        if not (known or (parts and is_ours(file))):
             return inside
     return None
 
@@ -136,13 +128,13 @@ def _parts(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Everything but folders, in order; links are not followed."""
+    """All files and links but those of an output that a dead run was making, in order."""
 
     def unreadable(error: OSError) -> None:
         raise CheckpointError(f"'{folder}' cannot be read through: {error}.")
 
     for place, folders, files in os.walk(folder, onerror=unreadable):
-        folders.sort()
+        folders[:] = sorted(name for name in folders if not abandoned(Path(place) / name))
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         yield from (Path(place) / name for name in sorted([*files, *links]))
 

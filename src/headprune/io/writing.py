@@ -6,7 +6,8 @@ Beside every output that is being written lies a hidden folder, its work folder:
 .NAME.partial/old        the output that was there before, where the system cannot exchange the two
 
 The process at work holds a lock on that folder, which ends with the process, however it ends. So
-the next one that writes the same output finds what a dead one left there, and takes it over.
+the next one that writes the same output finds what a dead one left there, and takes it over. Only
+a folder with the file of the name ``headprune-at-work`` is one of these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import yaml
 from headprune.errors import CheckpointError
 from headprune.io.locks import lock
 
-_NEW, _OLD = "new", "old"
+_NEW, _OLD, _MARK = "new", "old", "headprune-at-work"
 _LONGEST = 255  # bytes in a name
 _held: dict[Path, Path] = {}  # outputs that this process writes, and their work folders
 
@@ -156,7 +157,7 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _fresh(work: Path, place: Path) -> Path:
-    """Empties a work folder, but for what is none of its own."""
+    """Empties a work folder."""
     for name in (_NEW, _OLD):
         if (work / name).is_dir():
             shutil.rmtree(work / name)
@@ -168,6 +169,7 @@ def _remove(work: Path) -> None:
     for name in (_NEW, _OLD):
         shutil.rmtree(work / name, ignore_errors=True)
     with suppress(OSError):
+        (work / _MARK).unlink(missing_ok=True)
         work.rmdir()
 
 
@@ -176,6 +178,7 @@ def _locked(work: Path, place: Path) -> int | None:
     while True:
         work.mkdir(parents=True, exist_ok=True)
         if sys.platform == "win32":
+            _mark(work)
             return None
         try:
             folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -186,46 +189,45 @@ def _locked(work: Path, place: Path) -> int | None:
             raise CheckpointError(
                 f"Another process is writing '{place}'. Wait for it, or choose another output."
             )
-        with suppress(FileNotFoundError):
+        try:
             if os.path.samestat(os.fstat(folder), work.stat()):
+                _mark(work)
                 return folder
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(folder)
+            raise
         os.close(folder)
 
 
-def is_work_folder(path: Path) -> bool:
-    """Whether outputs were made in a folder: it has such a name, and holds nothing else."""
-    if not re.fullmatch(r"\..+\.partial", path.name) or path.is_symlink() or not path.is_dir():
-        return False
-    try:
-        return {inside.name for inside in path.iterdir()} <= {_NEW, _OLD}
-    except OSError:  # another user's
-        return False
-
-
-def abandoned(work: Path, remove: bool = False) -> bool:
-    """Whether no process is at work in a work folder; False where nothing can tell.
-
-    Args:
-        work: The folder.
-        remove: Remove it then; an output that was being put in its place is put there first.
+def _mark(work: Path) -> None:
+    """Marks an empty folder as a work folder.
 
     Raises:
-        OSError: If that fails.
+        CheckpointError: If it holds something, and has no mark.
     """
-    if sys.platform == "win32":
+    if not (work / _MARK).is_file() and any(work.iterdir()):
+        raise CheckpointError(
+            f"'{work}' lies where the output would be made, and headprune did not make it. Move it "
+            "away, or choose another output."
+        )
+    (work / _MARK).touch()
+
+
+def abandoned(work: Path) -> bool:
+    """Whether a folder is a work folder in which no process is at work."""
+    named = re.fullmatch(r"\..+\.partial", work.name) and not work.is_symlink()
+    if sys.platform == "win32" or not named or not (work / _MARK).is_file():
         return False
     try:
+        if {inside.name for inside in work.iterdir()} - {_NEW, _OLD, _MARK}:
+            return False
         folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        if not lock(folder):
-            return False
-        if remove:
-            for new in (work / _NEW).glob("*"):
-                adopt(new, work.with_name(new.name), work / _OLD)
-            _remove(work)
-        return True
+        return bool(lock(folder))
     finally:
         os.close(folder)
 

@@ -30,12 +30,12 @@ from headprune.errors import (
 )
 from headprune.io.outputs import Input, claimed
 from headprune.io.parsing import parse_json, read_yaml, validated
-from headprune.io.writing import beside, real, write_whole
+from headprune.io.writing import abandoned, beside, real, write_whole
 from headprune.training import checkpoints
+from headprune.training.checkpoints import PARTIAL
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
 _SUFFIX = "-checkpoints"
-_PARTIAL = ".*.partial"  # of a file that was not written to its end
 
 
 class Settings(BaseModel):
@@ -139,7 +139,7 @@ class Work:
         self.remove()
         content = settings.model_dump(mode="json")
         try:
-            self.checkpoints.mkdir(parents=True)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise checkpoints.unwritable(self.folder, error) from None
         write_whole(self.folder / CONFIG, yaml.safe_dump(content, sort_keys=False))
@@ -189,8 +189,9 @@ class Work:
         with suppress(OSError):
             (self.folder / CONFIG).unlink(missing_ok=True)
             self.history.unlink(missing_ok=True)
-            for folder in (self.checkpoints, *self.folder.glob(_PARTIAL)):
+            for folder in (*checkpoints.found(self.checkpoints), self.checkpoints / PARTIAL):
                 shutil.rmtree(folder, ignore_errors=True)
+            self.checkpoints.rmdir()  # unless it holds something else
             self.folder.rmdir()
 
     def _begun(self) -> Settings | None:
@@ -220,8 +221,8 @@ class Work:
         if not self.folder.is_dir():
             return
         ours = {HISTORY, CHECKPOINTS}
-        ours |= {path.name for path in self.folder.glob(_PARTIAL)}
-        others = [path for path in self.folder.iterdir() if path.name not in ours]
+        inside = self.folder.iterdir()
+        others = [path for path in inside if path.name not in ours and not abandoned(path)]
         if self.checkpoints.is_dir():
             others += [path for path in self.checkpoints.iterdir() if not checkpoints.ours(path)]
         if others:
