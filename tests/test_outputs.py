@@ -340,7 +340,6 @@ def record(folder: Path, name: str) -> None:
             ("headprune_version", "model", "unit", "modules", "kept_heads"), ""
         ),
         "scores.json": dict.fromkeys(("versions", "model", "unit", "modules", "criteria"), ""),
-        "import.json": {"headprune_version": "1", "files": ["model.safetensors"]},
     }
     (folder / name).write_text(json.dumps(found[name]))
 
@@ -349,7 +348,6 @@ OURS = {
     "headprune.json": ["model.safetensors", "sub/[x].json", "README.md", ".DS_Store"],
     "gates.json": ["gates.safetensors", "history.jsonl", "checkpoints/checkpoint-2/optimizer.pt"],
     "scores.json": ["scores.safetensors"],
-    "import.json": ["model.safetensors"],
 }
 
 
