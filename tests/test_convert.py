@@ -117,7 +117,7 @@ DECODERS = [case for case in SHARING if tiny.task(case) == "causal-lm"]
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(DECODERS).__contains__, DECODERS))
 def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> None:
     before = tiny.kv_heads(case)
-    convert(folder, case, before // 3, merge="first")
+    convert(folder, case, before // 3, merge="mean")
     model = headprune.from_pretrained(folder / "out")
     ids = probes.probe_inputs(model)["input_ids"][:1]
     cache = model(ids, past_key_values=DynamicCache(), use_cache=True).past_key_values
@@ -133,7 +133,7 @@ def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> N
 
 @pytest.mark.parametrize("case", tiny.present("bart", "whisper", "t5"))
 def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) -> None:
-    convert(folder, case, 2, merge="first")
+    convert(folder, case, 2, merge="mean")
     model = headprune.from_pretrained(folder / "out")
     model.generation_config.eos_token_id = None
     inputs: dict[str, Any] = dict(probes.probe_inputs(model))
@@ -336,10 +336,10 @@ def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> 
 def test_a_plan_that_merges_is_refused_where_heads_are_cut(folder: Path) -> None:
     """Else it would be cut without a merge, which its proof would refuse after all the work."""
     model = saved("llama-mha", folder)
-    convert(folder, "llama-mha", 2, merge="norm-mean")
+    convert(folder, "llama-mha", 2, merge="procrustes")
     file = folder / "out" / "plan.json"
-    assert read_plan(file, {}).merge == "norm-mean"
-    with pytest.raises(PlanError, match=r"merges KV heads \(by norm-mean\).*--kv-heads 2,2,2,2"):
+    assert read_plan(file, {}).merge == "procrustes"
+    with pytest.raises(PlanError, match=r"merges KV heads \(by procrustes\).*--kv-heads 2,2,2,2"):
         prune(model, folder / "cut", CutRequest(plan=file))
     assert not (folder / "cut").exists()
     content = json.loads(file.read_text())

@@ -203,7 +203,7 @@ JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
     "refit": refit,
     "convert": convert_gqa("lowrank"),
     "convert-procrustes": convert_gqa("procrustes", grouping="similar"),
-    "convert-medoid": convert_gqa("medoid"),
+    "convert-mean": convert_gqa("mean"),
     "convert-budget": convert_gqa(None, kv_heads=None, kv_budget=0.5),
     "gates": train_gates(),
     "gates-refit": train_gates(method="refit", dtype="float32"),

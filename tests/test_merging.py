@@ -355,5 +355,5 @@ def test_lowrank_without_text_says_what_it_needs() -> None:
 
 
 def test_a_misspelt_merge_names_the_nearest() -> None:
-    with pytest.raises(PlanError, match="'medoid'"):
-        MERGES["mediod"]
+    with pytest.raises(PlanError, match="'lowrank'"):
+        MERGES["lowrnak"]

@@ -108,7 +108,7 @@ COMMANDS: tuple[str, ...] = (
     "prune m --plan plan.json --output out",
     *(
         f"convert-gqa m --kv-heads 1 --merge {name} --calibrate text.txt {REFITTING} --output out"
-        for name in ("lowrank", "procrustes", "mean", "norm-mean", "medoid")
+        for name in ("lowrank", "procrustes", "mean")
     ),
     "convert-gqa m --kv-heads 1 --merge mean --output out",
     "convert-gqa m --kv-budget 0.5 --grouping similar --output out",

@@ -98,8 +98,8 @@ class ConvertConfig(Targeted, OfKinds):
         "Instead: the share of all KV heads to keep, spread over the layers.", None, Panel.MAIN
     )
     merge: str | None = option(
-        "How the heads of a group become one: mean, first, random, medoid, norm-mean, procrustes, "
-        "lowrank. Default: lowrank with --calibrate, mean without.",
+        "How the heads of a group become one: mean, procrustes, lowrank. Default: lowrank with "
+        "--calibrate, mean without.",
         None,
         Panel.CUT,
     )

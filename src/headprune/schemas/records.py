@@ -140,7 +140,7 @@ class Merging(_Part):
         merge: How the heads of a group became one.
         grouping: Which heads share.
         calibration_tokens: How much text it was calibrated on; 0 without.
-        seed: Seed of merges that draw; None in older manifests.
+        seed: Seed of what is random; None in older manifests.
         ways: Per module path, what a budget was spent on; None where that was not weighed.
     """
 

@@ -3,13 +3,9 @@
 from headprune.errors import PlanError
 from headprune.model.heads import HeadWeights
 from headprune.registry import Registry
-from headprune.surgery.merges.first import first
 from headprune.surgery.merges.lowrank import lowrank
 from headprune.surgery.merges.mean import mean
-from headprune.surgery.merges.medoid import medoid
-from headprune.surgery.merges.norm_mean import norm_mean
 from headprune.surgery.merges.procrustes import procrustes
-from headprune.surgery.merges.random import random
 from headprune.surgery.merges.spec import Groups, Merge, MergeActivations, MergeContext
 
 __all__ = [
@@ -24,10 +20,6 @@ __all__ = [
 
 MERGES: Registry[Merge] = Registry("merge", PlanError)
 MERGES.add("mean", mean)
-MERGES.add("first", first)
-MERGES.add("random", random)
-MERGES.add("medoid", medoid)
-MERGES.add("norm-mean", norm_mean)
 MERGES.add("procrustes", procrustes)
 MERGES.add("lowrank", lowrank)
 MERGES.freeze()

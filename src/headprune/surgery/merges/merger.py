@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headprune.config import ConvertConfig, Grouping
 from headprune.model.heads import HeadWeights
@@ -17,19 +17,17 @@ class Merger:
     Attributes:
         name: The merge.
         grouping: Which heads share.
-        seed: Seed of what is random.
     """
 
     name: str
     grouping: Grouping
-    seed: int
 
     @classmethod
     def of(cls, config: ConvertConfig, calibrated: bool) -> Merger:
         """The one of a conversion, with or without text."""
         name = config.merge or ("lowrank" if calibrated else "mean")
         MERGES[name]  # refuses one that is not there
-        return cls(name, config.grouping, config.seed)
+        return cls(name, config.grouping)
 
     @property
     def calibrates(self) -> bool:
@@ -52,4 +50,4 @@ class Merger:
         """The weights with the KV heads of every group made one."""
         if all(len(group) == 1 for group in groups):
             return heads
-        return MERGES[self.name](heads, groups, replace(setting, seed=self.seed))
+        return MERGES[self.name](heads, groups, setting)

@@ -78,13 +78,11 @@ class MergeContext:
         linear: Whether queries and keys enter the scores as their projections give them, rotated
             at most; otherwise a norm stands between.
         activations: What calibration showed; None without calibration.
-        seed: Seed of what is random.
     """
 
     pairs: RotaryPairs | None = None
     linear: bool = True
     activations: MergeActivations | None = None
-    seed: int = 0
 
 
 @runtime_checkable
