@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 import headprune
 from headprune.cli import app as cli
+from headprune.cli.adapter import values_of
 from headprune.cli.settings import read_settings
 from headprune.declaration import (
     COMMANDS,
@@ -261,3 +263,87 @@ def test_a_file_cannot_allow_code(tmp_path: Path) -> None:
     file.write_text("prune: {trust_remote_code: true}")
     with pytest.raises(HeadpruneError, match="A file cannot allow code"):
         read_settings(file, COMMANDS["prune"])
+
+
+NEEDS = [
+    pytest.param(name, setting, conditions, id=f"{name}-{setting}")
+    for name, command in COMMANDS.items()
+    for setting, conditions in command.needs.items()
+]
+INSTEAD = {"target_heads": {"l0_penalty": "1"}}  # one of both is needed
+
+
+def some_value(command: Command[Any, Any], setting: str) -> str:
+    info = command.options.model_fields[setting]
+    for text in (*values_of(info)[::-1], "16", "0.5", str(not info.default).lower()):
+        with suppress(HeadpruneError):
+            build(command.options, {**needed(command), setting: text})
+            return text
+    raise AssertionError(setting)
+
+
+def set_to(command: Command[Any, Any], values: dict[str, Any], condition: str, hold: bool) -> None:
+    """Changes values so that a condition of ``needs`` holds, or does not."""
+    name, _, wanted = condition.removeprefix("!").partition("=")
+    info = command.options.model_fields[name]
+    if hold != condition.startswith("!"):
+        if info.annotation is bool and info.default:
+            values.pop(name, None)
+        elif name not in values or wanted:
+            values[name] = wanted or some_value(command, name)
+            for clause in filter(None, command.needs.get(name, "").split(" & ")):
+                set_to(command, values, clause.split(" | ")[0], hold=True)
+    elif wanted and str(getattr(info.default, "value", info.default)) == wanted:
+        others = [value for value in values_of(info) if value != wanted]
+        values[name] = others[0] if others else "16"
+    elif not wanted and info.annotation is bool and info.default:
+        values[name] = "false"
+    elif not info.is_required():
+        values.pop(name, None)
+        values.update(INSTEAD.get(name, {}))
+
+
+def words_of(command: Command[Any, Any], values: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        info = command.options.model_fields[name]
+        if appearance(info).positional:
+            words += value if isinstance(value, list) else [str(value)]
+        elif info.annotation is bool:
+            words.append(flags(name, info)[-1 if str(value).lower() == "false" else 0])
+        else:
+            words += [flags(name, info)[0], str(value)]
+    return words
+
+
+@pytest.mark.parametrize(("name", "setting", "conditions"), NEEDS)
+def test_an_option_without_effect_is_refused(
+    name: str, setting: str, conditions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = COMMANDS[name]
+    value = some_value(command, setting)
+    spelt = Door.OPTION.spell(setting, command.options)
+    clauses = [clause.split(" | ") for clause in conditions.split(" & ")]
+    for broken in clauses:
+        values = needed(command) | {setting: value}
+        for clause in clauses:
+            for one in clause if clause is broken else clause[-1:]:
+                set_to(command, values, one, hold=clause is not broken)
+        code, out, err = run(capsys, name, *words_of(command, values))
+        assert code == 2 and not out, err
+        assert f"error: {spelt}" in err or f"and {spelt} have" in err, err
+        assert "no effect with" in err and "leave" in err, err
+    for turn in range(max(map(len, clauses))):
+        values = needed(command) | {setting: value}
+        for clause in clauses:
+            set_to(command, values, clause[turn % len(clause)], hold=True)
+        command.asked(values, Door.ARGUMENT)
+
+
+def test_what_was_not_set_needs_nothing() -> None:
+    evaluate = COMMANDS["evaluate"]
+    base = {"model": "m", "data": "d"}
+    evaluate.asked({**base, "needle": False, "needle_lengths": ()}, Door.ARGUMENT)
+    message = "needle_lengths and needle_trials have no effect without needle: give that too"
+    with pytest.raises(HeadpruneError, match=message):
+        evaluate.asked({**base, "needle_lengths": (16,), "needle_trials": 4}, Door.ARGUMENT)

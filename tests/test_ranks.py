@@ -200,11 +200,11 @@ def test_inspect_shows_and_draws_ranks(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ranks"], "--ranks and --data TEXT go together"),
-        (["--data", "text.txt"], "--ranks and --data TEXT go together"),
+        (["--ranks"], "--ranks has no effect without --data"),
+        (["--data", "text.txt"], "--data has no effect without --ranks"),
         (["--ranks", "--data", "none.txt"], "none.txt"),
-        (["--figure", "r.svg"], "--figure: without --ranks no text is read"),
-        (["--seq-len", "60", "--split", "test"], "--seq-len, --split: without --ranks"),
+        (["--figure", "r.svg"], "--figure has no effect without --ranks"),
+        (["--seq-len", "60", "--split", "test"], "--seq-len and --split have no effect without --ranks"),
     ],
 )
 def test_inspect_says_what_ranks_need(

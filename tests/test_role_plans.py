@@ -101,7 +101,7 @@ def test_what_cannot_be_is_said_and_nothing_written(
 def test_roles_to_keep_need_a_record(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = ("plan", place / "model", "--scores", place / "scores", "--keep", 2)
     code, _, err = run(capsys, *told, "--keep-roles", "induction")
-    assert code == 2 and "--keep-roles needs --roles" in err
+    assert code == 2 and "--keep-roles has no effect without --roles" in err
 
 
 def test_a_dry_run_says_which_roles_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headprune import devices
 from headprune.commands.shared import Placed, Trust
-from headprune.config import CheckConfig
+from headprune.config import CheckConfig, NeedleConfig
 from headprune.declaration import (
     Chapter,
     Command,
@@ -191,5 +191,12 @@ declare(
         passed=_passed,
         tell=_tell,
         refused=_refused,
+        needs={
+            **dict.fromkeys(NeedleConfig.model_fields, "limits=needle_accuracy"),
+            "role_sequences": "limits=roles_lost",
+            **dict.fromkeys(("allow_dirty", "allow_other"), "update_baseline"),
+            # settings of the judgement stay in the file of --config that both runs share
+            **dict.fromkeys(("output", "junit"), "!update_baseline"),
+        },
     )
 )

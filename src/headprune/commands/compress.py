@@ -12,6 +12,7 @@ from headprune.commands.shared import (
     Cutting,
     OneModel,
     Placed,
+    of_text,
     output,
     refuse_healing_by_layers,
 )
@@ -87,5 +88,6 @@ declare(
         run,
         show,
         warnings=_warnings,
+        needs=of_text("data"),
     ),
 )

@@ -12,6 +12,7 @@ from headprune.commands.shared import (
     Cutting,
     OneModel,
     Placed,
+    of_text,
     output,
     refuse_healing_by_layers,
 )
@@ -105,8 +106,6 @@ def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPre
     """Converts, and heals if that was asked for; or says what would be done."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("convert-gqa needs --output, the folder to write (or --dry-run).")
-    if options.heal_steps is not None and options.calibrate is None:
-        raise HeadpruneError("--heal trains on the text of --calibrate: give it too.")
     from headprune.distillation.heal import heal
     from headprune.io.outputs import claimed
     from headprune.io.writing import beside
@@ -200,5 +199,11 @@ declare(
         run,
         show,
         warnings=_warnings,
+        needs={
+            **of_text("calibrate"),
+            **dict.fromkeys(("calibration_tokens", "seq_len", "heal_steps"), "calibrate"),
+            "seed": "calibrate | merge=random",
+            **dict.fromkeys(("train", "learning_rate", "heal_seq_len", "bf16"), "heal_steps"),
+        },
     ),
 )

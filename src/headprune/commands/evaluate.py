@@ -19,6 +19,7 @@ from headprune.commands.shared import (
 from headprune.config import (
     Domains,
     EvaluateConfig,
+    NeedleConfig,
     Place,
 )
 from headprune.declaration import (
@@ -90,5 +91,9 @@ declare(
         EvaluateOptions,
         run,
         show,
+        needs={
+            **dict.fromkeys(NeedleConfig.model_fields, "needle"),
+            "decode_batches": "speed",
+        },
     ),
 )

@@ -49,5 +49,6 @@ declare(
         ExportOptions,
         run,
         show,
+        needs={"like": "to=gguf"},
     ),
 )

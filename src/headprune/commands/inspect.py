@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed
+from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed, of_text
 from headprune.config import Place, RanksConfig, Replacing
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
-from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,16 +36,6 @@ def run(options: InspectOptions, context: Context) -> Inspection:
     """Measures it."""
     from headprune.model.inspection import inspect
 
-    if options.ranks != (options.data is not None):
-        raise HeadpruneError("--ranks and --data TEXT go together; here is one of the two.")
-    of_ranks = {"figure", *RanksConfig.model_fields, *Columns.model_fields}
-    idle = [name for name in of_ranks & options.model_fields_set if not options.ranks]
-    if idle:
-        told = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(idle))
-        raise HeadpruneError(
-            f"{told}: without --ranks no text is read. Give --ranks and --data TEXT, or leave out "
-            "what goes with them."
-        )
     found = inspect(options.model, context.allowed)
     if options.data is None:
         return found
@@ -74,4 +63,18 @@ def show(result: Inspection, options: InspectOptions, console: Console) -> None:
     inspection(console, result)
 
 
-declare(Command("inspect", Chapter.CHOOSE, InspectOptions, run, show))
+declare(
+    Command(
+        "inspect",
+        Chapter.CHOOSE,
+        InspectOptions,
+        run,
+        show,
+        needs={
+            "ranks": "data",
+            **dict.fromkeys(("data", "figure", *RanksConfig.model_fields), "ranks"),
+            **of_text("ranks"),
+            "overwrite": "figure",
+        },
+    )
+)

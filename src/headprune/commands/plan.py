@@ -77,5 +77,11 @@ declare(
         run,
         show,
         as_json=_as_json,
+        needs={
+            "per_layer": "keep",
+            "keep_roles": "roles",
+            "refit": "!rounds=1",
+            "overwrite": "output",
+        },
     ),
 )

@@ -6,9 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import model_validator
-
-from headprune.commands.shared import Columns, Cutting, OneModel, Placed, output
+from headprune.commands.shared import Columns, Cutting, OneModel, Placed, of_text, output
 from headprune.config import (
     CalibrationConfig,
     Kept,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from headprune.exporting.preview import Preview
     from headprune.exporting.publish import Pruned
 
+_REFITS = "refit | scores & !no_refit"
 _AS_SCORED = ("calibration_tokens", "seq_len")  # of a refit, as the scores reckon with it
 
 
@@ -87,22 +86,11 @@ class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutt
         Panel.CUT,
     )
 
-    @model_validator(mode="after")
-    def _one_refit(self) -> PruneOptions:
-        if self.no_refit and self.refit is not None:
-            raise ValueError("--refit and --no-refit exclude each other; give one of them")
-        return self
-
 
 def run(options: PruneOptions, context: Context) -> Pruned | Preview:
     """Cuts, or says what would be cut."""
     if options.output is None and not options.dry_run:
         raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
-    if options.roles is not None and not options.dry_run:
-        raise HeadpruneError(
-            "--roles says which roles a plan loses, before anything is cut: give --dry-run too, or "
-            "leave it out."
-        )
     from headprune.exporting.preview import preview
     from headprune.exporting.prune import prune
     from headprune.planning.from_evidence import CutRequest
@@ -177,5 +165,13 @@ declare(
         run,
         show,
         warnings=lambda result: getattr(result, "warnings", ()),
+        needs={
+            "criterion": "scores",
+            "keep": "scores | gates",
+            "no_refit": "scores & !refit",
+            "roles": "dry_run",
+            **of_text(_REFITS),
+            **dict.fromkeys((*_AS_SCORED, "batch_size", "seed"), _REFITS),
+        },
     ),
 )

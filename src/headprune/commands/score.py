@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, Placed, model, output
+from headprune.commands.shared import Columns, Cutting, Placed, model, of_text, output
 from headprune.config import Place, Replacing, ScoreConfig
 from headprune.declaration import (
     Allowed,
@@ -51,8 +51,6 @@ def run(options: ScoreOptions, context: Context) -> Scores:
         return _drawn(options, options.show, context)
     if options.model is None or options.output is None:
         raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
-    if options.figure is not None:
-        raise HeadpruneError("--figure goes with --show DIR, which draws scores.")
     from headprune.evidence.score import score
 
     return score(
@@ -67,8 +65,6 @@ def run(options: ScoreOptions, context: Context) -> Scores:
 
 
 def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
-    if options.model is not None or options.output is not None:
-        raise HeadpruneError("--show draws a scores folder: leave out MODEL and --output.")
     from headprune.console.scores import figures
     from headprune.schemas.scores import read_scores
 
@@ -105,5 +101,13 @@ declare(
         run,
         show,
         as_json=_as_json,
+        needs={
+            **dict.fromkeys(ScoreOptions.model_fields.keys() - {"show"}, "!show"),
+            **of_text("data"),
+            **dict.fromkeys(("calibration_tokens", "seq_len", "batch_size"), "data"),
+            "gates": "criterion=gates",
+            "figure": "show",
+            "overwrite": "output | figure",
+        },
     ),
 )

@@ -48,6 +48,11 @@ def output(description: str, default: Any = ...) -> Any:
     return option(description, default, Panel.MAIN)
 
 
+def of_text(condition: str) -> dict[str, str]:
+    """The ``needs`` of options that say what of a text is read."""
+    return dict.fromkeys(("split", "text_column", "label_column"), condition)
+
+
 class OneModel(Options):
     """What a command works on."""
 

@@ -81,4 +81,13 @@ def show(result: Sweep, options: SweepOptions, console: Console) -> None:
     sweep(console, result, options.output)
 
 
-declare(Command("sweep", Chapter.JUDGE, SweepOptions, run, show))
+declare(
+    Command(
+        "sweep",
+        Chapter.JUDGE,
+        SweepOptions,
+        run,
+        show,
+        needs=dict.fromkeys(("test_split", "test_text_column", "test_label_column"), "test"),
+    )
+)

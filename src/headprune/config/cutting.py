@@ -165,10 +165,6 @@ class BudgetConfig(Targeted):
             raise ValueError(
                 "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
             )
-        if self.per_layer and self.keep is None:
-            raise ValueError("--per-layer needs --keep, the number or share of heads to keep")
-        if self.keep_roles and self.roles is None:
-            raise ValueError("--keep-roles needs --roles, the folder from headprune roles")
         return self
 
 

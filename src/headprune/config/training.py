@@ -156,11 +156,8 @@ class TrainGatesConfig(OfKinds, InUnits):
     def _fitting_method(self) -> TrainGatesConfig:
         if self.method in (Method.AUTO, Method.L0):
             return self
-        name = self.method.value
         if self.l0_penalty is not None:
             raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
-        if self.rounds not in (None, 1):
-            raise ValueError(f"--rounds goes with --method l0; {name} has none")
         if self.method is Method.GRADUAL and self.objective is Objective.DISTILL:
             raise ValueError("--objective distill goes with --method l0 or refit")
         if self.method is Method.REFIT and self.train is not Train.GATES:

@@ -6,7 +6,7 @@ import inspect
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from headprune.registry import Registry
 if TYPE_CHECKING:
     from rich.console import Console
 
+from headprune.declaration.effect import refuse_idle
 from headprune.declaration.options import (
     Asked,
     Door,
@@ -143,6 +144,8 @@ class Command(Generic[Asked, Result]):
         as_json: The result for ``--json``.
         warnings: What is likely not meant or not known, a sentence each.
         passed: Whether no limit was found broken; if not, the command ends with exit code 1.
+        needs: Options that have an effect only beside others; see ``declaration.effect``. Not
+            listed are those of the work that --dry-run only shows, and what a model may bring.
         together: Whether several processes can share the work.
         tell: Tells a CI runner of the result, or of the error that ended it, by commands that it
             is to ``say``.
@@ -158,6 +161,7 @@ class Command(Generic[Asked, Result]):
     as_json: Callable[[Result], str] = _as_json
     warnings: Callable[[Result], Iterable[str]] = lambda result: ()
     passed: Callable[[Result], bool] = lambda result: True
+    needs: Mapping[str, str] = field(default_factory=dict)
     together: bool = False
     tell: Callable[[Result | HeadpruneError, Callable[[str], None]], None] = lambda result, say: (
         None
@@ -241,10 +245,12 @@ class Command(Generic[Asked, Result]):
         """The options that settings make.
 
         Raises:
-            HeadpruneError: If one of them is wrong.
+            HeadpruneError: If one of them is wrong, or has no effect beside the others.
         """
         try:
-            return build(self.options, settings, door)
+            options = build(self.options, settings, door)
+            refuse_idle(options, self.needs, door)
+            return options
         except HeadpruneError as error:
             self.refused(settings, error)
             raise

@@ -129,10 +129,6 @@ def _refuse_missing(form: Format, config: ExportConfig) -> None:
             f"--to {config.to} needs the package {' and '.join(missing)}, which is not installed: "
             f"it comes with the extra '{form.extra}' of headprune."
         )
-    if config.like is not None and not form.takes_like:
-        raise HeadpruneError(
-            f"--to {config.to} copies the tokenizer beside the model; leave out --like."
-        )
     if config.out_dtype not in (ExportDtype.AUTO, *form.dtypes):
         known = ", ".join(dtype.value for dtype in (ExportDtype.AUTO, *form.dtypes))
         raise HeadpruneError(

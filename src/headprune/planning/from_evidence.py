@@ -88,12 +88,6 @@ def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
         raise PlanError(
             "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
         )
-    if plan is not None and keep is not None:
-        raise PlanError(
-            "--keep goes with --gates or --scores; a plan already says which heads stay."
-        )
-    if scores is None and asked.criterion is not None:
-        raise PlanError("--criterion goes with --scores; gates and plans have none.")
     if scores is not None:
         found = read_scores(scores)
         if keep is None:

@@ -57,7 +57,6 @@ gguf = Format(
         ExportDtype.BFLOAT16,
         ExportDtype.Q8_0,
     ),
-    takes_like=True,
     modules=("gguf",),
     extra="llama-cpp",
     serve="llama-server -m {}/model.gguf",

@@ -25,7 +25,6 @@ class Format:
             was written otherwise than it is in the model and computes the same, a sentence each.
         prove: Compares what was written with the model, in the engine where it is installed.
         dtypes: Element types of weights that it has, beside "auto".
-        takes_like: Whether it takes over a tokenizer from another file.
         modules: What must be installed to write it.
         extra: The extra of headprune that installs these.
         serve: The command that serves the folder, which stands for "{}" in it.
@@ -36,7 +35,6 @@ class Format:
     write: Callable[[ExportSource, Path, ExportConfig, OnStep], tuple[str, ...]]
     prove: Callable[[ExportSource, Path, ExportConfig], ExportProof]
     dtypes: tuple[ExportDtype, ...] = ()
-    takes_like: bool = False
     modules: tuple[str, ...] = ()
     extra: str = ""
     serve: str = ""
