@@ -78,7 +78,7 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
         ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
         ("roles_lost <= 1", Comparison.ABSOLUTE, "<=", 1.0),
         ("needle_accuracy >= -0.1", Comparison.DIFFERENCE, ">=", -0.1),
-        ("induction_nll <= 110 %", Comparison.SHARE, "<=", 1.1),
+        ("copying_nll <= 110 %", Comparison.SHARE, "<=", 1.1),
     ],
 )
 def test_limits_say_what_they_compare(
@@ -711,7 +711,7 @@ def test_the_command_passes_breaks_and_tells_actions(
     assert "passed" in out and "::" not in err
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    worse = ("check", "--config", yaml_file, "--model", folders / "worse")
+    worse = ("check", "--config", yaml_file, folders / "worse")
     junit = tmp_path / "junit.xml"
     code, out, err = run(capsys, *worse, "--junit", junit, "--json")
     assert code == 1, err
@@ -803,7 +803,7 @@ def test_what_could_not_run_is_told_to_actions(
     folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    model = ("--model", folders / "base", "--data", folders / "text.txt")
+    model = (folders / "base", "--data", folders / "text.txt")
     code, _, err = run(capsys, "check", *model, "--limit", "perplexity 3")
     assert code == 2
     assert "::error title=headprune check::could not run: The limit 'perplexity 3'" in err

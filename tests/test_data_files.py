@@ -144,7 +144,7 @@ def test_rows_without_a_label_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["evaluate", "check --limit perplexity<=1e9 --model"])
+@pytest.mark.parametrize("command", ["evaluate", "check --limit perplexity<=1e9"])
 def test_the_command_line_warns_and_goes_on(command: str, tmp_path: Path) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     data = rows_file(tmp_path, {"text": tiny.text(99)}, {"text": None})

@@ -186,7 +186,7 @@ def test_full_devices_and_failed_ones_are_told_apart(
             "while healing, which may be chance: run the command again, with --resume.",
         ),
         (
-            ["check", "--model", "MODEL", "--limit", "perplexity <= 1000"],
+            ["check", "MODEL", "--limit", "perplexity <= 1000"],
             (check_module, "check"),
             "while evaluating, which may be chance: run the command again.",
         ),

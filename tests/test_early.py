@@ -53,7 +53,7 @@ MISTAKES = {
     "evaluate gone --data nope.txt": NO_FILE,
     "compress gone --output out --keep 0.5 --data nope.txt": NO_FILE,
     "compress gone --output out --keep 0.5 --for vlm": "--for: Input should be 'llama.cpp', 'vllm'",
-    f"check --model gone {DATA} --limit perplexity<=+2%": "give --baseline FILE",
+    f"check gone {DATA} --limit perplexity<=+2%": "give --baseline FILE",
     "plan gone --output p --scores nope --keep 0.5": "'nope' is no scores folder",
     f"{PLAN} --keep 0.5": "2 criteria (fisher, magnitude)",
     f"{PLAN} --keep 0.5 --criterion x": "The scores have no criterion",

@@ -130,7 +130,7 @@ FILES: dict[str, tuple[str, Command]] = {
     "baseline": (
         "b.json",
         lambda h: (
-            *("check", "--model", h / "base", "--data", h / "text.txt", "--baseline", h / "b.json"),
+            *("check", h / "base", "--data", h / "text.txt", "--baseline", h / "b.json"),
             *("--limit", "perplexity <= +2 %", "--seq-len", 16, "--max-windows", 12),
             *("--resamples", 1000),
         ),

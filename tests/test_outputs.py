@@ -477,8 +477,8 @@ def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFix
 
 FILE_OUTPUTS = {
     f"evaluate {M} {TEXT} --output OUT": ["report"],
-    f"check --model {M} {TEXT} --limit perplexity<=9 --junit OUT": ["junit"],
-    f"check --model {M} {TEXT} --update-baseline --allow-other --allow-dirty --baseline OUT": [
+    f"check {M} {TEXT} --limit perplexity<=9 --junit OUT": ["junit"],
+    f"check {M} {TEXT} --update-baseline --allow-other --allow-dirty --baseline OUT": [
         "baseline"
     ],
     f"plan {M} --scores zoo/scores --keep 0.5 --output OUT --overwrite": ["plan"],
@@ -530,7 +530,7 @@ def test_of_two_writers_of_a_file_one_is_refused(
 def test_a_check_that_cannot_run_says_so_in_its_junit_file(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"check --model {M} {TEXT} --limit perplexity<=9 --junit junit.xml".split()
+    line = f"check {M} {TEXT} --limit perplexity<=9 --junit junit.xml".split()
     Path("junit.xml").write_text('<testsuites>\n<testsuite name="headprune check" tests="1" />\n')
     for _ in range(2):  # once over an older one, once over its own
         code, _, err = run(capsys, *line)

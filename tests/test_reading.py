@@ -174,7 +174,7 @@ COMMANDS = {
     "convert-gqa": "convert-gqa {model} --kv-heads 1 --calibrate {text}",
     "heal": "heal {model} --teacher {model} --steps 2 --data {text}",
     "evaluate": "evaluate {model} --data {text}",
-    "check": "check --model {model} --limit perplexity<=9 --data {text}",
+    "check": "check {model} --limit perplexity<=9 --data {text}",
     "sweep": "sweep {model} --data {text}",
 }
 

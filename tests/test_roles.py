@@ -477,7 +477,7 @@ def test_a_check_counts_the_roles_that_are_gone(
 
     limits = ("--limit", "roles_lost == 0", "--limit", "roles_lost <= 2")
     quick = ("--seq-len", 60, "--role-sequences", 10, "--max-windows", 4, "--resamples", 1000)
-    told = ("check", "--model", broken, "--against", original, "--data", text, *limits, *quick)
+    told = ("check", broken, "--against", original, "--data", text, *limits, *quick)
     code, out, err = run(capsys, *told, "--json")
     assert code == 1, err
     found = json.loads(out)["limits"]

@@ -81,7 +81,7 @@ def test_an_even_conversion_is_not_called_uneven(
             "There is no folder './nope', and no hub id is written so",
         ),
         (
-            "check --model ./nope --data text.txt --limit perplexity<=9",
+            "check ./nope --data text.txt --limit perplexity<=9",
             "There is no folder './nope'",
         ),
         ("inspect a/b/c", "There is no folder 'a/b/c', and no hub id is written so. Give"),

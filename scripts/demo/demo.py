@@ -150,7 +150,7 @@ def main() -> None:
     headprune("convert-gqa", model, "--kv-heads", 1, *text, "--output", mqa, "--overwrite")
     converted = evaluate(mqa, "--against", model, "--decode-batches", 1)
 
-    settings = ["--config", HERE / "headprune.yaml", "--model", small, "--data", HERE / "test.txt"]
+    settings = ["--config", HERE / "headprune.yaml", small, "--data", HERE / "test.txt"]
     settings += ["--baseline", RESULTS / "baseline.json"]
     headprune("check", *settings, "--update-baseline", "--allow-dirty", "--allow-other")
     headprune("check", *settings, "--against", model, "--junit", RESULTS / "check.xml")

@@ -112,7 +112,7 @@ def main() -> None:
         if not update:
             shutil.copytree("smaller", "damaged")
             damage(Path("damaged"))
-            code = headprune(*check, "--model", "damaged")
+            code = headprune(*check, "damaged")
             sys.exit(0 if code == 1 else f"A damaged model was not found out (exit code {code}).")
 
 

@@ -48,7 +48,7 @@ def _assert_no_regression(
     known = {**made.settings, **data, "limits": made.limits}
     defaults = {name: known[name] for name in CheckConfig.model_fields if name in known}
     for other in ("confidence", "resamples"):  # the evaluation's own, which decide nothing here
-        defaults.pop(other)
+        defaults.pop(other, None)
     asked = {"model": str(model), "baseline": str(baseline), **settings}
     if limits:
         asked["limits"] = limits

@@ -54,7 +54,7 @@ class Job:
 
 _PRUNE = "prune llama --plan plan.json"
 _OLD_MODEL = "prune llama --plan short.json --output out"
-_CHECK = f"check --model llama --data text.txt {MEASURING}"
+_CHECK = f"check llama --data text.txt {MEASURING}"
 _BASELINE = f"{_CHECK} --baseline out.json --update-baseline --allow-other --allow-dirty"
 _SCORE = f"score llama --data text.txt {SCORING} --output out"
 _SWEEP = f"sweep llama --data text.txt {SCORING} --keep 0.5 --no-refit --max-windows 2 --output out"

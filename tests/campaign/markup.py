@@ -138,7 +138,7 @@ def actions(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     else:
         (here / "evil.yaml").write_text(json.dumps({"check": {"limits": [STRING]}}))
         words += ["--config", "evil.yaml"]
-    words += ["--model", model, "--data", data, "--limit", limit]
+    words += [model, "--data", data, "--limit", limit]
     environment = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(here / "summary.md")}
     return f"{kind}: {words}", command(words, here, environment=environment)
 

@@ -121,8 +121,8 @@ COMMANDS: tuple[str, ...] = (
     f"heal m --teacher m {_D} {_TRAIN} --train all --bf16 --output out",
     f"evaluate m {_D} --no-speed {MEASURING} --output out.json",
     f"evaluate m {_D} --against m --no-speed {MEASURING} --output out.json",
-    f"check --model m {_D} {MEASURING} --against m --limit 'perplexity recovery >= 98 %'",
-    f"check --model m {_D} {MEASURING} --limit 'perplexity <= 1e6' --baseline out.json "
+    f"check m {_D} {MEASURING} --against m --limit 'perplexity recovery >= 98 %'",
+    f"check m {_D} {MEASURING} --limit 'perplexity <= 1e6' --baseline out.json "
     "--update-baseline --allow-dirty",
     f"sweep m {_D} --keep 0.5 --criterion compensated {SCORING} --max-windows 2 --output out",
 )
@@ -147,7 +147,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     f"evaluate m {_D} --no-speed {MEASURING} --output out.json": (
         *("--confidence", "--seed", "--batch-size", "--memory", "--max-windows", "--seq-len"),
     ),
-    f"check --model m {_D} {MEASURING} --limit 'perplexity <= 1e6'": (
+    f"check m {_D} {MEASURING} --limit 'perplexity <= 1e6'": (
         *("--confidence", "--resamples", "--seed"),
     ),
 }

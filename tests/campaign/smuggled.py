@@ -129,7 +129,7 @@ _COMMANDS = (
     f"score evil {_DATA} --criterion fisher {SCORING} --output out",
     f"evaluate evil {_DATA} --no-speed {MEASURING}",
     f"evaluate llama {_DATA} --against evil --no-speed {MEASURING}",
-    f"check --model evil {_DATA} {MEASURING} --limit 'perplexity <= 1e9'",
+    f"check evil {_DATA} {MEASURING} --limit 'perplexity <= 1e9'",
     f"train-gates evil {_DATA} --target-heads 0.5 {_TRAIN} --output out",
     f"heal evil --teacher llama {_DATA} {_TRAIN} --output out",
     f"heal llama --teacher evil {_DATA} {_TRAIN} --output out",

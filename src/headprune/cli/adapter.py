@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
+from typer.core import TyperCommand
 
 from headprune.cli import terminal
 from headprune.cli.settings import read_settings
@@ -31,7 +32,17 @@ _CONFIG, _JSON, _OLD = "config_file", "json_", "old_"  # parameters that are no 
 
 def add(app: typer.Typer, command: Command[Any, Any]) -> None:
     """Adds a command to the application."""
-    app.command(command.name, rich_help_panel=command.chapter.value)(callback(command))
+    settings = {"cls": _Command, "rich_help_panel": command.chapter.value}
+    app.command(command.name, **settings)(callback(command))
+
+
+class _Command(TyperCommand):
+    """Shows arguments as they are declared; typer brackets all that may come from a file."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line."""
+        arguments = (p.metavar for p in self.params if p.param_type_name == "argument")
+        return ["[OPTIONS]", *map(str, arguments)]
 
 
 def callback(command: Command[Any, Any]) -> Callable[..., None]:
@@ -90,11 +101,12 @@ def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     default = None if required else _shown(info.default, look.as_text)
     if several:
         kind, default = types.GenericAlias(list, (kind,)), default or None
+    # what is required may come from a file, so that its absence is told later
+    text += " [red]\\[required][/]" if required else ""
     if look.positional:
         described = typer.Argument(help=text, metavar=look.metavar)
-    else:  # what is required may come from a file, so that its absence is told later
+    else:
         spelt, panel = "/".join(flags(name, info)), look.panel.value
-        text += " [red]\\[required][/]" if required else ""
         metavar = f"<{'|'.join(values_of(info))}>" if values_of(info) else look.metavar
         described = typer.Option(spelt, help=text, metavar=metavar, rich_help_panel=panel)
     return _named(name, kind | None if default is None else kind, default, described)

@@ -219,6 +219,11 @@ def run(command: Callable[[], None]) -> None:
     try:
         with _one_reports(), _interrupts_noted(), _made_safe():
             command()
+    except SystemExit as end:
+        # the page of --help, of which nobody reads the rest: rich ends with 1
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        sys.exit(0)
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
         _last(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}")

@@ -34,7 +34,7 @@ MEASURED_ON = (
 )
 # measures that take passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
-    "copying": ("copying_nll", "induction_nll", "repeated_passage_nll"),
+    "copying": ("copying_nll", "repeated_passage_nll"),
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
 }
 _NEEDLE = "needle_accuracy"
@@ -158,7 +158,9 @@ class RanksConfig(Options):
 class CheckConfig(NeedleConfig):
     """How a model is held to its limits."""
 
-    model: Place = option("The model: a folder or a hub id.", panel=Panel.MAIN)
+    model: Place = option(
+        "A model folder or a hub id.", panel=Panel.INPUT, positional=True, metavar="MODEL"
+    )
     data: Domains = option(MEASURED_ON, panel=Panel.MAIN)
     tasks: CommaNames = option(TASKS, (), Panel.MAIN, as_text=True)
     split: str = option("Split of a hub data set.", "test", Panel.INPUT)
@@ -181,7 +183,7 @@ class CheckConfig(NeedleConfig):
         "baseline), 'perplexity[wiki] <= 105 %' (of the original, on that data), "
         "'perplexity recovery >= 98 %' (likewise), 'query_heads == 201', "
         "'kv_cache_bytes_per_token <= 50 %', 'decode_tokens_per_s >= 120 %', "
-        "'load_route == native', 'roles_lost == 0', 'induction_nll <= 110 %'.",
+        "'load_route == native', 'roles_lost == 0', 'copying_nll <= 110 %'.",
         (),
         Panel.MAIN,
         flags="--limit",

@@ -191,6 +191,9 @@ class Command(Generic[Asked, Result]):
                 f"as in {next(reversed(self.options.model_fields))}=..."
             ) from None
         warn_of_old_names(self.options, settings, Door.ARGUMENT)
+        twice = next((name for name in bound.arguments if name in settings), None)
+        if twice is not None:
+            raise HeadpruneError(f"{self.name}: {twice} was given twice; give it once.")
         options = self.asked({**bound.arguments, **settings}, Door.ARGUMENT)
         try:
             return self.start(options, context or Context())

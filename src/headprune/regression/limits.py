@@ -37,8 +37,7 @@ STRUCTURE = (
 SPEED = ("prefill_tokens_per_s", "decode_tokens_per_s")
 ROUTE = "load_route"
 ROLES_LOST = "roles_lost"
-ALIASES = {"induction_nll": "copying_nll"}  # what the literature calls a metric
-KNOWN = (*METRICS, *ALIASES, *STRUCTURE, *SPEED, ROUTE, ROLES_LOST)
+KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE, ROLES_LOST)
 
 Operator = Literal["<=", ">=", "=="]
 _OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -113,7 +112,6 @@ def parse_limit(text: str) -> Limit:
             "such as 'perplexity <= 25' or 'perplexity <= +2 %'."
         )
     metric, recovery = line["metric"], line["recovery"] is not None
-    metric = ALIASES.get(metric, metric)
     plain, domain = parted(metric)
     if not is_score(metric) and plain not in (METRICS if domain else KNOWN):
         known = list(METRICS if domain else KNOWN)
