@@ -834,6 +834,25 @@ def test_the_fixture_asserts(assert_no_regression: Any, folders: Path) -> None: 
         assert_no_regression(folders / "same", folders / "b.json", f"perplexity <= {value}")
 
 
+def test_the_fixture_takes_a_baseline_without_what_decides_nothing(
+    assert_no_regression: Any,  # noqa: F811
+    folders: Path,
+    tmp_path: Path,
+) -> None:
+    made = json.loads((folders / "b.json").read_text())
+    for name in ("confidence", "resamples"):
+        del made["settings"][name]
+    (tmp_path / "b.json").write_text(json.dumps(made))
+    report = assert_no_regression(folders / "same", tmp_path / "b.json", resamples=1000)
+    assert verdicts_of(report) == {"perplexity <= +2 %": "passed"}
+
+
+def test_a_metric_has_one_name() -> None:
+    assert parse_limit("copying_nll[wiki] <= +1 %").metric == "copying_nll[wiki]"
+    with pytest.raises(HeadpruneError, match="there is no metric 'induction_nll'"):
+        parse_limit("induction_nll <= +1 %")
+
+
 @pytest.mark.process
 def test_the_plugin_is_light() -> None:
     code = "import sys, headprune.pytest_plugin; sys.exit('torch' in sys.modules)"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,35 @@ def test_what_was_not_set_needs_nothing() -> None:
     message = "needle_lengths and needle_trials have no effect without needle: give that too"
     with pytest.raises(HeadpruneError, match=message):
         evaluate.asked({**base, "needle_lengths": (16,), "needle_trials": 4}, Door.ARGUMENT)
+
+
+def test_an_argument_is_given_once() -> None:
+    with pytest.raises(HeadpruneError, match="inspect: model was given twice"):
+        headprune.inspect("a", model="/other")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_brackets_only_what_may_be_left_out(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = COMMANDS[name].options.model_fields.values()
+    arguments = [str(appearance(info).metavar) for info in fields if appearance(info).positional]
+    code, out, _ = run(capsys, name, "--help")
+    usage = re.search(rf"Usage: .*{name} (.*)", out)
+    assert code == 0 and usage is not None
+    assert sorted(usage[1].split()) == sorted(["[OPTIONS]", *arguments])
+    optional = [metavar for metavar in arguments if metavar.startswith("[")]
+    assert optional == (["[MODEL]"] if name == "score" else [])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["--help"], ["prune", "--help"]])
+def test_help_that_nobody_reads_to_its_end_is_no_error(words: list[str]) -> None:
+    shown = subprocess.Popen(
+        [sys.executable, "-m", "headprune", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert shown.stdout is not None and shown.stderr is not None
+    shown.stdout.close()
+    err = shown.stderr.read()
+    shown.stderr.close()
+    assert (shown.wait(), err) == (0, b"")

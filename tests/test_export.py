@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import headprune
+from headprune import packages
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.exporting import export as exporting
 from headprune.exporting.formats import FORMATS
@@ -95,11 +96,11 @@ def test_wrong_settings_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_is_named_with_its_extra(
+def test_a_missing_package_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
-    with pytest.raises(HeadpruneError, match="needs the package gguf.*extra 'llama-cpp'"):
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(HeadpruneError, match=r"^to gguf needs gguf: pip install gguf\.$"):
         headprune.export(folder, tmp_path / "out", to="gguf")
 
 

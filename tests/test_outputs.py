@@ -478,9 +478,7 @@ def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFix
 FILE_OUTPUTS = {
     f"evaluate {M} {TEXT} --output OUT": ["report"],
     f"check {M} {TEXT} --limit perplexity<=9 --junit OUT": ["junit"],
-    f"check {M} {TEXT} --update-baseline --allow-other --allow-dirty --baseline OUT": [
-        "baseline"
-    ],
+    f"check {M} {TEXT} --update-baseline --allow-other --allow-dirty --baseline OUT": ["baseline"],
     f"plan {M} --scores zoo/scores --keep 0.5 --output OUT --overwrite": ["plan"],
 }
 

@@ -204,7 +204,7 @@ def test_inspect_shows_and_draws_ranks(
         (["--data", "text.txt"], "--data has no effect without --ranks"),
         (["--ranks", "--data", "none.txt"], "none.txt"),
         (["--figure", "r.svg"], "--figure has no effect without --ranks"),
-        (["--seq-len", "60", "--split", "test"], "--seq-len and --split have no effect without --ranks"),
+        (["--seq-len", "60", "--split", "test"], "--seq-len and --split have no effect"),
     ],
 )
 def test_inspect_says_what_ranks_need(

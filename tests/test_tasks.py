@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from headprune import packages
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig
 from headprune.errors import HeadpruneError
-from headprune.evaluation import tasks as tasks_of_lm_eval
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.regression.check import check
@@ -114,12 +114,12 @@ def test_files_without_a_task_are_refused(tmp_path: Path) -> None:
         refuse_tasks([str(tmp_path)])
 
 
-def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tasks_of_lm_eval, "find_spec", lambda name: None)
+def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     refuse_tasks([])
     data = DataConfig(source=str(tmp_path / "none.txt"))
     (tmp_path / "none.txt").write_text("w1 w2")
-    with pytest.raises(HeadpruneError, match=r"not installed: pip install 'lm-eval>=0\.4\.9'"):
+    with pytest.raises(HeadpruneError, match=r"^--tasks needs lm-eval: pip install lm-eval\.$"):
         evaluate("nowhere", data, EvaluateConfig(**FAST, tasks="lambada_openai"))
 
 

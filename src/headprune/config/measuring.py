@@ -25,8 +25,7 @@ from headprune.config.values import (
 from headprune.declaration import Options, Panel, option
 
 TASKS = (
-    "Tasks of lm-eval (the extra lm-eval), comma-separated: names, YAML files of tasks, or folders "
-    "of them."
+    "Tasks of the package lm-eval, comma-separated: names, YAML files of tasks, or folders of them."
 )
 MEASURED_ON = (
     "Text that it was not trained on: a file, a folder or a hub id. Repeatable and named, "

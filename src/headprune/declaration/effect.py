@@ -43,9 +43,9 @@ def refuse_idle(options: Options, needs: Mapping[str, str], door: Door) -> None:
 
 def _given(options: Options, name: str) -> bool:
     """Whether a call sets an option, to more than the nothing that it defaults to."""
-    nothing = getattr(options, name) in (None, False, ()) and not type(options).model_fields[
-        name
-    ].default
+    nothing = (
+        getattr(options, name) in (None, False, ()) and not type(options).model_fields[name].default
+    )
     return name in options.model_fields_set and not nothing
 
 

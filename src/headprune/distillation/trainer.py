@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +17,7 @@ from headprune.distillation.optimizer import MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
 from headprune.model.placement import on_device, reshard
+from headprune.packages import refuse_missing
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training.arguments import resumable_arguments
 from headprune.training.checkpoints import Kind, kind_of
@@ -115,8 +115,8 @@ def refuse_without_peft(config: HealConfig) -> None:
     Raises:
         HeadpruneError: Saying how to install it.
     """
-    if config.train is HealTrain.LORA and find_spec("peft") is None:
-        raise HeadpruneError("--train lora needs peft: pip install 'peft>=0.17'.")
+    if config.train is HealTrain.LORA:
+        refuse_missing("--train lora", "peft")
 
 
 def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealConfig) -> nn.Module:

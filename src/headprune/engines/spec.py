@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
-from headprune.errors import HeadpruneError
+from headprune.packages import refuse_missing
 from headprune.registry import Registry
 
 PAST, PRESENT = "past_key_values", "present"
@@ -39,12 +38,10 @@ class Engine:
 
     Attributes:
         package: What must be installed.
-        extra: The extra of headprune that installs it.
         file: What the file of a graph is called, with ``{}`` for the graph.
     """
 
     package: str
-    extra: str
     file: str
 
     def load(self, file: Path) -> LoadedGraph:
@@ -53,22 +50,10 @@ class Engine:
         Raises:
             HeadpruneError: If the engine is not installed.
         """
-        self.refuse_missing()
+        refuse_missing("This model", self.package)
         open_graph: Callable[[Path], LoadedGraph]
         open_graph = import_module(f"headprune.engines.{self.package}").open_graph
         return open_graph(file)
-
-    def refuse_missing(self) -> None:
-        """Refuses to go on without the engine.
-
-        Raises:
-            HeadpruneError: Naming the extra.
-        """
-        if find_spec(self.package) is None:
-            raise HeadpruneError(
-                f"The engine {self.package} is not installed. Install the extra: pip install "
-                f"'headprune[{self.extra}]'."
-            )
 
     def graphs_in(self, folder: Path) -> dict[str, Path]:
         """The graphs of an exported model by name; none if it was exported for something else."""
@@ -77,6 +62,6 @@ class Engine:
 
 
 ENGINES: Registry[Engine] = Registry("engine")
-ENGINES.add("onnxruntime", Engine("onnxruntime", "onnx", "{}.onnx"))
-ENGINES.add("openvino", Engine("openvino", "openvino", "openvino_{}.xml"))
+ENGINES.add("onnxruntime", Engine("onnxruntime", "{}.onnx"))
+ENGINES.add("openvino", Engine("openvino", "openvino_{}.xml"))
 ENGINES.freeze()

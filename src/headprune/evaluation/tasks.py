@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.report import Metric
 from headprune.io.writing import is_there
+from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
 
 _YAML = (".yaml", ".yml")
@@ -46,11 +46,7 @@ def refuse_tasks(tasks: Sequence[str]) -> None:
     """
     if not tasks:
         return
-    if find_spec("lm_eval") is None:
-        raise HeadpruneError(
-            f"--tasks {','.join(tasks)}: the tasks are those of lm-eval, which is not installed: "
-            "pip install 'lm-eval>=0.4.9'."
-        )
+    refuse_missing("--tasks", "lm_eval")
     names, manager = _found(tasks)
     known = list(manager.all_tasks)
     for name in names:

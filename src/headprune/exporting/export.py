@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from headprune.io.folders import hashing
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
 from headprune.model.identity import identifying
+from headprune.packages import refuse_missing
 from headprune.schemas.exports import ExportProof, ExportRecord
 from headprune.schemas.manifest import utc_now, versions
 
@@ -121,14 +121,9 @@ def _refuse_missing(form: Format, config: ExportConfig) -> None:
     """Refuses a format whose packages are not installed, and an element type that it has not.
 
     Raises:
-        HeadpruneError: Naming the extra, or the types.
+        HeadpruneError: Naming the packages, or the types.
     """
-    missing = [name for name in form.modules if find_spec(name) is None]
-    if missing:
-        raise HeadpruneError(
-            f"--to {config.to} needs the package {' and '.join(missing)}, which is not installed: "
-            f"it comes with the extra '{form.extra}' of headprune."
-        )
+    refuse_missing(f"--to {config.to}", *form.modules)
     if config.out_dtype not in (ExportDtype.AUTO, *form.dtypes):
         known = ", ".join(dtype.value for dtype in (ExportDtype.AUTO, *form.dtypes))
         raise HeadpruneError(

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.engines.model import open_exported
-from headprune.engines.spec import ENGINES
 from headprune.engines.targets import graph_refusal
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.exporting.checkpoint import write_facts
@@ -145,5 +144,4 @@ def graph_format(what: str, engine: str, save: Save, modules: tuple[str, ...]) -
         prove=lambda source, folder, config: prove(source, folder, engine),
         dtypes=(ExportDtype.FLOAT32,),
         modules=modules,
-        extra=ENGINES[engine].extra,
     )

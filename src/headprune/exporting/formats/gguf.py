@@ -58,6 +58,5 @@ gguf = Format(
         ExportDtype.Q8_0,
     ),
     modules=("gguf",),
-    extra="llama-cpp",
     serve="llama-server -m {}/model.gguf",
 )

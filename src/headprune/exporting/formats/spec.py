@@ -26,7 +26,6 @@ class Format:
         prove: Compares what was written with the model, in the engine where it is installed.
         dtypes: Element types of weights that it has, beside "auto".
         modules: What must be installed to write it.
-        extra: The extra of headprune that installs these.
         serve: The command that serves the folder, which stands for "{}" in it.
     """
 
@@ -36,5 +35,4 @@ class Format:
     prove: Callable[[ExportSource, Path, ExportConfig], ExportProof]
     dtypes: tuple[ExportDtype, ...] = ()
     modules: tuple[str, ...] = ()
-    extra: str = ""
     serve: str = ""
