@@ -690,7 +690,7 @@ def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
 @pytest.fixture
 def yaml_file(folders: Path, tmp_path: Path) -> Path:
     settings = config(folders, limits=["perplexity <= +2 %"]).model_dump(
-        mode="json", exclude_none=True
+        mode="json", exclude_unset=True
     )
     path = tmp_path / "headprune.yaml"
     path.write_text(yaml.safe_dump({"check": settings}))
