@@ -137,6 +137,16 @@ def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:
         assert not re.search(r"pip install\s[^\n]*[ '\"]headprune\b(?!/)", text), file
 
 
+@pytest.mark.parametrize("name", [*WALKS, "index"])
+def test_pages_for_contributors_name_files_that_exist(name: str) -> None:
+    text = (DOCS / "contributing" / f"{name}.md").read_text(encoding="utf-8")
+    added = re.findall(r'```python title="([^"]+)"', text)
+    named = set(re.findall(r"`((?!transformers/)[\w.]+/[\w/.]+\.py)`", text)) - {*added}
+    assert not [
+        f for f in named if not any((p / f).exists() for p in (ROOT, ROOT / "src/headprune"))
+    ]
+
+
 def _files(place: Path) -> list[Path]:
     kinds = (".md", ".py", ".yml", ".yaml", ".html")
     return [place] if place.is_file() else [p for p in place.rglob("*") if p.suffix in kinds]

@@ -32,8 +32,8 @@ _CONFIG, _JSON, _OLD = "config_file", "json_", "old_"  # parameters that are no 
 
 def add(app: typer.Typer, command: Command[Any, Any]) -> None:
     """Adds a command to the application."""
-    settings = {"cls": _Command, "rich_help_panel": command.chapter.value}
-    app.command(command.name, **settings)(callback(command))
+    panel = command.chapter.value
+    app.command(command.name, cls=_Command, rich_help_panel=panel)(callback(command))
 
 
 class _Command(TyperCommand):

@@ -31,11 +31,8 @@ class ReportOptions(Replacing):
         positional=True,
         metavar="RUN...",
     )
-    output: Path = output("The page to write (.html), or Markdown (.md).")
+    output: Path = output("The page to write (.html), or a summary for a pull request (.md).")
     figures: Path | None = option("Folder for all figures, as PNG and SVG files.", None, Panel.MAIN)
-    summary: Path | None = option(
-        "Also write a summary for a pull request, as Markdown.", None, Panel.MAIN
-    )
 
 
 def run(options: ReportOptions, context: Context) -> Reported:
@@ -43,8 +40,6 @@ def run(options: ReportOptions, context: Context) -> Reported:
     from headprune.reports.report import report
 
     context.stage("drawing")
-    if options.summary is not None:
-        report(options.runs, options.summary, None, options.overwrite)
     return report(options.runs, options.output, options.figures, options.overwrite)
 
 

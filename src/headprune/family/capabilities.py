@@ -21,7 +21,6 @@ class Capability:
         cut: Whether heads can be cut out of it.
         uneven: How a cut with other counts in every layer loads.
         even: How a cut with equal counts in all layers loads.
-        gguf: Whether a cut can be exported to GGUF.
         fewer_kv_heads: "native", "runtime", or the reason why it cannot have fewer.
         since: Lowest transformers for it; None for the lowest that headprune runs on.
         refused: Settings under which a model of the family is refused, with the reason.
@@ -34,7 +33,6 @@ class Capability:
     uneven: str
     even: str
     fewer_kv_heads: str
-    gguf: str
     since: str | None
     refused: dict[str, str]
 
@@ -54,7 +52,6 @@ def _capability(family: Family) -> Capability:
         uneven="runtime",
         even=f"native{unless}" if family.native else "runtime",
         fewer_kv_heads=family.fewer_kv_heads,
-        gguf="later",
         since=family.min_transformers,
         refused=dict(family.refused),
     )
