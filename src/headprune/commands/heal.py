@@ -73,11 +73,7 @@ declare(
         run,
         show,
         warnings=lambda result: result.pruned.warnings,
-        needs={
-            "lora_rank": "train=lora",
-            # layers are matched one by one, and saved after each
-            **dict.fromkeys(("objective", "gradient_checkpointing", "save_every"), "!by_layer"),
-        },
+        needs={"lora_rank": "train=lora"},
         together=True,
     ),
 )
