@@ -8,10 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from headprune.exporting.engines import serving
 from headprune.exporting.role_rows import ROLE_COLUMNS, role_rows
+from headprune.io import hub
 from headprune.io.markup import inert, printable, xml_safe
+from headprune.io.parsing import MOST_YAML, parse_yaml
 from headprune.io.writing import write_whole
 from headprune.schemas.manifest import CARD, BeforeAfter, LineageStep, Manifest, read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
@@ -22,7 +27,7 @@ KEPT, ZERO, GONE = "■", "□", "·"  # a zero head is in the weights and compu
 _MOST_DRAWN = 4_096  # heads of a layer
 
 _CARD = """---
-library_name: transformers
+{metadata}library_name: transformers
 tags: [headprune, attention-pruning]
 ---
 
@@ -58,6 +63,7 @@ tags: [headprune, attention-pruning]
 The id of this result is `{id}`.
 """
 
+_INHERITED = ("license", "license_name", "license_link", "language", "base_model")
 _MEASURED = ("", "original", "this model", "against the original")
 _NATIVE = "The config is a plain one; no other code is needed."
 _RUNTIME = (
@@ -276,6 +282,36 @@ def _carried(text: str, title: str) -> str:
     return found[0] if found else ""
 
 
+def inherit_metadata(source: Path, folder: Path, origin: str | Path) -> None:
+    """Begins the card of a result with the metadata of its model's card that hold for it, too.
+
+    Args:
+        source: The folder of its model.
+        folder: The result.
+        origin: The folder or hub id that was given.
+    """
+    card = source / CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    kept = _metadata(text)
+    if hub.may_be_id(origin):
+        kept["base_model"] = str(origin)
+    (folder / CARD).write_text(f"---\n{_as_yaml(kept)}---\n", encoding="utf-8")
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    """What the front matter of a card says that holds for results as well."""
+    found = re.match(r"---\s*?\n(.*?)^---\s*?$", text[:MOST_YAML], re.MULTILINE | re.DOTALL)
+    try:
+        content = parse_yaml(found[1]) if found else {}
+    except (ValueError, RecursionError, yaml.YAMLError):
+        content = {}  # nobody can read it
+    return {name: content[name] for name in _INHERITED if name in (content or ())}
+
+
+def _as_yaml(content: dict[str, Any]) -> str:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True) if content else ""
+
+
 def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None:
     """Writes the model card of a new result, README.md."""
     (folder / CARD).write_text(card(folder, title, plan, manifest), encoding="utf-8")
@@ -299,9 +335,12 @@ def card(
         quality: What an evaluation found; see ``quality_section``.
         roles: What heads do; see ``roles_section``.
     """
+    path = folder / CARD
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
     lines = [(line_text(name), heads_line(part)) for name, part in plan.attentions.items()]
     width = max((len(name) for name, _ in lines), default=0)
     return _CARD.format(
+        metadata=_as_yaml(_metadata(before)),
         title=markdown_text(title),
         what=markdown_text(what(manifest)),
         sizes=markdown_table(("", "before", "after", "left"), size_cells(sizes(manifest.steps))),

@@ -31,9 +31,6 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
     if getattr(source.config, "headprune", None) is not None:
         shutil.copyfile(modeling_headprune.__file__, folder / RUNTIME)
     copy_companions(source.folder, folder)
-    generation = source.folder / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)
     weights = WithFused(source.weights, source.folder, source.net)
     write_weights(replace(source, weights=weights), folder, on_step)
 

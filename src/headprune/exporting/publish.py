@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from headprune.config import Writing
 from headprune.declaration import Context, MadeBy
-from headprune.exporting.card import write_card
+from headprune.exporting.card import inherit_metadata, write_card
 from headprune.io import hub
-from headprune.io.folders import copy_companions, hashing
+from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
 from headprune.model import probes
 from headprune.model.identity import identifying
@@ -29,6 +29,7 @@ from headprune.model.residency import residency_of
 from headprune.model.stored import StoredDtypes, stored_bytes, stored_tensors
 from headprune.proof import equivalence
 from headprune.schemas.manifest import (
+    CARD,
     HISTORY,
     Manifest,
     contents,
@@ -180,7 +181,9 @@ def described(
 
 def take_over(folder: Path, order: WriteOrder) -> None:
     """Puts beside the weights of a result what it has of its source, its plan and its history."""
-    copy_companions(_source_folder(order.origin), folder)
+    source = _source_folder(order.origin)
+    copy_companions(source, folder)
+    inherit_metadata(source, folder, order.origin)
     order.plan.write(folder / "plan.json")
     if order.work.history is not None:
         shutil.copyfile(order.work.history, folder / HISTORY)
@@ -224,10 +227,11 @@ def finished(
         **facts,
     )
     write_card(folder, order.output.name, order.plan, manifest)
-    return Pruned(order.output, order.plan, manifest, tuple(_said_of(manifest, left_out)))
+    warnings = tuple(_said_of(folder, manifest, left_out))
+    return Pruned(order.output, order.plan, manifest, warnings)
 
 
-def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
+def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
     """What a user of the result should know of it."""
     heads, kv_heads = manifest.query_heads, manifest.kv_heads
     same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
@@ -235,6 +239,11 @@ def _said_of(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
         yield "Nothing was removed or merged: the result has all heads of its source."
     if heads[0] and not heads[1]:
         yield "No head is left: the result has no attention at all."
+    if (folder / "custom_generate").is_dir():
+        yield (
+            "The code in custom_generate/ was copied, not run: transformers runs it when it loads "
+            "the result with trust_remote_code=True."
+        )
     if left_out:
         yield (
             f"Not in the result: {len(left_out)} of the checkpoint's tensors, which the class of "
@@ -265,6 +274,5 @@ def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
 def _source_folder(model: str | Path) -> Path:
     if Path(model).is_dir():
         return Path(model)
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
     with hub.asked_once(model):
-        return Path(snapshot_download(str(model), allow_patterns=patterns))
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", CARD, *COMPANIONS]))

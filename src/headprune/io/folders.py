@@ -11,11 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-# Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors.
+# Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors,
+# code of theirs and of generation, which is not run, adapters of languages, and licences.
 # Weights and config are written anew; whatever else lies there is the user's own.
-_COMPANIONS = (
-    *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+COMPANIONS = (
+    *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "*.tiktoken", "*.jinja", "*processor*.json", "preprocessor_config.json"),
+    *("tekken.json", "bpe.codes", "byte_maps.json", "emoji.json", "word_*.json", "*.tokenizer"),
+    *("chat_template.json", "additional_chat_templates/*.jinja", "audio_tokenizer_config.json"),
+    *("tokenization_*.py", "*processing_*.py", "feature_extraction_*.py"),
+    *("custom_generate/*", "generation_config.json", "adapter.*.safetensors"),
+    *("*LICEN[CS]E*", "*[Ll]icen[cs]e*", "*NOTICE*", "*[Nn]otice*", "*USE_POLICY*", "COPYING*"),
     *("modules.json", "sentence_*config.json", "config_sentence_transformers.json"),
     *("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors"),  # pooling and dense layers
     *("spm*.json", "source.spm", "target.spm", "normalizer.json", "dict.txt"),
@@ -26,8 +32,8 @@ _AT_ONCE = 4  # files that are hashed: more wait for the disk
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies tokenizer and processor files, chat templates, pooling settings."""
-    files = {file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()}
+    """Copies tokenizer and processor files, settings of generation and pooling, licences."""
+    files = {file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}
     for file in sorted(files):
         inside = file.relative_to(source)
         (target / inside).parent.mkdir(parents=True, exist_ok=True)

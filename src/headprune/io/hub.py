@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -42,15 +43,15 @@ def may_be_id(name: str | Path) -> bool:
     return not Path(name).exists()
 
 
-def fetched(name: str | Path, file: str) -> Path | None:
-    """Brings a file of a hub model into the cache.
+def fetched(name: str | Path, file: str, **where: Any) -> Path | None:
+    """Brings a file of a hub model into the cache, with ``revision`` and ``cache_dir``.
 
     None where it has no such file, or the hub refuses: loading the model says it better.
     """
     if not may_be_id(name) or why_not() is not None:
         return None
     with suppress(EntryNotFoundError, HfHubHTTPError, OSError):
-        return Path(hf_hub_download(str(name), file))
+        return Path(hf_hub_download(str(name), file, **where))
     return None
 
 

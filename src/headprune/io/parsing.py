@@ -75,6 +75,20 @@ def read_json(
     return _read(path, lambda text: parse_json(text, distinct, any_text), "JSON", error)
 
 
+def refuse_pointer(file: Path) -> None:
+    """Refuses what git-lfs puts in place of a file until the file is downloaded.
+
+    Raises:
+        CheckpointError: Saying how to get the file.
+    """
+    with file.open("rb") as stream:
+        if stream.read(64).startswith(b"version https://git-lfs"):
+            raise CheckpointError(
+                f"'{file}' is a pointer of git-lfs, not the file itself. Run 'git lfs pull' in its "
+                "folder."
+            )
+
+
 def read_json_lines(path: Path, error: Error = CheckpointError) -> list[Any]:
     """The content of every line of a JSONL file that is not empty.
 

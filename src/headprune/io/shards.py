@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headprune.errors import CheckpointError
+from headprune.io.parsing import refuse_pointer
 from headprune.io.streaming import bytes_of, equal_bytes, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
@@ -74,6 +75,8 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: If it is damaged.
     """
+    with _damage_is(file):
+        refuse_pointer(file)
     with _damage_is(file), safe_open(file, "pt"), file.open("rb") as content:  # safe_open checks it
         length = int.from_bytes(content.read(8), "little")
         entries = json.loads(content.read(length))

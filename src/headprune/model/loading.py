@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from headprune.errors import CheckpointError
 from headprune.family import FAMILIES
 from headprune.io import hub
+from headprune.io.parsing import refuse_pointer
 from headprune.io.shards import StoredTensor
 from headprune.io.writing import refuse_strange_name
 from headprune.model.ids import restore_ids
 from headprune.model.legacy import has_pruned_heads, layout_of_pruned_heads
 from headprune.model.reading import (
     damage_is,
+    needs_package,
     read_config_file,
     read_record,
     refuse_damaged_json,
@@ -31,7 +33,9 @@ from headprune.model.refusals import (
     checked_description,
     conversion,
     quantised_by,
+    refuse_adapter,
     refuse_edited_runtime,
+    refuse_foreign_layers,
     refuse_links,
     refuse_pickles,
     refuse_pickles_among,
@@ -43,7 +47,7 @@ from headprune.model.sizes import (
     without_weights,
 )
 from headprune.model.skeleton import Unmapped, built
-from headprune.model.stored import stored_tensors
+from headprune.model.stored import stored_tensors, weight_files
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
 
@@ -88,7 +92,10 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
         config = load_config(model, **{name: kwargs[name] for name in _HUB if name in kwargs})
         _override(config, kwargs)
     folder = Path(model) / kwargs.get("subfolder", "")
-    refuse_pickles(folder)
+    where = {name: kwargs[name] for name in _PLACE if name in kwargs}
+    if "variant" not in kwargs:
+        refuse_pickles(folder)
+        _refuse_incomplete(model, where)
     refuse_links(folder)
     refuse_damaged_json(folder, "generation_config.json")
     record = read_record(folder)
@@ -101,7 +108,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     if getattr(config, "headprune", None) is not None:
         config.headprune = checked_description(model, config, record)
         cls = modeling_headprune.pruned_class(native)
-    tensors = stored_tensors(model, kwargs.get("subfolder", ""))
+    tensors = {} if "variant" in kwargs else stored_tensors(model, **where)
     if tensors:
         refuse_larger_than_weights(model, without_weights(cls, config), tensors)
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
@@ -111,10 +118,18 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     # another head than the checkpoint's starts anew, and many encoders come without a pooler
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
+        named, advice = (
+            config.architectures or [],
+            "The folder is incomplete or damaged; get it again.",
+        )
+        if named and named[0] not in (native.__name__, cls.__name__):
+            advice = (
+                f"It was saved as a {named[0]}, which transformers does not load by itself; save "
+                "the whole model that it is a part of."
+            )
         raise CheckpointError(
             f"'{model}' lacks {len(missing)} of the tensors of a {cls.__name__}, '{missing[0]}' "
-            "the first, and random numbers would take their place. The folder is incomplete or "
-            "damaged; get it again."
+            f"the first, and random numbers would take their place. {advice}"
         )
     # asking for another head means to leave the present one out
     if auto_class is None and not dropping:
@@ -139,6 +154,18 @@ def _loaded(
     return net, info
 
 
+def _refuse_incomplete(model: str | Path, where: dict[str, Any]) -> None:
+    """Refuses a hub model whose weights are not all in the cache, where the hub cannot be asked."""
+    files = weight_files(model, **where) or {"the weights": None}
+    lacking = next((name for name, file in files.items() if file is None), None)
+    offline = hub.why_not() if lacking and hub.may_be_id(model) else None
+    if offline:
+        raise CheckpointError(
+            f"The cache of the hub lacks {lacking} of '{model}', and the hub cannot be asked "
+            f"({offline}). Get it with a network: hf download {model}"
+        )
+
+
 def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: str) -> str:
     if hub.may_be_id(model) and "file named model.safetensors" in why:
         return (
@@ -151,6 +178,8 @@ def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: 
             f"'{model}' is quantised ({method}) and does not load: {why.rstrip('.')}. Install what "
             "that names, or give the unquantised model that it was made from."
         )
+    if needs_package(model, why):
+        return needs_package(model, why)
     if "ignore_mismatched_sizes" in why:
         why = "some of its tensors have other shapes than its config describes"
     return (
@@ -159,9 +188,10 @@ def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: 
     )
 
 
-# of the arguments, those that say where files are found
+# of the arguments, those that say where files are found, and how they are got
+_PLACE = ("revision", "cache_dir", "subfolder")
 _HUB = (
-    *("revision", "code_revision", "trust_remote_code", "token", "cache_dir", "subfolder"),
+    *("code_revision", "trust_remote_code", "token", *_PLACE),
     *("local_files_only", "force_download", "proxies"),
 )
 
@@ -181,6 +211,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     """
     path = Path(model) / kwargs.get("subfolder", "")
     refuse_strange_name(path)
+    refuse_adapter(model, **{name: kwargs[name] for name in _PLACE if name in kwargs})
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "
@@ -193,7 +224,9 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
             there = f"'{model}' is a file"
         raise CheckpointError(f"{there}. Give a model folder, or a hub id.")
     if path.is_dir():
-        refuse_large_counts(path, read_config_file(path / "config.json"))
+        content = read_config_file(path / "config.json")
+        refuse_foreign_layers(path, content)
+        refuse_large_counts(path, content)
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
         return AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
@@ -246,6 +279,8 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
         CheckpointError: If there is none, or one without a vocabulary.
     """
     config = load_config(model, **kwargs)
+    for file in (*Path(model).glob("tokenizer*.json"), *Path(model).glob("*.model")):
+        refuse_pointer(file)
     refuse_damaged_json(Path(model), "tokenizer_config.json", "special_tokens_map.json")
     why_not = (
         f"'{model}' has no usable tokenizer, and text data needs one. Copy the tokenizer files of "

@@ -106,6 +106,22 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
         raise CheckpointError(refusal(_said(error))) from error
 
 
+def needs_package(model: str | Path, why: str) -> str | None:
+    """The refusal of a model whose settings ask for a package that is not installed.
+
+    Args:
+        model: Folder or hub id.
+        why: What ``damage_is`` was told.
+    """
+    if not why.startswith("ImportError: "):
+        return None
+    return (
+        f"'{model}' needs what is not installed: {why.removeprefix('ImportError: ').rstrip('.')}. "
+        "Install it, or take the setting that asks for it, such as attn_implementation, out of "
+        "config.json."
+    )
+
+
 @contextmanager
 def without_native_output() -> Iterator[None]:
     """Drops what native code prints while it reads a file.

@@ -6,13 +6,14 @@ import copy
 import hashlib
 import inspect
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from headprune.errors import CheckpointError, FamilyError
 from headprune.family import FAMILIES, Family
@@ -20,6 +21,7 @@ from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
 from headprune.model.base_names import below_base
 from headprune.model.batch import own_padding_id
+from headprune.model.stored import find_file, weight_files
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
@@ -61,16 +63,69 @@ def conversion(pickle: str) -> str:
 
 
 def refuse_pickles(model: str | Path) -> None:
-    """Refuses a folder whose weights are pickles only.
+    """Refuses a folder without the safetensors that transformers reads.
 
     Raises:
-        CheckpointError: If there are pickles and no safetensors, or no weights at all.
+        CheckpointError: Naming the pickles or other safetensors that are there, if any.
     """
     path = Path(model)
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+    if not path.is_dir() or weight_files(path):
         return
-    refuse_pickles_among(sorted(path.iterdir(), key=lambda file: ("model" not in file.name, file)))
+    files = sorted(path.iterdir())
+    refuse_pickles_among(file for file in files if "model" in file.name)
+    others = [file.name for file in files if file.suffix == ".safetensors"]
+    if others:
+        raise CheckpointError(
+            f"'{model}' has no model.safetensors, the file that transformers reads, but "
+            f"'{others[0]}'. If that holds the whole model, rename it."
+        )
+    refuse_pickles_among(files)
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
+
+
+def refuse_adapter(model: str | Path, **where: Any) -> None:
+    """Refuses an adapter, alone or beside a model: transformers applies it where peft is installed.
+
+    Args:
+        model: Folder or hub id.
+        **where: ``subfolder``, ``revision`` and ``cache_dir``.
+
+    Raises:
+        CheckpointError: Saying how to merge it.
+    """
+    if find_file(model, ADAPTER_CONFIG_NAME, **where, ask=True) is None:
+        return
+    where_it_is, instead = "without its model", "give the result"
+    if find_file(model, "config.json", **where):
+        where_it_is = "beside the model, which transformers applies where peft is installed"
+        instead = "move its files away"
+    raise CheckpointError(
+        f"'{model}' holds an adapter ({ADAPTER_CONFIG_NAME}) {where_it_is}. Merge it into the "
+        f"model with PeftModel.merge_and_unload, and {instead}."
+    )
+
+
+def refuse_foreign_layers(model: str | Path, content: Mapping[str, Any]) -> None:
+    """Refuses settings of single layers that headprune did not write, and would not carry.
+
+    Args:
+        model: The folder.
+        content: Its config.json.
+
+    Raises:
+        CheckpointError: Naming the settings.
+    """
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    layers = [part["per_layer_config"] for part in parts if part.get("per_layer_config")]
+    if not layers or "headprune" in content:
+        return
+    entries = layers[0].values() if isinstance(layers[0], dict) else ()
+    names = sorted({name for entry in entries if isinstance(entry, dict) for name in entry})
+    raise CheckpointError(
+        f"The config.json of '{model}' sets layers apart (per_layer_config: "
+        f"{', '.join(names[:4])}), which no supported family reads and no result would keep. Take "
+        "the entry out if the model computes the same without it."
+    )
 
 
 def quantised_by(config: PreTrainedConfig) -> str | None:

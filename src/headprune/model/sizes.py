@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor
-from headprune.model.reading import damage_is
+from headprune.model.reading import damage_is, needs_package
 from headprune.model.stored import stored_tensors
 
 _LAYERS = re.compile("(layers?|blocks?|stages?|depths?)$")
@@ -79,7 +79,8 @@ def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     """
     name = config.name_or_path
     refusal = f"The config of '{name}' is damaged, as no {cls.__name__} can be built from it"
-    with damage_is(lambda why: f"{refusal}: {why}."), torch.device("meta"):
+    refused = damage_is(lambda why: needs_package(name, why) or f"{refusal}: {why}.")
+    with refused, torch.device("meta"):
         with no_init_weights():  # half of the time, for numbers that nothing holds
             net = cls(copy.deepcopy(config))
         net.tie_weights(recompute_mapping=False)  # it would have been a part of that

@@ -7,7 +7,6 @@ and finds superfluous is the same as when it reads the numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,23 @@ def built(
     placed = {"config": config, "state_dict": empty, "device_map": {"": "meta"}}
     net, info = cls.from_pretrained(None, **{**options, **placed, "output_loading_info": True})
     if net.can_generate():
-        with suppress(OSError):  # where there is none, the one that was made of its config stays
-            net.generation_config = GenerationConfig.from_pretrained(str(model))
+        net.generation_config = _generation_config(str(model), options)
     net.name_or_path = net.config.name_or_path = str(model)
     _tie_same(net, tensors)
     if config.model_type in FAMILIES:  # attention_of says it better
         _sample_outputs(net, FAMILIES[config.model_type].for_runtime(), tensors)
     return net, info
+
+
+def _generation_config(model: str, options: Mapping[str, Any]) -> GenerationConfig:
+    """The settings of generation where transformers looks for them: config.json is the second."""
+    hub = ("revision", "cache_dir", "subfolder", "token", "local_files_only", "force_download")
+    where = {name: options[name] for name in hub if name in options}
+    try:
+        return GenerationConfig.from_pretrained(model, **where)
+    except OSError:
+        old = {"config_file_name": "config.json", "_from_model_config": True}
+        return GenerationConfig.from_pretrained(model, **old, **where)
 
 
 def _tie_same(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None:

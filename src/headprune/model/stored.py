@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from headprune.io import hub
 from headprune.io.parsing import read_json, validated
 from headprune.io.shards import StoredTensor, tensors_in
 from headprune.model.base_names import either_way
+from headprune.model.reading import read_config_file
 from headprune.model.residency import residency_of
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.shards import whole
@@ -36,19 +37,25 @@ from headprune.tensors.shards import whole
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
 
 
-def stored_tensors(model: str | Path, subfolder: str = "") -> dict[str, StoredTensor]:
+def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their names on disk; empty for a hub id not in the cache.
 
     Args:
         model: Folder or hub id.
-        subfolder: Folder within it.
+        **where: ``subfolder``, ``revision`` and ``cache_dir``, as for ``from_pretrained``.
 
     Raises:
-        CheckpointError: If a file is damaged.
+        CheckpointError: If a file is damaged, or missing from a folder.
     """
     found: dict[str, StoredTensor] = {}
-    for file in _weight_files(model, subfolder):
-        found |= tensors_in(file)
+    for name, file in weight_files(model, **where).items():
+        if file is not None:
+            found |= tensors_in(file)
+        elif Path(model).is_dir():
+            raise CheckpointError(
+                f"The index of '{model}' names the weights '{name}', which are not beside it. Get "
+                "the folder again."
+            )
     return found
 
 
@@ -58,14 +65,7 @@ def fetch_weights(model: str | Path) -> None:
     Raises:
         CheckpointError: If the index of its files is damaged.
     """
-    index = _find(model, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        if _find(model, SAFE_WEIGHTS_NAME) or hub.fetched(model, SAFE_WEIGHTS_NAME):
-            return
-        index = hub.fetched(model, SAFE_WEIGHTS_INDEX_NAME)
-    for shard in sorted(set(_read_index(index).weight_map.values())) if index else ():
-        if _find(model, shard) is None:  # the hub is asked for what is missing alone
-            hub.fetched(model, shard)
+    _chosen(lambda name: find_file(model, name, ask=True))
 
 
 def stored_bytes(model: str | Path) -> int:
@@ -75,33 +75,64 @@ def stored_bytes(model: str | Path) -> int:
 
 def model_files(model: str | Path) -> list[Path]:
     """Where config.json and the weights lie; empty for a hub id not in the cache."""
-    config, weights = _find(model, "config.json"), _weight_files(model, "")
-    return [config, *weights] if config is not None and weights else []
+    files = [find_file(model, "config.json"), *weight_files(model).values()]
+    present = [file for file in files if file is not None]
+    return present if files[0] is not None and len(present) > 1 else []
 
 
-def _weight_files(model: str | Path, subfolder: str) -> list[Path]:
-    """The files that transformers reads, one or those that the index names."""
-    inside = f"{subfolder}/" if subfolder else ""
-    whole = _find(model, inside + SAFE_WEIGHTS_NAME)
-    index = _find(model, inside + SAFE_WEIGHTS_INDEX_NAME)
-    if whole is not None or index is None:
-        return [whole] if whole is not None else []
-    shards = sorted(set(_read_index(index).weight_map.values()))
-    files = [_find(model, inside + shard) for shard in shards]
-    if Path(model).is_dir() and None in files:
-        raise CheckpointError(
-            f"'{index}' names the weights '{shards[files.index(None)]}', which are not beside it. "
-            "Get the folder again."
-        )
-    return [file for file in files if file is not None]
+def weight_files(model: str | Path, **where: Any) -> dict[str, Path | None]:
+    """The files that transformers reads, by name; None for a shard that is not there.
+
+    Args:
+        model: Folder or hub id.
+        **where: As for ``stored_tensors``.
+
+    Raises:
+        CheckpointError: If the index of the shards is damaged.
+    """
+    return _chosen(lambda name: find_file(model, name, **where))
 
 
-def _find(model: str | Path, inside: str) -> Path | None:
-    """A file of a folder or of a hub model in the cache."""
+def _chosen(find: Callable[[str], Path | None]) -> dict[str, Path | None]:
+    """The weights that config.json names, or else what transformers looks for, in its order."""
+    config = find("config.json")
+    named = read_config_file(config).get("transformers_weights") if config is not None else None
+    for name in [named] if named else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]:
+        file = find(name)
+        if file is not None and name.endswith(".index.json"):
+            return {
+                shard: find(shard) for shard in sorted({*_read_index(file).weight_map.values()})
+            }
+        if file is not None:
+            return {name: file}
+    return {}
+
+
+def find_file(
+    model: str | Path,
+    name: str,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    ask: bool = False,
+) -> Path | None:
+    """A file of a folder, or of a hub model.
+
+    Args:
+        model: Folder or hub id.
+        name: The file.
+        subfolder: Folder that it is in.
+        revision: Branch, tag or commit of a hub model.
+        cache_dir: The cache of the hub; None for the usual one.
+        ask: Whether the hub is asked for a file that the cache does not know of.
+    """
+    inside = f"{subfolder}/{name}" if subfolder else name
     if Path(model).is_dir():
         file = Path(model) / inside
         return file if file.is_file() else None
-    cached = try_to_load_from_cache(str(model), inside)
+    cached = try_to_load_from_cache(str(model), inside, cache_dir, revision)
+    if cached is None and ask:
+        return hub.fetched(model, inside, revision=revision, cache_dir=cache_dir)
     return Path(cached) if isinstance(cached, str) else None
 
 
