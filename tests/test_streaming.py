@@ -436,26 +436,53 @@ def test_too_little_memory_leads_to_tensors(
     assert asked.manifest.proof is not None and asked.warnings == ()
 
 
-def test_memory_is_that_of_the_machine_and_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+NAMES = {
+    "0::": ("", "memory.max", "memory.current", "inactive_file"),
+    "4:cpu,memory:": (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", NAMES)
+def test_memory_is_what_the_machine_and_every_group_above_leave(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = memory.available()
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    unlimited = memory.available()
-    (tmp_path / "memory.current").write_text("5")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert (memory.available() is None) == (unlimited is None) == (free is None)
-    (tmp_path / "memory.max").write_text("12\n")
-    (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 0\n")
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    monkeypatch.setattr(memory, "_PROC", proc)
+    monkeypatch.setattr(memory, "_CGROUP", groups)
+    assert memory.available() is None
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 2 kB\n")
+    assert memory.available() == 2048
+    (proc / "self" / "cgroup").write_text(f"1:cpuset:/other\n{version}/slurm/job_7/step_0\n")
+    assert memory.available() == 2048
+
+    top, limited, taken, unused = NAMES[version]
+
+    def limit(group: str, most: str, used: int, files: int = 0) -> None:
+        place = groups / top / group
+        place.mkdir(parents=True, exist_ok=True)
+        (place / limited).write_text(f"{most}\n")
+        (place / taken).write_text(f"{used}\n")
+        (place / "memory.stat").write_text(f"anon 3\n{unused} {files}\n")
+
+    limit("slurm/job_7/step_0", "max", 5)
+    limit("slurm/job_8", "10", 9)  # another job
+    assert memory.available() == 2048
+    limit("", "1500", 500)  # all that is there of a container whose paths are those of the host
+    assert memory.available() == 1000
+    limit("slurm/job_7", "12", 5)
     assert memory.available() == 7
-    (tmp_path / "memory.stat").write_text("anon 3\ninactive_file 2\n")
+    limit("slurm/job_7", "12", 5, 2)
     assert memory.available() == 9  # what was read of files gives way
-    older = tmp_path / "memory"
-    older.mkdir()
-    (older / "memory.limit_in_bytes").write_text("8\n")
-    (older / "memory.usage_in_bytes").write_text("7\n")
-    (older / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 3\n")
-    assert memory.available() == 4
+    limit("slurm/job_7/step_0", "8", 5)
+    assert memory.available() == 3
+    limit("slurm/job_7/step_0", "4", 5)
+    assert memory.available() == 0
 
 
 def test_proof_of_tensors_is_refused_where_weights_change(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,28 +10,44 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = (  # of version 2 and of version 1: the folder, limit, use, and what of it can be let go
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")  # limit, use, what of it can be let go
 
 
 def available() -> int | None:
-    """Bytes that are free, within the limit of a container; None where the system does not say."""
+    """Bytes that are free, within the limits of control groups; None if the system does not say."""
     found: list[int] = []
     with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
         free = next(line for line in lines if line.startswith("MemAvailable:"))
         found.append(1024 * int(free.split()[1]))
-    for folder, limited, taken, unused in _LIMITS:
+    for group, (limited, taken, unused) in _groups():
         with suppress(OSError, ValueError):  # the limit may be "max"
-            place = _CGROUP / folder
-            limit, used = (int((place / name).read_text()) for name in (limited, taken))
-            stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            limit, used = (int((group / name).read_text()) for name in (limited, taken))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             # pages of files that were read are let go when others need the room
             found.append(max(0, limit - used + int(stat.get(unused, 0))))
     return min(found, default=None)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The control group of this process and all above it, whose limits count as well.
+
+    In a container, paths may be those of the host, and the topmost folder is the container's.
+    """
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, names = (_CGROUP / "memory", _V1) if controllers else (_CGROUP, _V2)
+        group = top / path.lstrip("/")
+        yield from (
+            (place, names) for place in (group, *group.parents) if place.is_relative_to(top)
+        )
 
 
 def on_device(device: torch.device) -> int | None:
