@@ -174,8 +174,26 @@ def test_other_commands_are_run_by_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr("sys.argv", ["headprune", "inspect", "model"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
     assert "'inspect' is run by one process, and 4 were started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "heal"])
+def test_what_a_launcher_left_behind_is_named(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr("sys.argv", ["headprune", command, "model"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "WORLD_SIZE=2 is set" in said and "unset WORLD_SIZE RANK LOCAL_RANK" in said
+    with pytest.raises(HeadpruneError, match="WORLD_SIZE=2 is set"):
+        processes.on_main(lambda: None)

@@ -44,6 +44,20 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def refuse_without_launcher() -> None:
+    """Refuses the settings of a launcher that ended, or of one that names no place to meet.
+
+    Raises:
+        HeadpruneError: Naming the variables of the environment.
+    """
+    if count() > 1 and "MASTER_ADDR" not in os.environ:
+        raise HeadpruneError(
+            f"WORLD_SIZE={count()} is set, as torchrun sets it, and MASTER_ADDR is not. To run one "
+            "process: unset WORLD_SIZE RANK LOCAL_RANK. To run several: torchrun "
+            f"--nproc-per-node {count()} -m headprune ..."
+        )
+
+
 def share_of(batch_size: int) -> int:
     """Sequences of a batch that fall to each process.
 
@@ -141,6 +155,7 @@ def _state() -> PartialState:
     """The process group, made on first use; ``Trainer`` finds it there and goes on with it."""
     from accelerate import PartialState
 
+    refuse_without_launcher()
     state = PartialState(cpu=on_cpu(), timeout=timedelta(seconds=PATIENCE_S))
     if state.num_processes != count():  # each would train on its own
         raise HeadpruneError(

@@ -37,6 +37,7 @@ def _main(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
+    processes.refuse_without_launcher()
     asked = str(context.invoked_subcommand)
     if processes.count() > 1 and asked in COMMANDS and not COMMANDS[asked].together:
         together = " and ".join(name for name in COMMANDS if COMMANDS[name].together)
