@@ -118,11 +118,9 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     # another head than the checkpoint's starts anew, and many encoders come without a pooler
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
-        named, advice = (
-            config.architectures or [],
-            "The folder is incomplete or damaged; get it again.",
-        )
-        if named and named[0] not in (native.__name__, cls.__name__):
+        advice = "The folder is incomplete or damaged; get it again."
+        named = config.architectures or [native.__name__]
+        if named[0] not in (native.__name__, cls.__name__):
             advice = (
                 f"It was saved as a {named[0]}, which transformers does not load by itself; save "
                 "the whole model that it is a part of."
@@ -178,8 +176,9 @@ def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: 
             f"'{model}' is quantised ({method}) and does not load: {why.rstrip('.')}. Install what "
             "that names, or give the unquantised model that it was made from."
         )
-    if needs_package(model, why):
-        return needs_package(model, why)
+    needed = needs_package(model, why)
+    if needed is not None:
+        return needed
     if "ignore_mismatched_sizes" in why:
         why = "some of its tensors have other shapes than its config describes"
     return (
