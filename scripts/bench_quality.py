@@ -2,7 +2,7 @@
 
     python scripts/bench_quality.py --model FOLDER --data TEST --train-data TRAIN
 
-Protocol: the test text as one document, its first 40 windows of 512 tokens, no overlap, no BOS, the
+Protocol: the test text as one document, its first 40 windows of 512 tokens, no overlap, the
 first token of each window unscored, float32. Gates are trained on another text with the weights
 frozen, 300 steps of 1,024 tokens. Every row is cut, proven, written and reloaded; single heads of a
 grouped-query model leave ragged groups.

@@ -605,6 +605,14 @@ def test_a_damaged_plan(text: str, message: str, tmp_path: Path) -> None:
     assert message in refusal(PlanError, lambda: read_plan(path, {"a": ((0, 1), 2)}))
 
 
+def test_a_plan_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path, text = tmp_path / "plan.json", FULL.format(keep="[1]")
+    path.write_text(text)
+    plain = read_plan(path, {"a": ((0, 1), 2)})
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_plan(path, {"a": ((0, 1), 2)}) == plain
+
+
 @pytest.mark.parametrize("pruned", [[[0]], {"0": [True]}, {"0": ["1"]}, {"0": 3}, {"0": [[1]]}, 7])
 def test_damaged_entries_of_transformers_4(pruned: object, model: Path) -> None:
     edit(model / "config.json", lambda config: config.update(pruned_heads=pruned))

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from headprune.config import (
     ConvertConfig,
@@ -30,7 +30,7 @@ from headprune.data import sources
 from headprune.data.batches import batches
 from headprune.data.files import ANY_RATIO
 from headprune.data.sequences import tokenized_rows, translation_rows
-from headprune.data.sources import Examples, read_examples
+from headprune.data.sources import Examples, digest_of_data, read_examples
 from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
@@ -62,7 +62,9 @@ def flipped(content: bytes) -> bytes:
 DAMAGED = {
     "latin.txt": (b"caf\xe9 au lait", "is not readable as UTF-8 text .*Save it as UTF-8"),
     "cut.txt": ("fine é".encode()[:-1], "is not readable as UTF-8 text .unexpected end of data"),
-    "late.txt": (b"w1 " * 200_000 + b"\xff", "near byte 524,288"),
+    "late.txt": (b"w1 " * 200_000 + b"\xff", "at byte 600,000"),
+    "middle.txt": (b"w1 " * 3_895 + b"\xff w2 " * 99, "at byte 11,685"),
+    "mark.txt": ("\ufeffé".encode() + b"\xff", "at byte 5"),
     "blank.txt": (b" \n\n ", "holds no text"),
     "cut.txt.gz": (PACKED[:-10], "is not readable .Compressed file ended"),
     "flipped.txt.gz": (flipped(PACKED), "is not readable .(Error -3|CRC check)"),
@@ -83,6 +85,13 @@ DAMAGED = {
     "null.json": (b"null", "a row of it is null"),
     "numbers.jsonl": (b'{"text": 1}\n', "column 'text' of .* holds int64, no text"),
     "lists.jsonl": (b'{"text": ["a"], "b": "c"}\n', "holds List, no text. Columns of text: b;"),
+    "chat.jsonl": (
+        b'{"source": "a", "messages": [{"role": "user", "content": "w1"}]}\n',
+        "column 'messages' .* holds chats, which are not read yet. .*apply_chat_template",
+    ),
+    "turns.jsonl": (b'{"conversations": [{"from": "human", "value": "w1"}]}\n', "holds chats"),
+    "headless.csv": (b"it was a good film\nw1 w2\n", "no names of columns: .*'it was a good film'"),
+    "headless.tsv": (b"w1\t1\nw2\t0\n", "no names of columns: its first row"),
     "nulls.jsonl": (b'{"text": null}\n', "column 'text' of .* holds null, no text"),
 }
 
@@ -96,6 +105,80 @@ def test_a_damaged_file_is_named_in_a_sentence(name: str, tmp_path: Path) -> Non
         list(read_examples(DataConfig(source=str(tmp_path / name))).texts)
     assert name in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("semicolons.csv", 'text;label\n"w1, w2";a\nw3;b\n'),
+        ("bars.csv", "text|label\nw1, w2|a\nw3|b\n"),
+        ("tabs.csv", "text\tlabel\nw1, w2\ta\nw3\tb\n"),
+        ("quoted.csv", '"text";"label, such as a"\nw1, w2;a\nw3;b\n'),
+        ("commas.csv", 'text,label\n"w1, w2",a\nw3,b\n'),
+        ("commas.tsv", "text\tlabel; of it\nw1, w2\ta\nw3\tb\n"),
+        ("one.csv", 'text\n"w1, w2"\nw3\n'),
+        ("marked.csv", '\ufefftext;label\n"w1, w2";a\nw3;b\n'),
+        ("packed.csv.gz", "text;label\nw1, w2;a\nw3;b\n"),
+    ],
+)
+def test_columns_are_separated_as_their_first_row(name: str, content: str, tmp_path: Path) -> None:
+    raw = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    data = DataConfig(source=str(tmp_path / name))
+    assert list(read_examples(data).texts) == [("w1, w2",), ("w3",)]
+
+
+def test_a_folder_of_csv_and_tsv_is_read_file_by_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,label\n"w1, w2",x\n')
+    (tmp_path / "b.tsv").write_text("text\tlabel\nw3, w4\tx\n")
+    (tmp_path / "c.csv").write_text("text;label\nw5;x\n")
+    data = DataConfig(source=str(tmp_path), label_column="label")
+    assert list(read_examples(data).texts) == [("w1, w2",), ("w3, w4",), ("w5",)]
+    assert list(read_examples(data).labels or ()) == ["x"] * 3
+
+
+def test_the_card_of_data_is_no_data(tmp_path: Path) -> None:
+    for number, name in enumerate(("train.jsonl", "sub/more.jsonl")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": f"w{number}"}) + "\n")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert list(read_examples(DataConfig(source=str(tmp_path))).texts) == [("w1",), ("w0",)]
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for name in ("README.md", "more.md"):  # where all is Markdown, this is text as well
+        (notes / name).write_text(name)
+    assert list(read_examples(DataConfig(source=str(notes))).texts) == [
+        ("README.md",),
+        ("more.md",),
+    ]
+
+
+def test_what_datasets_saved_is_read(tmp_path: Path) -> None:
+    label = ClassLabel(names=["bad", "good"])
+    features = Features({"text": Value("string"), "label": label})
+    parts = {
+        split: Dataset.from_dict({"text": texts, "label": [1] * len(texts)}, features)
+        for split, texts in (("train", ["w1", "w2"]), ("test", ["w3"]))
+    }
+    parts["train"].save_to_disk(tmp_path / "one", num_shards=2)
+    DatasetDict(parts).save_to_disk(tmp_path / "both")
+    one = DataConfig(source=str(tmp_path / "one"), label_column="label")
+    both = one.model_copy(update={"source": str(tmp_path / "both")})
+    test = both.model_copy(update={"split": "test"})
+    for data, texts in ((one, ["w1", "w2"]), (both, ["w1", "w2"]), (test, ["w3"])):
+        examples = read_examples(data)
+        assert list(examples.texts) == [(text,) for text in texts]
+        assert list(examples.labels or ()) == ["good"] * len(texts)
+    assert digest_of_data(both) != digest_of_data(test)
+    with pytest.raises(DataError, match="--split tset: .* Did you mean 'test'. It has test, train"):
+        read_examples(both.model_copy(update={"split": "tset"}))
+
+
+def test_the_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "marked.txt").write_text("w1 w2", encoding="utf-8-sig")
+    data = DataConfig(source=str(tmp_path / "marked.txt"))
+    assert list(read_examples(data).texts) == [("w1 w2",)]
 
 
 def test_brackets_in_texts_are_not_nested(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.errors import PlanError
+from headprune.errors import CheckpointError, PlanError
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, doubled, real_tokens, token_mask, without_labels
 from headprune.model.forward import run_model
@@ -237,6 +237,9 @@ def test_batches() -> None:
     x = torch.randn(2, 3, 4)
     assert torch.equal(real_tokens(x, mask), x.flatten(0, 1)[:5])
     assert real_tokens(x, None).shape == (6, 4)
+    assert real_tokens(x, torch.ones(2, 2, dtype=torch.bool)).shape == (6, 4)  # nothing is padded
+    with pytest.raises(CheckpointError, match="reads 6 positions, and the texts have 4 with their"):
+        real_tokens(x, torch.tensor([[True, True], [True, False]]))
     pair: Batch = {**batch, "decoder_input_ids": ids, "labels": torch.tensor([[1, -100], [2, 3]])}
     assert token_mask(pair, "cross") is not None
     assert torch.equal(token_mask(pair, "decoder"), torch.tensor([[True, False], [True, True]]))  # type: ignore[arg-type]

@@ -172,7 +172,7 @@ def kv_head_counts(value: object) -> object:
     try:
         listed = value
         if Path(value).is_file():
-            listed = Path(value).read_text(encoding="utf-8")
+            listed = Path(value).read_text(encoding="utf-8-sig")
         content = json.loads(listed) if listed.lstrip().startswith("[") else listed
         numbers = content if isinstance(content, list) else list(map(int, content.split(",")))
         if not all(type(number) is int for number in numbers):

@@ -54,17 +54,18 @@ def text_pieces(file: Path) -> Iterator[str]:
         DataError: If it cannot be read, is damaged, unpacks to far more than text does, or is no
             UTF-8.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     at = 0
     try:
         for piece in byte_pieces(file):
+            at += len(piece)
             if text := decoder.decode(piece):
                 yield text
-            at += len(piece)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
+        at += error.start - len(error.object)
         raise DataError(
-            f"'{file}' is not readable as UTF-8 text ({error.reason} near byte {at:,}). Save it as "
+            f"'{file}' is not readable as UTF-8 text ({error.reason} at byte {at:,}). Save it as "
             "UTF-8."
         ) from None
 

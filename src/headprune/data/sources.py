@@ -1,18 +1,19 @@
 """Reading text examples: a file, a folder of files, or a data set of the hub.
 
-A plain text file is one document; a row of JSONL, CSV, TSV or parquet is one document.
+A plain text file is one document; a row of JSONL, CSV, TSV, parquet or arrow is one document.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -20,6 +21,7 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset
+from datasets.data_files import FILES_TO_IGNORE
 from numpy.typing import NDArray
 
 from headprune.config import DataConfig
@@ -38,6 +40,8 @@ else:  # whoever checks types at run time looks at an item, which would read a f
     Texts = Labels = Sequence
 
 _AT_ONCE = 100  # rows of a table that are read; they may be long
+_MOST_WORDS = 3  # of the name of a column
+_MOST_NAMES = 1 << 16  # characters of the first row of a CSV file
 _MOST_HELD = 1 << 26  # bytes of a table that stay in memory when they were read
 
 _BUILDERS = {
@@ -46,6 +50,7 @@ _BUILDERS = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
     ".text": "text",
     ".raw": "text",
@@ -117,7 +122,7 @@ def read_examples(data: DataConfig) -> Examples:
         DataError: If nothing is there, a column is missing, or there is no text in it.
     """
     refuse_missing_file(data.source)
-    files = _files(data.source)
+    files = _files(data)
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1:
         raise DataError(
@@ -127,8 +132,9 @@ def read_examples(data: DataConfig) -> Examples:
     if kinds == {"text"}:
         texts = TextFiles(tuple(files))
         return _checked(Examples(texts, None, rows_are_documents=False), data)
-    table = _table(files, kinds.pop() if kinds else None, data)
-    columns = _text_columns(table, data)
+    builder = kinds.pop() if kinds else None
+    table = _table(files, builder, data)
+    columns = _text_columns(table, data, named=builder != "csv")
     if data.label_column is not None:
         _check_column(data.label_column, table, "--label-column", data.source)
     table = _without_nulls(table, columns, data)
@@ -204,15 +210,15 @@ def digest_of_data(data: DataConfig) -> str:
     if not place.exists():
         return f"hub:{data.source}:{data.split}"
     folder = place if place.is_dir() else place.parent
-    names = (str(file.relative_to(folder)) for file in _files(data.source))
+    names = (str(file.relative_to(folder)) for file in _files(data))
     try:
         return digest_of(hashes_of(folder, names))
     except OSError as error:
         raise DataError(f"'{data.source}' is not readable ({error}).") from None
 
 
-def _files(source: str) -> list[Path]:
-    path = Path(source)
+def _files(data: DataConfig) -> list[Path]:
+    source, path = data.source, Path(data.source)
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -221,7 +227,19 @@ def _files(source: str) -> list[Path]:
                 f"'{source}' is the folder of a model, and text is what is asked for. Give a file "
                 "of text or of a table, or a folder of such files."
             )
+        if (path / "dataset_dict.json").is_file():  # of datasets' save_to_disk
+            splits = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+            if data.split not in splits:
+                raise DataError(
+                    f"--split {data.split}: '{source}' has no such split."
+                    f"{did_you_mean(data.split, splits)} It has {', '.join(splits)}."
+                )
+            path /= data.split
         files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in _BUILDERS)
+        saved = ["state.json"] * (path / "dataset_info.json").is_file()
+        rows = [file for file in files if file.name not in {*FILES_TO_IGNORE, *saved}]
+        if any(_suffix(file) != ".md" for file in rows):  # README.md is the card of the data
+            files = rows
         if not files:
             raise DataError(
                 f"The folder '{source}' has no file with one of the endings "
@@ -273,21 +291,33 @@ def _of_files(files: list[Path], builder: str) -> Dataset:
     The cache of datasets is none of ours: it goes by the name and time of a file, which may both
     stay when the text changes, and it needs a home to write to.
     """
-    options = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         plain = [unpacked(file, Path(folder), i) for i, file in enumerate(files)]
         for file in plain if builder == "json" else ():
             refuse_fatal_json(file)
-        names = [glob.escape(str(file)) for file in plain]  # datasets takes them for patterns
         cache = str(Path(folder) / "cache")
         told = datasets.logging.get_verbosity()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all
         try:
-            return datasets.load_dataset(
-                builder, data_files=names, split="train", cache_dir=cache, **options
-            )
+            parts = []
+            for separator, some in groupby(plain, _separator):
+                names = [glob.escape(str(file)) for file in some]  # they are taken for patterns
+                options = {"split": "train", "cache_dir": cache}
+                if separator is not None:
+                    options["sep"] = separator
+                parts.append(datasets.load_dataset(builder, data_files=names, **options))
+            return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
         finally:
             datasets.logging.set_verbosity(told)
+
+
+def _separator(file: Path) -> str | None:
+    """What separates the columns of a CSV or TSV file, by its first row; None for other files."""
+    if file.suffix.lower() != ".csv":
+        return "\t" if file.suffix.lower() == ".tsv" else None
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        first = re.sub('"[^"]*"', "", stream.readline(_MOST_NAMES))
+    return max(",;\t|", key=first.count)  # the comma, where there is none
 
 
 def _of_the_hub(data: DataConfig) -> Dataset:
@@ -306,7 +336,17 @@ def _of_the_hub(data: DataConfig) -> Dataset:
         ) from None
 
 
-def _text_columns(table: Dataset, data: DataConfig) -> list[str]:
+def _text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
+    """The columns of the texts.
+
+    Args:
+        table: The rows.
+        data: Names them, perhaps.
+        named: Whether the columns surely have names; the first row of a CSV file may be a text.
+
+    Raises:
+        DataError: If there are none, or which is unknown.
+    """
     if data.text_column is not None:
         columns = [column.strip() for column in data.text_column.split(",")]
         for column in columns:
@@ -314,13 +354,25 @@ def _text_columns(table: Dataset, data: DataConfig) -> list[str]:
     elif "text" in table.column_names:
         columns = ["text"]
     else:
-        columns = [name for name in _strings(table) if name != data.label_column]
+        columns = _chats(table)[:1] or [n for n in _strings(table) if n != data.label_column]
+        if not named and any(map(_is_no_name, table.column_names)):
+            raise DataError(
+                f"'{data.source}' has no names of columns: its first row, which should hold them, "
+                f"is {', '.join(table.column_names)[:60]!r}. Write them there, such as 'text', or "
+                "name the column of these with --text-column."
+            )
         if len(columns) != 1:
             raise DataError(
                 f"'{data.source}' has the columns {', '.join(table.column_names)}; say which one "
                 "holds the text with --text-column (of pairs both: --text-column SOURCE,TARGET)."
             )
     for column in columns:
+        if column in _chats(table):
+            raise DataError(
+                f"The column '{column}' of '{data.source}' holds chats, which are not read yet. "
+                "Write each as one text, by tokenizer.apply_chat_template(chat, tokenize=False), "
+                "into a column of its own, and name it with --text-column."
+            )
         if column not in _strings(table):
             feature = table.features[column]
             kind = getattr(feature, "dtype", None) or type(feature).__name__
@@ -329,6 +381,21 @@ def _text_columns(table: Dataset, data: DataConfig) -> list[str]:
                 f"{', '.join(_strings(table)) or 'none'}; see --text-column."
             )
     return columns
+
+
+def _chats(table: Dataset) -> list[str]:
+    """Columns of messages: lists of objects with a content."""
+    found = []
+    for name, feature in table.features.items():
+        message = getattr(feature, "feature", None)
+        if isinstance(message, dict) and {"content", "value"} & message.keys():
+            found.append(name)
+    return found
+
+
+def _is_no_name(column: str) -> bool:
+    """Whether it is a text or a number, rather than the name of a column."""
+    return len(column.split()) > _MOST_WORDS or re.fullmatch(r"[+-]?[\d.]+", column) is not None
 
 
 def _strings(table: Dataset) -> list[str]:

@@ -272,7 +272,7 @@ def _read(
         size = path.stat().st_size
         if size > most:
             raise error(f"'{path}' has {size:,} bytes, far more than such a file can need.")
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise
     except IsADirectoryError:

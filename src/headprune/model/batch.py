@@ -105,8 +105,17 @@ def token_mask(batch: Batch, kind: str) -> Bool[Tensor, "sequences length"] | No
 def real_tokens(
     x: Float[Tensor, "*positions width"], mask: Tensor | None
 ) -> Float[Tensor, "tokens width"]:
-    """Those positions, one after the other, that are no padding."""
+    """Those positions, one after the other, that are no padding.
+
+    Raises:
+        CheckpointError: If padding is masked, and the module lays its positions out otherwise.
+    """
     rows = x.flatten(0, -2)
-    if mask is None or mask.numel() != len(rows):
+    if mask is None or (mask.numel() != len(rows) and bool(mask.all())):
         return rows
+    if mask.numel() != len(rows):
+        raise CheckpointError(
+            f"An attention module reads {len(rows)} positions, and the texts have {mask.numel()} "
+            "with their padding, so the padding cannot be left out. Use --batch-size 1."
+        )
     return rows[mask.flatten().to(rows.device)]
