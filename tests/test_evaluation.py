@@ -130,7 +130,7 @@ def test_decoders_without_a_padding_token_are_padded_too(pad_id: int | None) -> 
     with torch.no_grad():
         wanted = [int(model(torch.tensor([ids])).logits.argmax()) for ids in rows["input_ids"]]
     assert len(set(wanted)) > 1
-    assert quality.predicted_labels(model, rows, tokenizer, batch_size=5).tolist() == wanted
+    assert quality.predictions(model, rows, tokenizer, batch_size=5).tolist() == wanted
     alone, together = (
         quality.embeddings(model.transformer, rows, tokenizer, batch_size=n) for n in (1, 5)
     )
@@ -153,7 +153,7 @@ def test_damaged_rows_and_empty_texts_are_named() -> None:
         with torch.no_grad():
             model.embeddings.word_embeddings.weight[tokenizer("w7")["input_ids"][0]] = math.nan
     with pytest.raises(DataError, match="output for row 1 is not finite"):
-        quality.predicted_labels(classifier, rows, tokenizer, 2)
+        quality.predictions(classifier, rows, tokenizer, 2)
     with pytest.raises(DataError, match="embedding of row 1 is not finite"):
         quality.embeddings(encoder, rows, tokenizer, 2)
     rows = Dataset.from_dict(dict(tokenizer(["w1 w2", "w3", ""])))

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
-from headprune.errors import ProofError
+import headprune
+from headprune.errors import HeadpruneWarning, ProofError
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
@@ -269,3 +270,53 @@ def test_a_cache_with_stubs_takes_all_operations_on_batches() -> None:
         cache.batch_select_indices(torch.tensor([0, 2, 1]))
         got = cut(ids[rows, -3:], attention_mask=mask[rows], past_key_values=cache).logits
     torch.testing.assert_close(got, wanted)
+
+
+def _without(model: PreTrainedModel, layer: int, *heads: int) -> list[Cut]:
+    """A cut of some heads of the cross attention of a layer."""
+    parts = {}
+    cross = [a.path for a in attention_of(model) if a.kind == "cross"]
+    for a in attention_of(model):
+        gone = heads if a.path == cross[layer] else ()
+        keep = tuple(h for h in range(a.query_heads) if h not in gone)
+        parts[a.path] = AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=keep)
+    return resolve(Plan(unit=Unit.HEAD, attentions=parts), model)
+
+
+def _aligning(model: PreTrainedModel, heads: list[list[int]]) -> list[Tensor]:
+    inputs = probes.probe_inputs(model)
+    with torch.no_grad():
+        weights = model(**inputs, output_attentions=True).cross_attentions
+    return [weights[layer][:, head] for layer, head in heads]
+
+
+@pytest.mark.parametrize("gone", [(0,), tuple(range(6))])
+def test_heads_that_give_the_times_of_words_are_counted_anew(
+    gone: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = tiny.model("whisper", attn="eager")
+    named = [[1, 2], [2, 0], [2, 5]]
+    model.generation_config = GenerationConfig(alignment_heads=named)
+    cuts = _without(model, 2, *gone)
+    with gated([cut.attention for cut in cuts], fixed([cut.gate() for cut in cuts])):
+        wanted = _aligning(model, named)
+    cut_heads(model, cuts)
+    model.save_pretrained(tmp_path)
+    reloaded = headprune.from_pretrained(tmp_path, attn_implementation="eager")
+    left = reloaded.generation_config.alignment_heads
+    assert left == ([[1, 2], [2, 4]] if gone == (0,) else [[1, 2]])
+    kept = [w for w, (layer, head) in zip(wanted, named, strict=True) if [layer, head] != [2, 0]]
+    for got, old in zip(_aligning(reloaded, left), kept, strict=False):
+        torch.testing.assert_close(got, old, atol=1e-5, rtol=0)
+    if gone == (0,):  # numbered as before, they would be others
+        (other,) = _aligning(reloaded, [[2, 3]])
+        assert (other - wanted[2]).abs().max() > 1e-3
+
+
+def test_it_is_said_when_no_such_head_is_left(tmp_path: Path) -> None:
+    model = tiny.model("whisper")
+    model.generation_config = GenerationConfig(alignment_heads=[[2, 0], [2, 5]])
+    with pytest.warns(HeadpruneWarning, match="None of the 2 heads is left"):
+        cut_heads(model, _without(model, 2, 0, 5))
+    model.save_pretrained(tmp_path)
+    assert "alignment_heads" not in (tmp_path / "generation_config.json").read_text()

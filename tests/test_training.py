@@ -34,6 +34,7 @@ from headprune.gates.sparsity import ConstantPenalty, HeadTarget
 from headprune.gates.train_gates import GatesRun, train_gates
 from headprune.gates.trainer import GatedModel, freeze
 from headprune.model.attention import attention_of
+from headprune.model.embedding import head_of
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output
 from headprune.model.loading import load_tokenizer
@@ -285,7 +286,7 @@ def settled_gates(model: PreTrainedModel) -> Gates:
 def test_losses_do_not_depend_on_batch_size(objective: str) -> None:
     model = tiny.model("llama-gqa")
     gates, ids = settled_gates(model), torch.randint(5, tiny.VOCAB, (6, 11))
-    loss = labelled if objective == "labelled" else Distillation()
+    loss = labelled if objective == "labelled" else Distillation(head_of(model))
 
     def mean_loss(size: int, rows: torch.Tensor = ids) -> torch.Tensor:
         batches = [
@@ -603,7 +604,7 @@ def test_a_refit_brings_the_gated_model_nearer_before_any_factor_moves(
 
     def away() -> float:
         with torch.no_grad(), gated(attentions, closed):
-            return float(divergence(net(**batch), wanted, batch))
+            return float(divergence(net(**batch), wanted, batch, head_of(net)))
 
     without = away()
     net.load_state_dict(weights, strict=False)
@@ -618,7 +619,8 @@ def test_half_of_each_loss(llama_folder: Path) -> None:
     gates.settle(range(1, 24), torch.arange(24.0))
     with torch.no_grad(), gated(attention_of(net), gates.source):
         own, apart, both = (
-            loss(net, gates, batch) for loss in (labelled, Distillation(), Distillation(own=0.5))
+            loss(net, gates, batch)
+            for loss in (labelled, Distillation(head_of(net)), Distillation(head_of(net), own=0.5))
         )
     assert apart > 0
     torch.testing.assert_close(both, (own + apart) / 2)

@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from headprune.family import FAMILIES, vision_language
-from headprune.model.loading import _TASKS
+from headprune.model.tasks import _TASKS
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
@@ -100,7 +100,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "xglm": {"attention_heads": 6},
     "esm": {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4},
     "eurobert": {"mask_token_id": 4},
-    "data2vec-vision": {"use_shared_relative_position_bias": True},
+    "data2vec-vision": {
+        "use_shared_relative_position_bias": True,
+        "out_indices": [*range(LAYERS)],
+    },
     "stablelm-qk_norm": {"qk_layernorm": True, "use_qkv_bias": True},
     "phi-qk_norm": {"qk_layernorm": True, "num_key_value_heads": 6, "head_dim": 8},
     "gpt2": {"n_embd": 60},

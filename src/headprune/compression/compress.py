@@ -45,7 +45,7 @@ from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.attention import attention_of
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.loading import CLASSIFIERS, UNMEASURED, load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import stored_dtypes, stored_tensors
@@ -357,7 +357,12 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:
             "An encoder-decoder is compressed on pairs: give --data with --text-column "
             "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
-    if task == "classification" and not (data and all(one.label_column for one in data)):
+    if task in UNMEASURED:
+        raise DataError(
+            f"There is no measure for the head of this model ({task}) to choose by. Use score, "
+            "prune and heal, and a script of its task."
+        )
+    if task in CLASSIFIERS and not (data and all(one.label_column for one in data)):
         raise DataError(
             "A classifier is compressed on labelled examples: give --data with --label-column "
             "(CSV, TSV, JSONL or parquet)."

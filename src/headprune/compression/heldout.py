@@ -22,7 +22,7 @@ from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.recall import copying_losses
-from headprune.model.loading import task_of, vocabulary_of
+from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
 _ROWS = 8  # held-out sequences that a choice is made on, at least; 2 of a running text
 _COPIES = 8  # sequences of random tokens, each twice
@@ -63,6 +63,16 @@ def _each(values: Floats) -> Floats:
     return np.stack([values, np.ones_like(values)], axis=1)
 
 
+def _errors(model: Floats, original: Floats) -> Floats:
+    """Squared errors, and what those of the original's mean would be."""
+    spread = original - original.mean(0)
+    return np.stack([((model - original) ** 2).sum(1), (spread**2).sum(1)], axis=1)
+
+
+def _explained(error: Any) -> Any:
+    return 1 - error
+
+
 _PERPLEXITY = Measure("perplexity ratio", False, _losses, np.exp)
 MEASURES = {
     "causal-lm": _PERPLEXITY,
@@ -71,6 +81,10 @@ MEASURES = {
     "classification": Measure(
         "same labels", True, lambda model, original: _each((model == original).astype(float))
     ),
+    "multi-label": Measure(
+        "same labels", True, lambda model, original: _each((model == original).mean(1))
+    ),
+    "regression": Measure("explained variance", True, _errors, _explained),
     "features": Measure(
         "similarity", True, lambda model, original: _each((model * original).sum(1))
     ),
@@ -175,8 +189,8 @@ class HeldOut:
 
     def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Floats:
         how = (net, rows, self.tokenizer, self.batch_size)
-        if self.task == "classification":
-            return quality.predicted_labels(*how, progress=progress)
+        if self.task in CLASSIFIERS:
+            return quality.predictions(*how, progress=progress)
         if self.task == "features":
             return quality.embeddings(*how, progress=progress)
         if self.task == "seq2seq-lm":

@@ -19,7 +19,13 @@ from headprune.config import (
 from headprune.data.rows import widths
 from headprune.data.samples import Collate, cut, longest_of
 from headprune.data.sentences import OF_SENTENCES, by_sentence
-from headprune.data.sequences import masked, packed_sequences, tokenized_rows, translation_rows
+from headprune.data.sequences import (
+    label_reader,
+    masked,
+    packed_sequences,
+    tokenized_rows,
+    translation_rows,
+)
 from headprune.data.sources import read_examples
 from headprune.data.tokens import around
 from headprune.data.unreadable import refuse_beyond
@@ -136,8 +142,9 @@ def batches(
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
     else:
-        labels = net.config.label2id if objective is Objective.TASK else None
-        rows = tokenized_rows(examples, tokenizer, seq_len, labels, vocabulary)
+        labelled = objective is Objective.TASK and data.label_column is not None
+        read_label = label_reader(net) if labelled else None
+        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
         collator = DataCollatorWithPadding(_padding(tokenizer, net))
     if len(rows) < need:
         raise DataError(

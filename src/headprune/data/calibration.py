@@ -19,7 +19,7 @@ from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import usable_length
-from headprune.model.loading import load_tokenizer, task_of, vocabulary_of
+from headprune.model.loading import CLASSIFIERS, load_tokenizer, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _LOOKED_AT = 1_000  # texts whose length says how long texts are
@@ -48,19 +48,12 @@ def calibration(
     """
     refuse_without_text(net, what)
     task = task_of(net)
-    if task == "classification" and net.config.num_labels == 1:
-        raise DataError(
-            f"{what}: this model predicts a number, not a class, which has no loss here. Load it "
-            "without its head (the class that AutoModel gives)."
-        )
-    labels = task == "classification" and data.label_column is not None
+    labelled = task in CLASSIFIERS and data.label_column is not None
     objective = {
         "causal-lm": Objective.LM,
         "seq2seq-lm": Objective.LM,
         "masked-lm": Objective.MLM,
-        "classification": Objective.TASK if labels else Objective.DISTILL,
-        "features": Objective.DISTILL,
-    }[task]
+    }.get(task, Objective.TASK if labelled else Objective.DISTILL)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     fitting = config.model_copy(update={"seq_len": min(config.seq_len, config.calibration_tokens)})
     rows, collate, _ = batches(objective, net, tokenizer, data, fitting)

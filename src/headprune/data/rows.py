@@ -7,6 +7,7 @@ import mmap
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
     left of it however the process ends from then on.
 
     Args:
-        parts: Some rows each, as columns: integers, lists of integers, or an array of shape
+        parts: Some rows each, as columns: numbers, lists of numbers, or an array of shape
             (rows, length).
 
     Raises:
@@ -104,4 +105,6 @@ def _column(values: Sequence[Any] | NDArray[Any]) -> pa.Array:
         starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
         return pa.ListArray.from_arrays(starts, pa.array(values.ravel()))
     nested = len(values) and isinstance(values[0], Sequence)
-    return pa.array(values, pa.list_(pa.int32()) if nested else pa.int32())
+    first = next(chain.from_iterable(values), 0) if nested else next(iter(values), 0)
+    kind = pa.float32() if isinstance(first, float) else pa.int32()
+    return pa.array(values, pa.list_(kind) if nested else kind)

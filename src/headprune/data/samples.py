@@ -105,7 +105,7 @@ def longest_of(rows: Dataset) -> int:
 
 def cut(row: dict[str, Any], longest: int) -> dict[str, Any]:
     """A row without the tokens before its last that are too many."""
-    return {name: _cut(column, longest) for name, column in row.items()}
+    return {n: column if n == "labels" else _cut(column, longest) for n, column in row.items()}
 
 
 def _read(rows: Dataset, longest: int | None) -> NDArray[np.int64]:

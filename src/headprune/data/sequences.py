@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from headprune.data.rows import stored
 from headprune.data.sources import Examples
 from headprune.data.tokens import CHUNKING, Ids, around, head, token_ids
 from headprune.data.unreadable import Seen
 from headprune.errors import DataError
+from headprune.model.loading import class_ids, task_of
 
+Label = int | float | list[float]
 ROWS_AT_ONCE = 1000  # that are tokenized
 _AT_ONCE = 1 << 18  # tokens that are held before sequences are written
 
@@ -120,7 +127,7 @@ def tokenized_rows(
     examples: Examples,
     tokenizer: Any,
     seq_len: int,
-    label_ids: dict[str, int] | None = None,
+    read_label: Callable[[str], Label] | None = None,
     vocabulary: int | None = None,
     apart: bool = False,
 ) -> Dataset:
@@ -130,7 +137,8 @@ def tokenized_rows(
         examples: The examples; pairs are joined as the tokenizer joins pairs.
         tokenizer: The model's tokenizer.
         seq_len: Longest row.
-        label_ids: The model's ``label2id``; adds an integer ``labels`` column.
+        read_label: Reads a label as the model's loss takes it (see ``label_reader``); adds a
+            ``labels`` column.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
         apart: Whether the two texts of a pair are rows of their own, one after the other.
 
@@ -138,7 +146,7 @@ def tokenized_rows(
         DataError: If a label is none of the model's, or the text is not readable.
     """
     seen, done = Seen(tokenizer, vocabulary), 0
-    labels = None if label_ids is None or examples.labels is None else iter(examples.labels)
+    labels = None if read_label is None or examples.labels is None else iter(examples.labels)
 
     def parts() -> Iterator[dict[str, Any]]:
         nonlocal done
@@ -147,8 +155,8 @@ def tokenized_rows(
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
             _refuse_empty(rows["input_ids"], done)
             seen.add_rows(rows["input_ids"])
-            if labels is not None and label_ids is not None:
-                rows["labels"] = [_label_id(next(labels), label_ids) for _ in some]
+            if labels is not None and read_label is not None:
+                rows["labels"] = [read_label(next(labels)) for _ in some]
             done += len(some)
             yield rows
 
@@ -227,6 +235,48 @@ def _refuse_empty(rows: list[list[int]], before: int) -> None:
             f"Row {before + lengths.index(0)} (counted from 0; a sentence pair may be two rows) "
             "has no tokens. Leave empty texts out."
         )
+
+
+def label_reader(net: PreTrainedModel) -> Callable[[str], Label]:
+    """Return what reads a label as the loss of a head for sequences takes it.
+
+    That is the number of a class; a number, for a regression; or, where labels do not exclude each
+    other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
+    numbers of those that hold, or as many 0 and 1 as there are.
+
+    Raises:
+        DataError: If the model gives several numbers, and a column holds one.
+    """
+    task, ids = task_of(net), class_ids(net.config)
+    if task == "multi-label":
+        return partial(_yes_or_no, label_ids=ids)
+    if task != "regression":
+        return partial(_label_id, label_ids=ids)
+    if net.config.num_labels != 1:
+        raise DataError(
+            f"This {type(net).__name__} gives {net.config.num_labels} numbers for a text, and a "
+            "label column holds one. Leave out --label-column; healing needs none."
+        )
+    return _number
+
+
+def _number(label: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(number := float(label)):
+            return number
+    raise DataError(f"The label '{label}' is not a number, and the model predicts a number.")
+
+
+def _yes_or_no(label: str, label_ids: dict[str, int]) -> list[float]:
+    several = [label] if label in label_ids else label.split(",")
+    if label.startswith("["):
+        with suppress(ValueError):
+            several = json.loads(label)
+    parts = [str(part).strip().removesuffix(".0") for part in several]
+    if len(parts) == len(label_ids) and {*parts} <= {"0", "1"}:
+        return [float(part) for part in parts]
+    holding = {_label_id(part, label_ids) for part in parts if part}
+    return [float(number in holding) for number in range(len(label_ids))]
 
 
 def _label_id(label: str, label_ids: dict[str, int]) -> int:

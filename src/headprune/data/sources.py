@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import re
 import tempfile
 import warnings
@@ -454,7 +455,11 @@ def _labels(table: Dataset, data: DataConfig) -> Labels:
 
     def texts(rows: dict[str, list[Any]]) -> list[str]:
         if not isinstance(feature, datasets.ClassLabel):
-            return list(map(str, rows[column]))
+            values = rows[column]
+            names = getattr(getattr(feature, "feature", None), "names", None)
+            if names:  # several classes of a row, by number
+                values = [[names[number] for number in row] for row in values]
+            return [json.dumps(v) if isinstance(v, list) else str(v) for v in values]
         try:
             return [str(feature.int2str(value)) for value in rows[column]]
         except ValueError:  # test sets without labels have -1 there

@@ -18,7 +18,7 @@ from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
 from headprune.exporting.publish import refuse_unprovable
 from headprune.model.attention import attention_of
-from headprune.model.loading import class_ids, load_tokenizer, task_of
+from headprune.model.loading import CLASSIFIERS, class_ids, load_tokenizer, task_of
 from headprune.model.opening import as_it_fits, load, result_dtypes
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
@@ -138,7 +138,7 @@ def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
         )
     classes = [class_ids(net.config) for net in (student, teacher)]
     reordered = set(classes[0]) == set(classes[1]) and classes[0] != classes[1]
-    if task_of(student) == "classification" and reordered:
+    if task_of(student) in ("classification", "multi-label") and reordered:
         raise HeadpruneError(
             "The model to heal and the teacher number their classes differently (label2id in "
             "config.json), so that it would learn the wrong ones. Give the model it came from."
@@ -148,7 +148,7 @@ def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
 def _sizes(net: PreTrainedModel) -> str:
     config, task = net.config.get_text_config(), task_of(net)
     said = f"over {getattr(config, 'vocab_size', 0):,} tokens"  # models of images have none
-    if task == "classification":
+    if task in CLASSIFIERS or task == "token-classification":
         said += f", with {net.config.num_labels:,} labels"
     if task == "features":
         said += f", with hidden states of {config.hidden_size:,} channels"

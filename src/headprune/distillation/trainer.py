@@ -16,6 +16,7 @@ from headprune.config import HealConfig, HealOptimizer, HealTrain
 from headprune.distillation.optimizer import MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
+from headprune.model.embedding import head_of
 from headprune.model.placement import on_device, reshard
 from headprune.packages import refuse_missing
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
@@ -43,6 +44,7 @@ class HealedModel(LossModule):
         self.model = student
         self._teacher = [teacher.requires_grad_(False).eval()]
         self._bf16 = bf16
+        self._head = head_of(teacher)
         self.own = 0.0
 
     def forward(self, batch: Batch) -> Tensor:
@@ -53,7 +55,7 @@ class HealedModel(LossModule):
                 wanted = self._teacher[0](**inputs)
                 reshard(self._teacher[0])  # nothing that runs backwards would
             got = self.model(**(batch if own else inputs))
-        return blended(got, wanted, batch, own)
+        return blended(got, wanted, batch, self._head, own)
 
 
 class HealTrainer(ResumableTrainer):

@@ -15,7 +15,12 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sentences import by_sentence
-from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.sequences import (
+    label_reader,
+    packed_sequences,
+    tokenized_rows,
+    translation_rows,
+)
 from headprune.data.sources import Examples, read_examples
 from headprune.data.tokens import around
 from headprune.data.unreadable import refuse_beyond
@@ -35,7 +40,7 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.model.identity import id_of_model
 from headprune.model.lengths import most_tokens, usable_length
 from headprune.model.loading import (
-    class_ids,
+    CLASSIFIERS,
     load_config,
     load_tokenizer,
     parse_dtype,
@@ -49,6 +54,12 @@ from headprune.model.refusals import refuse_without_text
 from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
+_CORRELATIONS = ["spearman", "pearson"]
+_OF_CLASSIFIERS = {
+    "classification": ["accuracy"],
+    "multi-label": ["accuracy", "micro_f1"],
+    "regression": _CORRELATIONS,
+}
 _PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
 
 
@@ -106,16 +117,18 @@ class Loaded:
         return tuple(name for domain in self.domains for name in self._metrics(domain))
 
     def _metrics(self, domain: LoadedDomain) -> list[str]:
-        task, names = task_of(self.nets[0]), ["accuracy"]
+        task = task_of(self.nets[0])
         if task in LANGUAGE_MODELS:
             columns = [*TokenLosses.COLUMNS]
             if task == "causal-lm":
                 columns += [*REPEATED, *LAST_WORDS, *(() if domain.name else (*COPYING, *NEEDLE))]
                 columns += WORDS if WordMarks(self.tokenizer).any else ()
             names = [*Samples(dict.fromkeys(columns, np.zeros(1))).metrics()]
-        elif task != "classification":
+        elif task in CLASSIFIERS:
+            names = _OF_CLASSIFIERS[task]
+        else:
             paired = ["mean_cosine"] if len(self.nets) == 2 else []
-            names = [*(["spearman"] if domain.pairs else []), *paired]
+            names = [*(_CORRELATIONS if domain.pairs else []), *paired]
         return [within(name, domain.name) for name in names]
 
     def settings(self, config: EvaluateConfig) -> dict[str, Any]:
@@ -245,6 +258,6 @@ def _rows(
     if task == "seq2seq-lm":
         return translation_rows(examples.first(most), tokenizer, seq_len, known)
     some = by_sentence(examples, most).first(most)
-    if task == "classification":
-        return tokenized_rows(some, tokenizer, seq_len, class_ids(net.config), known)
+    if task in CLASSIFIERS:
+        return tokenized_rows(some, tokenizer, seq_len, label_reader(net), known)
     return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from headprune.evaluation.recall import (
 from headprune.evaluation.report import Metric, metric
 from headprune.evaluation.samples import Samples
 from headprune.evaluation.tasks import TaskScores, task_scores
-from headprune.model.loading import class_ids, task_of
+from headprune.model.loading import CLASSIFIERS, Task, class_ids, task_of
 
 
 @dataclass
@@ -123,9 +124,9 @@ def _columns(
         return quality.translation_losses(net, rows, tokenizer, size, progress).columns()
     if task in LANGUAGE_MODELS:
         return quality.masked_losses(net, rows, tokenizer, size, config.seed, progress).columns()
-    if task == "classification":
-        labels = quality.predicted_labels(net, rows, tokenizer, size, progress)
-        return {"hits": (labels == _labels(loaded, net, rows)).astype(np.float64)}
+    if task in CLASSIFIERS:
+        said = quality.predictions(net, rows, tokenizer, size, progress)
+        return _compared(said, _labels(loaded, net, rows), task)
     vectors = quality.embeddings(net, rows, tokenizer, size, progress)
     found.vectors[domain.name] = vectors
     if not domain.pairs:
@@ -133,9 +134,30 @@ def _columns(
     return dict(zip(("similarities", "scores"), _pairs(vectors, domain.examples), strict=True))
 
 
+def _compared(said: Floats, labels: Floats, task: Task) -> dict[str, Floats]:
+    """What metrics are made of, of a head for sequences and the labels of its examples."""
+    if task == "regression":
+        return {"similarities": said[:, 0], "scores": _scores(labels.tolist())}
+    right = said == labels
+    if task == "classification":
+        return {"hits": right.astype(np.float64)}
+    return {
+        "hits": right.all(1).astype(np.float64),
+        "label_hits": (said * labels).sum(1),
+        "labels": (said + labels).sum(1),
+    }
+
+
 def _labels(loaded: Loaded, net: PreTrainedModel, rows: Dataset) -> Floats:
-    """The label ids of rows, which are the first model's, as this one numbers its classes."""
+    """The labels of rows, which are the first model's, as this one numbers its classes."""
     ids = class_ids(net.config)
+    task = task_of(net)
+    if task == "regression":
+        return np.array(rows["labels"], dtype=np.float64)
+    if task == "multi-label":
+        first = class_ids(loaded.nets[0].config)
+        order = [first[name] for name in sorted(ids, key=ids.__getitem__)]
+        return np.array(rows["labels"], dtype=np.float64)[:, order]
     own = {number: ids[name] for name, number in class_ids(loaded.nets[0].config).items()}
     return np.array([own[number] for number in rows["labels"]], dtype=np.float64)
 
@@ -175,13 +197,17 @@ def _recalled(
 def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
     assert examples.labels is not None
     similarities = (vectors[0::2] * vectors[1::2]).sum(1)
+    return similarities, _scores(examples.labels[: len(similarities)])
+
+
+def _scores(labels: Sequence[str | float]) -> Floats:
     try:
-        scores = np.array([float(label) for label in examples.labels[: len(similarities)]])
+        scores = np.array([float(label) for label in labels])
     except ValueError as error:
         raise DataError(f"The scores of sentence pairs must be numbers ({error}).") from None
     if not np.isfinite(scores).all() or len(np.unique(scores)) < 2:
         raise DataError(
-            f"The {len(scores)} scores of the sentence pairs must be finite and not all the same; "
-            "a rank correlation is not defined otherwise."
+            f"The {len(scores)} scores of the examples must be finite and not all the same; "
+            "a correlation is not defined otherwise."
         )
-    return similarities, scores
+    return scores

@@ -110,6 +110,19 @@ def _spearman(columns: Columns, i: Rows) -> Any:
     return np.apply_along_axis(of_one, -1, i)
 
 
+def _pearson(columns: Columns, i: Rows) -> Any:
+    x, y = (columns[name][i] for name in ("similarities", "scores"))
+    x, y = (each - each.mean(-1, keepdims=True) for each in (x, y))
+    with np.errstate(invalid="ignore"):  # a resample may hold one value alone
+        return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+
+
+def _micro_f1(columns: Columns, i: Rows) -> Any:
+    """Twice the labels said and true over those said and those true; 1 where there is none."""
+    hits, either = (columns[name][i].sum(-1) for name in ("label_hits", "labels"))
+    return np.where(either > 0, 2 * hits / np.maximum(either, 1), 1.0)
+
+
 def within(name: str, domain: str) -> str:
     """The name of a metric, or of a column, on a domain; on the main one, "", it is plain."""
     return f"{name}[{domain}]" if domain else name
@@ -260,7 +273,7 @@ METRICS.add(
     MetricSpec(
         "1",
         True,
-        "share of examples whose label is predicted",
+        "share of examples whose label, or all of whose labels, are predicted",
         ("hits",),
         lambda c, i: c["hits"][i].mean(-1),
         compared="difference",
@@ -268,15 +281,38 @@ METRICS.add(
     ),
 )
 METRICS.add(
+    "micro_f1",
+    MetricSpec(
+        "1",
+        True,
+        "F1 over all labels of all examples, where an example may have several",
+        ("label_hits", "labels"),
+        _micro_f1,
+        compared="difference",
+        beside=True,
+    ),
+)
+METRICS.add(
     "spearman",
     MetricSpec(
         "1",
         True,
-        "rank correlation of similarities and scores of sentence pairs",
+        "rank correlation of scores with similarities of sentence pairs, or with predictions",
         ("similarities", "scores"),
         _spearman,
         compared="difference",
         leads=True,
+    ),
+)
+METRICS.add(
+    "pearson",
+    MetricSpec(
+        "1",
+        True,
+        "correlation of the same",
+        ("similarities", "scores"),
+        _pearson,
+        compared="difference",
     ),
 )
 METRICS.add(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from headprune.data.sequences import masked
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
-from headprune.model.batch import own_padding_id, padding_id
+from headprune.model.batch import Batch, own_padding_id, padding_id
+from headprune.model.embedding import embedding
+from headprune.model.loading import task_of
 from headprune.model.placement import input_device, on_device
 
 Progress = Callable[[int, int], None]
@@ -131,25 +133,35 @@ def translation_losses(
 
 
 @torch.no_grad()
-def predicted_labels(
+def predictions(
     model: PreTrainedModel,
     rows: Dataset,
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Floats:
-    """The label id that a classifier gives each row.
+    """What a head for sequences says of each row.
+
+    That is the number of a class, shape (rows,); 0 or 1 for each label, where these do not exclude
+    each other, shape (rows, labels); or numbers, shape (rows, numbers).
 
     Raises:
         DataError: If a row has no tokens, or its logits are not finite; the row is named.
     """
     if own_padding_id(model.config) is None:
         batch_size = 1  # decoders look for the last token that is no padding
-    logits = [
-        model(**batch).logits.float().cpu()
-        for batch in _padded(model, rows, tokenizer, batch_size, progress)
-    ]
-    return _finite(torch.cat(logits), "output for row").argmax(-1).double().numpy()
+    logits = _finite(
+        torch.cat(
+            [
+                model(**batch).logits.float().cpu()
+                for batch in _padded(model, rows, tokenizer, batch_size, progress)
+            ]
+        ),
+        "output for row",
+    )
+    task = task_of(model)
+    said = logits if task == "regression" else logits > 0
+    return (logits.argmax(-1) if task == "classification" else said).double().numpy()
 
 
 @torch.no_grad()
@@ -160,16 +172,16 @@ def embeddings(
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Floats:
-    """Mean of the last hidden states over real tokens, normalised. Shape (rows, hidden).
+    """Normalised embeddings, pooled as the model's files say. Shape (rows, hidden).
 
     Raises:
         DataError: If a row has no tokens, or its embedding is not finite; the row is named.
+        FamilyError: If the embedding is pooled as headprune cannot.
     """
-    vectors = []
-    for batch in _padded(model, rows, tokenizer, batch_size, progress):
-        states = model(**batch).last_hidden_state.float()
-        mask = batch["attention_mask"][..., None].float()
-        vectors.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu())
+    vectors = [
+        embedding(model, cast(Batch, batch)).cpu()
+        for batch in _padded(model, rows, tokenizer, batch_size, progress)
+    ]
     return _finite(torch.cat(vectors), "embedding of row").double().numpy()
 
 

@@ -12,7 +12,7 @@ from headprune.data.sources import Examples
 from headprune.data.tokens import around
 from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.model.loading import class_ids, task_of
+from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
 from headprune.schemas.exports import read_export
 
 
@@ -48,8 +48,17 @@ def refuse_unfit(
             f"A needle is found by a model that goes on with a text, and this one is a "
             f"{type(nets[0]).__name__}. Leave out --needle, or the limit on needle_accuracy."
         )
-    if task == "classification" and examples.labels is None:
-        raise DataError("A classifier is evaluated on its accuracy: name the --label-column.")
+    if task in UNMEASURED:
+        raise HeadpruneError(
+            f"There is no metric for the head of a {type(nets[0]).__name__} ({task}) here. "
+            "Evaluate it with a script of its task, or evaluate the model below its head: put the "
+            "class that AutoModel gives into the config.json of a copy (--drop-unexpected)."
+        )
+    if task in CLASSIFIERS and examples.labels is None:
+        raise DataError(
+            f"A {type(nets[0]).__name__} is evaluated on labelled examples ({task}): name the "
+            "--label-column."
+        )
     pairs = examples.labels is not None and examples.width == 2
     if task == "features" and not pairs and len(nets) == 1:
         raise DataError(
@@ -65,7 +74,13 @@ def refuse_unfit(
                 f"{sizes[1]:,} tokens) cannot be compared token by token; --against takes the "
                 "model that this one was made from."
             )
-        if task == "classification":
+        counts = [net.config.num_labels for net in nets]
+        if task == "regression" and counts[0] != counts[1]:
+            raise HeadpruneError(
+                f"'{names[0]}' gives {counts[0]} numbers for a text, and '{names[1]}' {counts[1]}; "
+                "--against takes the model that this one was made from."
+            )
+        if task in ("classification", "multi-label"):
             _refuse_other_classes(nets, names, examples)
 
 

@@ -22,7 +22,8 @@ class Samples:
             "words", "word_hits", "seen_words", "seen_word_hits", "copied_nll_nats",
             "copied_tokens", "repeated_nll_nats", "repeated_tokens", "last_word_hits",
             "seen_last_words", "seen_last_word_hits" and "needle_hits" of one that generates,
-            "hits" of a classifier, "similarities" and "scores" of sentence pairs, "cosines" of
+            "hits" of a classifier, "label_hits" and "labels" of one of several labels,
+            "similarities" and "scores" of sentence pairs or of predicted numbers, "cosines" of
             embeddings with those of the base.
     """
 

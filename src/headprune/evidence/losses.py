@@ -14,10 +14,14 @@ from transformers import PreTrainedModel
 from headprune.errors import DataError
 from headprune.evidence.criteria import Units
 from headprune.model.batch import Batch, token_mask
+from headprune.model.embedding import embedding
 from headprune.model.forward import run_model
 from headprune.model.gating import fixed, gated
-from headprune.model.loading import Task, task_of
+from headprune.model.loading import UNMEASURED, Task, task_of
 from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.dtypes import in_float32
+
+BY_EMBEDDING = ("features", *UNMEASURED)
 
 
 def losses_without(
@@ -46,7 +50,7 @@ def losses_without(
     total, found, done, task = sum(map(len, units)), [], 0, task_of(model)
     start = gates or [torch.ones(a.query_heads) for a in attentions]
     reference = None
-    if task == "features":  # it has no loss that closing a unit could raise
+    if task in BY_EMBEDDING:  # it has no loss that closing a unit could raise
         with torch.no_grad(), gated(attentions, fixed(start)):
             reference = [embedding(model, batch) for batch in batches]
 
@@ -77,13 +81,14 @@ def example_losses(
 ) -> Float[Tensor, " examples"]:
     """The loss of every example: the mean over what is scored of it.
 
-    A model without a head has no loss. There it is the embedding (as ``evaluate`` takes it) along a
-    random direction, whose squared gradient is in the mean that of the whole embedding.
+    A model without a head has no loss, nor has one whose labels are not read. There it is the
+    embedding (as ``evaluate`` takes it) along a random direction, whose squared gradient is in the
+    mean that of the whole embedding.
 
     Raises:
         DataError: If there is nothing to score in an example, or labels are missing.
     """
-    if task == "features":
+    if task in BY_EMBEDDING:
         vectors = embedding(model, batch)
         return (vectors * _directions(batch, vectors.shape[-1], seed).to(vectors)).sum(-1)
     if batch.get("labels") is None:
@@ -93,9 +98,14 @@ def example_losses(
         )
     labels = batch["labels"]
     logits = run_model(model, batch, head=True).logits
-    if task == "classification":
-        return F.cross_entropy(in_float32(logits), labels.to(logits.device), reduction="none")
     labels = labels.to(logits.device)
+    if task == "classification":
+        return F.cross_entropy(in_float32(logits), labels, reduction="none")
+    if task in ("multi-label", "regression"):
+        logits = in_float32(logits)
+        labels = labels.view_as(logits).to(logits)
+        loss = F.mse_loss if task == "regression" else F.binary_cross_entropy_with_logits
+        return loss(logits, labels, reduction="none").mean(-1)
     if "attention_mask" in batch and "decoder_input_ids" not in batch:
         labels = labels.masked_fill(batch["attention_mask"].to(labels.device) == 0, -100)
     if task == "causal-lm":
@@ -111,25 +121,6 @@ def example_losses(
     right = told.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     mean: Tensor = (told.logsumexp(-1) - right).masked_fill(~scored, 0.0).sum(1) / scored.sum(1)
     return mean
-
-
-def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples hidden"]:
-    """Mean of the last hidden states over real tokens, normalised.
-
-    Raises:
-        DataError: If an example is nothing but padding.
-    """
-    states = in_float32(run_model(model, batch).last_hidden_state)
-    mask = token_mask(batch, "self")
-    weight = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
-    if not bool(weight.any(1).all()):
-        raise DataError("An example has no tokens, only padding. Leave empty texts out.")
-    return F.normalize((states * weight[..., None]).sum(1) / weight.sum(1, keepdim=True), dim=-1)
-
-
-def in_float32(values: Tensor) -> Tensor:
-    """Values in float32 at least."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples width"]:

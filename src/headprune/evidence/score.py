@@ -24,7 +24,7 @@ from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import real_tokens, token_mask
 from headprune.model.fitting import fitted_gates
-from headprune.model.loading import task_of
+from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.opening import load
 from headprune.model.streams import RunsTwice, in_sequence
 from headprune.model.units import default_unit, leaves_ragged
@@ -86,7 +86,7 @@ def score(
     if data is not None and needs & NEEDS_DATA:
         remote = context.allowed.trust_remote_code
         examples = calibration(net, model, data, config, "score", remote)
-        if task_of(net) == "classification" and data.label_column is None and needs & NEEDS_LOSS:
+        if task_of(net) in CLASSIFIERS and data.label_column is None and needs & NEEDS_LOSS:
             raise DataError(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
                 "--label-column, or use fluctuation, wanda or reconstruction."

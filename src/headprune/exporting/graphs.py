@@ -142,6 +142,11 @@ def graphs_of(model: PreTrainedModel) -> list[Graph]:
         HeadpruneError: If a decoder keeps something else in its cache.
     """
     inputs, task = probe_inputs(model), task_of(model)
+    if task == "multiple-choice":
+        raise HeadpruneError(
+            f"A {type(model).__name__} reads several texts at once, and such a model has no graph. "
+            "Run it in PyTorch."
+        )
     if task == "seq2seq-lm":
         return _encoder_decoder(model, inputs)
     if task == "causal-lm":

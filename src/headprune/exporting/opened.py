@@ -15,7 +15,7 @@ from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
-from headprune.model.loading import task_of
+from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.opening import load
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import fitting, stated_counts
@@ -112,8 +112,8 @@ def _refuse_unshared(attentions: Sequence[Attention], devices: int) -> None:
 def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:
     """Whether the text is what the model's task has a loss on."""
     task = task_of(net)
-    if task == "classification":
-        return data.label_column is not None and net.config.num_labels > 1
+    if task in CLASSIFIERS:
+        return data.label_column is not None
     return task != "seq2seq-lm" or data.pairs
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
+from headprune.model.embedding import head_of
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import keeping_outputs
 from headprune.schemas.records import Refit, RefitWorth
@@ -82,7 +83,7 @@ def judged_refit(
     if held_out is None or not modules:
         return JudgedRefit(taken, None)
     versions = whole, keeping_outputs(net, attentions)
-    sums = [0.0, 0.0]
+    sums, head = [0.0, 0.0], head_of(net)
     batches = held_out.batches()
     with torch.no_grad():
         for batch in batches:
@@ -91,7 +92,7 @@ def judged_refit(
             for number, write_back in enumerate(versions):
                 write_back()
                 with gated(attentions, fixed(gates)):
-                    sums[number] += float(distance(outputs(net, batch), wanted, batch))
+                    sums[number] += float(distance(outputs(net, batch), wanted, batch, head))
     without, refitted = (total / len(batches) for total in sums)
     if not math.isfinite(without + refitted):
         raise DataError(

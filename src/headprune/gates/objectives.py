@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headprune.gates.gates import Gates
 from headprune.model.batch import Batch, without_labels
+from headprune.model.embedding import Head
 from headprune.training.divergence import blended
 
 Loss = Callable[[nn.Module, Gates, Batch], Tensor]
@@ -27,9 +28,10 @@ def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
 
 
 class Distillation:
-    """Matches the ungated model: KL on logits, or the last hidden states where there is no head.
+    """Matches the ungated model (see ``divergence``).
 
     Args:
+        head: What the model's outputs are for.
         teacher: The model to match; None for the trained model itself without gates, which holds
             as long as its weights are frozen and costs no memory.
         own: Share of the loss that is the model's own against the labels.
@@ -37,8 +39,9 @@ class Distillation:
     """
 
     def __init__(
-        self, teacher: nn.Module | None = None, own: float = 0.0, bf16: bool = False
+        self, head: Head, teacher: nn.Module | None = None, own: float = 0.0, bf16: bool = False
     ) -> None:
+        self.head = head
         self.teacher = teacher
         self.own = own
         self.bf16 = bf16
@@ -52,4 +55,4 @@ class Distillation:
                 wanted = (self.teacher or model)(**inputs)
             gates.sample(batch["input_ids"].shape[0])
             got = model(**(batch if self.own else inputs))
-        return blended(got, wanted, batch, self.own)
+        return blended(got, wanted, batch, self.head, self.own)

@@ -51,9 +51,10 @@ from headprune.gates.trainer import (
 )
 from headprune.io.outputs import place_of, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
+from headprune.model.embedding import head_of
 from headprune.model.gating import gated
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import load_tokenizer, task_of
+from headprune.model.loading import CLASSIFIERS, load_tokenizer, task_of
 from headprune.model.opening import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.sharding import refuse_to_shard
@@ -239,7 +240,7 @@ def _loss(objective: Objective, net: PreTrainedModel, config: TrainGatesConfig) 
     own = OWN_SHARE if objective is Objective.LM_DISTILL else 0.0
     whole = config.dtype is Dtype.AUTO and net.dtype is torch.float32
     bf16 = refitting and whole and devices.computes_bfloat16()
-    return Distillation(original_of(net, changed), own, bf16)
+    return Distillation(head_of(net), original_of(net, changed), own, bf16)
 
 
 def _refuse_to_shard(config: TrainGatesConfig) -> None:
@@ -315,9 +316,8 @@ def _objective(config: TrainGatesConfig, net: PreTrainedModel, data: DataConfig)
         "causal-lm": Objective.LM,
         "seq2seq-lm": Objective.LM,
         "masked-lm": Objective.MLM,
-        "classification": Objective.TASK if data.label_column else Objective.DISTILL,
-        "features": Objective.DISTILL,
-    }[task]
+        **dict.fromkeys(CLASSIFIERS, Objective.TASK if data.label_column else Objective.DISTILL),
+    }.get(task, Objective.DISTILL)
     others = [Objective.DISTILL, *([Objective.LM_DISTILL] if natural is Objective.LM else [])]
     if asked is Objective.AUTO:
         both = config.method is Method.REFIT and natural is Objective.LM

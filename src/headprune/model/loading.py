@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -48,19 +48,15 @@ from headprune.model.sizes import (
 )
 from headprune.model.skeleton import Unmapped, built
 from headprune.model.stored import stored_tensors, weight_files
+from headprune.model.tasks import CLASSIFIERS as CLASSIFIERS
+from headprune.model.tasks import UNMEASURED as UNMEASURED
+from headprune.model.tasks import Task as Task
+from headprune.model.tasks import auto_class_of as auto_class_of
+from headprune.model.tasks import class_ids as class_ids
+from headprune.model.tasks import native_class as native_class
+from headprune.model.tasks import task_of as task_of
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
-
-Task = Literal["causal-lm", "seq2seq-lm", "masked-lm", "classification", "features"]
-
-_TASKS: dict[str, Task] = {
-    "AutoModelForCausalLM": "causal-lm",
-    "AutoModelForImageTextToText": "causal-lm",
-    "AutoModelForSeq2SeqLM": "seq2seq-lm",
-    "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
-    "AutoModelForMaskedLM": "masked-lm",
-    "AutoModelForSequenceClassification": "classification",
-}
 
 
 def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
@@ -332,35 +328,6 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
         native = mapping[type(config)]
     chosen: type[PreTrainedModel] = native[0] if isinstance(native, tuple) else native
     return chosen
-
-
-def task_of(model: PreTrainedModel) -> Task:
-    """What a model's head is for; "features" if it has none that headprune evaluates."""
-    native = native_class(type(model))
-    known = modeling_headprune.auto_classes(native.config_class)
-    return next((task for auto, task in _TASKS.items() if known.get(auto) is native), "features")
-
-
-def class_ids(config: PreTrainedConfig) -> dict[str, int]:
-    """The number of each class of a classifier, by its name."""
-    known = config.label2id or {name: number for number, name in (config.id2label or {}).items()}
-    return {name: int(number) for name, number in known.items()}
-
-
-def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of transformers behind a pruned one; a stock class is its own."""
-    # what shards a model makes a class of its own, as FSDPLlamaForCausalLM
-    known = (base for base in cls.__mro__ if getattr(transformers, base.__name__, None) is base)
-    native: type[PreTrainedModel] = next(known, cls)
-    return native
-
-
-def auto_class_of(model: PreTrainedModel) -> str:
-    """The Auto class that leads to a model's class; "AutoModel" if none does."""
-    native = native_class(type(model))
-    known = modeling_headprune.auto_classes(native.config_class)
-    # several may lead there: the one that says what the head is for, before AutoModelForPreTraining
-    return next((auto for auto in (*_TASKS, *known) if known.get(auto) is native), "AutoModel")
 
 
 def parse_dtype(name: str) -> torch.dtype | str:

@@ -22,6 +22,7 @@ from headprune.config import Dtype
 from headprune.errors import CheckpointError, FamilyError, HeadpruneError
 from headprune.model import probes
 from headprune.model.placement import is_sharded, on_device
+from headprune.model.reading import damage_is
 from headprune.model.residency import residency_of
 from headprune.model.stored import StoredDtypes
 from headprune.tensors.dtypes import dtype_name
@@ -89,8 +90,15 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
 
     leaves = [(n, m) for n, m in net.named_modules() if n and not list(m.children())]
     handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    runs = damage_is(
+        lambda why: (
+            f"'{model}' does not run as the {type(net).__name__} that its config.json "
+            f"names: {why.rstrip('.')}. Look at that config, or get the folder again."
+        )
+    )
     try:
-        result = net(**inputs)
+        with runs:
+            result = net(**inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -134,8 +142,9 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
     replace(stored, exceptions={**stored.exceptions, **kept}).cast(trial)
     try:
         refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
-    except RuntimeError as error:
-        if "Half" not in str(error):  # what this machine cannot compute in float16 is not tried
+    except CheckpointError as error:
+        # what this machine cannot compute in float16 is not tried
+        if "Half" not in str(error.__cause__):
             raise
 
 

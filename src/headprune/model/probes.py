@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from headprune.errors import FamilyError
 from headprune.model.attention import family_of
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import task_of
+from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.placement import on_device, without_tf32
 from headprune.schemas.proofs import PROBE_SEED
 
@@ -52,7 +52,12 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         inputs["input_features"] = torch.randn(shape, generator=generator)
     if "input_values" in takes:
         inputs["input_values"] = torch.randn(2, 8000, generator=generator)
-    if "decoder_input_ids" in takes:
+    if task_of(model) == "multiple-choice":
+        inputs = {name: ids[None] for name, ids in inputs.items()}  # one example, two choices
+    elif task_of(model) in CLASSIFIERS and config.is_encoder_decoder:
+        # it reads the class where its decoder, which makes its own inputs, has read the end
+        inputs["input_ids"] = with_one_end(inputs["input_ids"], config, inputs["attention_mask"])
+    elif "decoder_input_ids" in takes:
         text = _random_text(config.get_text_config(decoder=True), 17, generator)
         inputs["decoder_input_ids"] = text["input_ids"]
     if not inputs:
@@ -61,6 +66,13 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
             "make up. Cut the model without its head (the class that AutoModel gives)."
         )
     return inputs
+
+
+def with_one_end(ids: Tensor, config: PreTrainedConfig, mask: Tensor | None = None) -> Tensor:
+    """Return texts with the end-of-sequence token as the last real one and nowhere else."""
+    end = config.eos_token_id
+    last = (torch.ones_like(ids) if mask is None else mask).sum(1, keepdim=True) - 1
+    return ids.masked_fill(ids == end, end - 1 if end else 1).scatter(1, last, end)
 
 
 def _random_text(
@@ -96,7 +108,9 @@ def probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool = Tru
     inputs = on_device(model, in_dtype(inputs, model.dtype))
     result, mask = model(**inputs), inputs.get("attention_mask")
     outputs = {}
-    for name, value in result.items():
+    # a backbone gives the feature maps of several layers
+    maps = {f"feature_maps.{n}": part for n, part in enumerate(result.get("feature_maps") or ())}
+    for name, value in {**result, **maps}.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             output = value.cpu().double()
             if mask is not None and output.dim() == 3 and output.shape[:2] == mask.shape:

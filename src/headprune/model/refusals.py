@@ -22,6 +22,7 @@ from headprune.model.attention import family_of
 from headprune.model.base_names import below_base
 from headprune.model.batch import own_padding_id
 from headprune.model.stored import find_file, weight_files
+from headprune.model.tasks import CLASSIFIERS, task_of
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
@@ -352,6 +353,13 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
             f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
             "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."
         )
+    task = task_of(model)
+    if task == "multiple-choice" or (task == "features" and "decoder_input_ids" in takes):
+        reads = "several texts at once" if task == "multiple-choice" else "a text and its beginning"
+        raise FamilyError(
+            f"{type(model).__name__} reads {reads}, and {what} gives it one text. Score another "
+            "class of the same weights, and cut this one with 'headprune prune --plan'."
+        )
 
 
 def refuse_without_padding(model: PreTrainedModel, task: str) -> None:
@@ -362,7 +370,7 @@ def refuse_without_padding(model: PreTrainedModel, task: str) -> None:
     Raises:
         CheckpointError: Saying what its config lacks.
     """
-    if task == "classification" and own_padding_id(model.config) is None:
+    if task in CLASSIFIERS and own_padding_id(model.config) is None:
         raise CheckpointError(
             f"The config.json of this {type(model).__name__} has no pad_token_id, so that it "
             "cannot tell where a padded text ends. Write one into it: the id of a token that no "

@@ -20,8 +20,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from headprune.model.cost import GENERATES
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import task_of
+from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.placement import alone_on_device, input_device
+from headprune.model.probes import with_one_end
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,10 @@ def _prompt(
     generator = torch.Generator().manual_seed(0)
     vocabulary = models[0].config.get_text_config().vocab_size
     shape = (1, min(prompt_tokens, positions - decoded))
-    return torch.randint(0, vocabulary, shape, generator=generator), decoded
+    ids = torch.randint(0, vocabulary, shape, generator=generator)
+    if task_of(models[0]) in CLASSIFIERS and models[0].config.is_encoder_decoder:
+        ids = with_one_end(ids, models[0].config)
+    return ids, decoded
 
 
 def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> Once:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headprune.errors import PlanError
+from headprune.errors import HeadpruneWarning, PlanError
 from headprune.family import Family
 from headprune.model.attention import attention_of, family_of, fingerprint
 from headprune.model.loading import native_class
@@ -245,6 +246,7 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
     """
     family = family_of(model.config)
     shape = result_shape(cuts, model.config)
+    _renumber_alignment(model, cuts)
     for cut in cuts:
         for index_map in index_maps(cut, family):
             _replace(model, index_map)
@@ -252,6 +254,29 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
         modeling_headprune.resize(cut.attention, family.for_runtime(), cut.heads)
     (_write_native_config if shape is Shape.NATIVE else _write_runtime_config)(model, cuts, family)
     return shape
+
+
+def _renumber_alignment(model: PreTrainedModel, cuts: Sequence[Cut]) -> None:
+    """Lets Whisper's generation config name the heads that give the times of words as they are now.
+
+    The one file beside a model that numbers heads; whatever else numbers layers, which all stay.
+    """
+    generation = getattr(model, "generation_config", None)
+    named = getattr(generation, "alignment_heads", None)
+    if named is None:
+        return
+    kept = [list(cut.query_positions) for cut in cuts if cut.attention.kind == "cross"]
+    left = [[layer, kept[layer].index(head)] for layer, head in named if head in kept[layer]]
+    if left:
+        generation.alignment_heads = left
+        return
+    del generation.alignment_heads
+    warnings.warn(
+        f"None of the {len(named)} heads is left that the times of words are taken from "
+        "(alignment_heads in generation_config.json): the result gives no times of words.",
+        HeadpruneWarning,
+        stacklevel=2,
+    )
 
 
 def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # as the safetensors format names them
 SAFETENSORS = {
@@ -17,3 +18,8 @@ SAFETENSORS = {
 def dtype_name(dtype: torch.dtype) -> str:
     """The name without its module: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def in_float32(values: Tensor) -> Tensor:
+    """Values in float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

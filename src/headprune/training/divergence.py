@@ -10,24 +10,68 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headprune.model.batch import Batch
+from headprune.model.embedding import Head, tokens_seen
+from headprune.model.loading import Task
 
 OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both; the most
 
 
-def divergence(got: Any, wanted: Any, batch: Batch) -> Tensor:
-    """How far a model's outputs are from another's, averaged over real tokens.
+# outputs of heads that are no "logits"
+_OTHER_LOGITS = (
+    "start_logits",
+    "end_logits",
+    "prediction_logits",
+    "seq_relationship_logits",
+    "sop_logits",
+)
 
-    KL on logits, or the relative error of the last hidden states where there are none.
+
+def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
+    """Return how far a model's outputs are from another's, averaged over real tokens.
+
+    Args:
+        got: The outputs of the model.
+        wanted: Those of the model to match.
+        batch: What both were given.
+        head: What the outputs are for. Numbers are compared by their squared error, classes by
+            KL, labels that do not exclude each other by a KL each, and the last hidden states of
+            a model without a head by their relative error where its embedding looks at them.
     """
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     if "decoder_input_ids" in batch:  # then the logits are those of the target
         mask = (batch["labels"] != -100).long()
     if "logits" in got:
-        logits, target = got.logits, wanted.logits
-        if logits.dim() == 2:  # one row of class logits per sequence
-            return kl_divergence(logits[:, None], target[:, None], torch.ones_like(mask[:, :1]))
+        return _of_logits(got.logits, wanted.logits, mask, head.task)
+    parts = [name for name in _OTHER_LOGITS if name in got]
+    if parts:
+        return torch.stack([_of_logits(got[n], wanted[n], mask, head.task) for n in parts]).sum()
+    return relative_error(
+        got.last_hidden_state, wanted.last_hidden_state, tokens_seen(mask, head.pooling)
+    )
+
+
+def _of_logits(logits: Tensor, target: Tensor, mask: Tensor, task: Task) -> Tensor:
+    if task == "regression":
+        return F.mse_loss(logits.float(), target.float())
+    if task == "multi-label":
+        return _binary_kl(logits, target).sum(-1).mean()
+    if logits.dim() == 3:  # classes of every token
         return kl_divergence(logits, target, mask)
-    return relative_error(got.last_hidden_state, wanted.last_hidden_state, mask)
+    if task == "question-answering":  # a class is a place
+        padding = mask.to(logits.device) == 0
+        least = torch.finfo(torch.float32).min
+        logits, target = (x.float().masked_fill(padding, least) for x in (logits, target))
+    elif task == "pre-training" and logits.shape == mask.shape:  # real or replaced, of every token
+        mask = mask.to(logits.device)
+        return (_binary_kl(logits, target) * mask).sum() / mask.sum()
+    return kl_divergence(logits[:, None], target[:, None], torch.ones_like(mask[:, :1]))
+
+
+def _binary_kl(logits: Tensor, target: Tensor) -> Tensor:
+    """KL of one yes or no each, by their log-odds."""
+    logits, target = logits.float(), target.float()
+    entropy = F.binary_cross_entropy_with_logits(target, target.sigmoid(), reduction="none")
+    return F.binary_cross_entropy_with_logits(logits, target.sigmoid(), reduction="none") - entropy
 
 
 def own_share(before: float) -> float:
@@ -38,12 +82,12 @@ def own_share(before: float) -> float:
     return min(OWN_SHARE, before)
 
 
-def blended(got: Any, wanted: Any, batch: Batch, own: float) -> Tensor:
+def blended(got: Any, wanted: Any, batch: Batch, head: Head, own: float) -> Tensor:
     """The divergence of a model's outputs from another's, a share of it replaced by its own loss.
 
     As in Hinton et al. 2015 (arXiv:1503.02531, section 2), at a temperature of 1.
     """
-    loss = divergence(got, wanted, batch)
+    loss = divergence(got, wanted, batch, head)
     return torch.lerp(loss, got.loss.to(loss), own) if own else loss
 
 

@@ -1,0 +1,156 @@
+"""The embedding that a model without a head gives a text, pooled as its own files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from headprune.errors import CheckpointError, DataError, FamilyError
+from headprune.io import hub
+from headprune.model.batch import Batch, token_mask
+from headprune.model.forward import run_model
+from headprune.model.loading import Task, task_of
+from headprune.tensors.dtypes import in_float32
+
+MEAN = "mean"
+_POOLINGS = ("cls", MEAN, "max", "lasttoken", "mean_sqrt_len_tokens")
+# what older files of sentence-transformers say instead, each true or false
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": MEAN,
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_SILENT = ("Transformer", "Normalize")  # modules that leave cosines as they are
+
+
+class Head(NamedTuple):
+    """What a model's outputs are for.
+
+    Attributes:
+        task: See ``task_of``.
+        pooling: How the last hidden states make an embedding, where it has no head.
+    """
+
+    task: Task
+    pooling: str = MEAN
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """Return what a model's outputs are for.
+
+    Raises:
+        FamilyError: If it has no head, and its embedding is made as headprune cannot.
+    """
+    task = task_of(model)
+    return Head(task, pooling_of(model)) if task == "features" else Head(task)
+
+
+def pooling_of(model: PreTrainedModel) -> str:
+    """Return how sentence-transformers makes an embedding of a model; the mean by default.
+
+    It is read where the model came from, ``modules.json`` and the config of its pooling.
+
+    Raises:
+        FamilyError: If it is made in a way that headprune does not know.
+        CheckpointError: If these files cannot be read.
+    """
+    known: str | None = vars(model).get("headprune_pooling")
+    if known is None:
+        known = model.headprune_pooling = _pooling_beside(model.name_or_path)
+    return known
+
+
+def _pooling_beside(source: str) -> str:
+    modules = _read(source, "modules.json")
+    if modules is None:
+        return MEAN
+    try:
+        kinds = {each["type"].rpartition(".")[2]: each["path"] for each in modules}
+        further = [kind for kind in kinds if kind not in (*_SILENT, "Pooling")]
+        settings = _read(source, f"{kinds['Pooling']}/config.json") or {}
+        pooling = settings.get("pooling_mode")
+        modes = [pooling] if isinstance(pooling, str) else pooling
+        modes = modes or [mode for name, mode in _FLAGS.items() if settings.get(name)] or [MEAN]
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"'{source}' has a modules.json that names no pooling, so its embedding is not known. "
+            "Get the folder again, or remove that file for the mean of the hidden states."
+        ) from None
+    unknown = [*further, *(mode for mode in modes if mode not in _POOLINGS)]
+    if unknown or len(modes) > 1:
+        what = f"'{unknown[0]}'" if unknown else " and ".join(modes)
+        raise FamilyError(
+            f"The embedding of '{source}' is made by {what} (modules.json), and headprune knows "
+            f"{', '.join(_POOLINGS)}, one at a time. Score and prune it without text, or by a plan."
+        )
+    return str(modes[0])
+
+
+def _read(source: str, name: str) -> Any:
+    """A JSON file beside a model; None where there is none."""
+    if not source:  # it was made in memory
+        return None
+    file: str | Path | None = Path(source, name)
+    if not Path(source).is_dir():
+        with hub.asked_once(source):
+            file = cached_file(
+                source,
+                name,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+                _raise_exceptions_for_gated_repo=False,
+            )
+    try:
+        return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"'{name}' of '{source}' cannot be read ({error}). Get the folder again."
+        ) from None
+
+
+def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples hidden"]:
+    """Return what is below a model's head gives, pooled and normalised.
+
+    Raises:
+        DataError: If an example is nothing but padding.
+    """
+    states = in_float32(run_model(model, batch).last_hidden_state)
+    mask = token_mask(batch, "self")
+    weight = states.new_ones(states.shape[:2]) if mask is None else mask.to(states)
+    if not bool(weight.any(1).all()):
+        raise DataError("An example has no tokens, only padding. Leave empty texts out.")
+    return F.normalize(_pooled(states, weight, head_of(model).pooling), dim=-1)
+
+
+def _pooled(
+    states: Float[Tensor, "examples length hidden"],
+    mask: Float[Tensor, "examples length"],
+    pooling: str,
+) -> Float[Tensor, "examples hidden"]:
+    seen = tokens_seen(mask, pooling)[..., None]
+    if pooling == "max":
+        return states.masked_fill(seen == 0, float("-inf")).amax(1)
+    # the square root of the length is one factor of a whole embedding, which has length 1 anyway
+    return (states * seen).sum(1) / seen.sum(1)
+
+
+def tokens_seen(mask: Tensor, pooling: str) -> Tensor:
+    """Return the mask of the tokens that an embedding is made of."""
+    if pooling not in ("cls", "lasttoken"):
+        return mask
+    length = mask.shape[1]
+    real = (mask != 0).int()
+    at = real.argmax(1) if pooling == "cls" else length - 1 - real.flip(1).argmax(1)
+    return F.one_hot(at, length).to(mask)

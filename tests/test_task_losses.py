@@ -1,0 +1,257 @@
+"""What a head is for decides on losses, divergences and metrics."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import headprune
+from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.sequences import label_reader
+from headprune.data.sources import read_examples
+from headprune.errors import DataError, HeadpruneError
+from headprune.evaluation.evaluate import evaluate
+from headprune.evidence.losses import example_losses
+from headprune.model.embedding import head_of
+from headprune.model.tasks import task_of
+from headprune.training.divergence import divergence
+from tests import classes, tiny
+
+IDS = torch.arange(5, 29).reshape(3, 8)
+BATCH: dict[str, Tensor] = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+BATCH["attention_mask"][1, 5:] = 0
+MULTI = "multi_label_classification"
+
+
+def classifier(**settings: Any) -> PreTrainedModel:
+    return tiny.model("bert-classifier", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "task"),
+    [
+        ({"num_labels": 3}, "classification"),
+        ({"num_labels": 2, "problem_type": "single_label_classification"}, "classification"),
+        ({"num_labels": 3, "problem_type": MULTI}, "multi-label"),
+        ({"num_labels": 1, "problem_type": MULTI}, "multi-label"),
+        ({"num_labels": 1}, "regression"),
+        ({"num_labels": 2, "problem_type": "regression"}, "regression"),
+    ],
+)
+def test_the_config_says_what_a_head_for_sequences_is_for(
+    settings: dict[str, Any], task: str
+) -> None:
+    assert task_of(classifier(**settings)) == task
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        ({"num_labels": 3}, torch.tensor([2, 0, 1])),
+        ({"num_labels": 1}, torch.tensor([0.5, -2.0, 3.0])),
+        ({"num_labels": 3, "problem_type": MULTI}, torch.eye(3)[[1, 1, 0]]),
+        ({"num_labels": 1, "problem_type": MULTI}, torch.tensor([[0.0], [1.0], [1.0]])),
+    ],
+)
+def test_the_loss_of_an_example_is_the_loss_of_its_model(
+    settings: dict[str, Any], labels: Tensor
+) -> None:
+    model = classifier(**settings)
+    with torch.no_grad():
+        losses = example_losses(model, task_of(model), {**BATCH, "labels": labels})
+        for row in range(3):
+            one = {name: value[row : row + 1] for name, value in BATCH.items()}
+            own = model(**one, labels=labels[row : row + 1]).loss
+            torch.testing.assert_close(losses[row], own)
+        others = {**BATCH, "labels": labels.roll(1, 0)}
+        assert not torch.allclose(losses, example_losses(model, task_of(model), others))
+
+
+def pair(name: str, **settings: Any) -> tuple[PreTrainedModel, Any, Any]:
+    """A model, what it gives, and what it gives after a change."""
+    family = "electra" if name.startswith("Electra") else "bert"
+    model = classes.build(family, name, **settings)
+    with torch.no_grad():
+        wanted = model(**BATCH)
+        model.base_model.encoder.layer[0].output.dense.weight[:3].mul_(-2)
+        return model, model(**BATCH), wanted
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def kl(got: Tensor, wanted: Tensor) -> Tensor:
+    p, q = wanted.softmax(-1), got.softmax(-1)
+    return (p * (p / q).log()).sum(-1)
+
+
+def real(values: Tensor) -> Tensor:
+    return values[BATCH["attention_mask"].bool()].mean()
+
+
+def over_places(got: Tensor, wanted: Tensor) -> Tensor:
+    lengths = BATCH["attention_mask"].sum(1).tolist()
+    rows = [kl(g[:n], w[:n]) for g, w, n in zip(got, wanted, lengths, strict=True)]
+    return torch.stack(rows).mean()
+
+
+HEADS = {
+    "BertForSequenceClassification": lambda g, w: kl(g.logits, w.logits).mean(),
+    "BertForNextSentencePrediction": lambda g, w: kl(g.logits, w.logits).mean(),
+    "BertForTokenClassification": lambda g, w: real(kl(g.logits, w.logits)),
+    "BertForMaskedLM": lambda g, w: real(kl(g.logits, w.logits)),
+    "ElectraForPreTraining": lambda g, w: real(binary_kl(w.logits.sigmoid(), g.logits.sigmoid())),
+    "BertForQuestionAnswering": lambda g, w: (
+        over_places(g.start_logits, w.start_logits) + over_places(g.end_logits, w.end_logits)
+    ),
+    "BertForPreTraining": lambda g, w: (
+        real(kl(g.prediction_logits, w.prediction_logits))
+        + kl(g.seq_relationship_logits, w.seq_relationship_logits).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_divergence_fits_the_head(name: str) -> None:
+    model, got, wanted = pair(name)
+    assert divergence(wanted, wanted, BATCH, head_of(model)).abs() < 1e-6
+    torch.testing.assert_close(
+        divergence(got, wanted, BATCH, head_of(model)), HEADS[name](got, wanted)
+    )
+    assert HEADS[name](got, wanted) > 1e-4
+
+
+def test_numbers_and_several_labels_diverge_by_themselves() -> None:
+    name = "BertForSequenceClassification"
+    model, got, wanted = pair(name, num_labels=1)
+    found = divergence(got, wanted, BATCH, head_of(model))
+    torch.testing.assert_close(found, (got.logits - wanted.logits).square().mean())
+    assert found > 1e-4  # and the KL of one class is 0
+    model, got, wanted = pair(name, num_labels=3, problem_type=MULTI)
+    found = divergence(got, wanted, BATCH, head_of(model))
+    exact = binary_kl(wanted.logits.sigmoid(), got.logits.sigmoid()).sum(-1).mean()
+    torch.testing.assert_close(found, exact)
+    assert not torch.allclose(found, kl(got.logits, wanted.logits).mean())
+
+
+def table(path: Path, labels: list[str], header: str = "label") -> DataConfig:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", header])
+        rows.writerows([tiny.text(6 + n % 4, seed=n), label] for n, label in enumerate(labels))
+    return DataConfig(source=str(path), label_column=header)
+
+
+def measured(folder: Path, data: DataConfig) -> dict[str, float]:
+    config = EvaluateConfig(speed=False, resamples=20, seq_len=16)
+    return {m.name: m.value for m in evaluate(folder, data, config).model.metrics}
+
+
+def test_numbers_are_evaluated_by_their_correlations(tmp_path: Path) -> None:
+    model, labels = classifier(num_labels=1), [0.5, -1, 2, 3.5, 1, 0]
+    folder = tiny.save(model, tmp_path / "model")
+    data = table(tmp_path / "data.csv", list(map(str, labels)))
+    tokenizer = tiny.tokenizer()
+    with torch.no_grad():
+        said = [
+            model(**tokenizer(tiny.text(6 + n % 4, seed=n), return_tensors="pt")).logits.item()
+            for n in range(6)
+        ]
+    found = measured(folder, data)
+    assert set(found) == {"spearman", "pearson"}
+    assert found["pearson"] == pytest.approx(np.corrcoef(said, labels)[0, 1], abs=1e-5)
+    ranks = [np.argsort(np.argsort(each)) for each in (said, labels)]
+    assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert found["pearson"] != pytest.approx(np.corrcoef(said, labels[::-1])[0, 1], abs=1e-3)
+    with pytest.raises(DataError, match="'high' is not a number"):
+        measured(folder, table(tmp_path / "words.csv", ["high"] * 6))
+
+
+def test_several_labels_are_evaluated_each(tmp_path: Path) -> None:
+    names = {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    model = classifier(problem_type=MULTI, **names)
+    model.classifier.weight.data.normal_()
+    folder, labels = tiny.save(model, tmp_path / "model"), ["a,c", "b", "[]", "a", "c", "b,c"]
+    tokenizer = tiny.tokenizer()
+    with torch.no_grad():
+        said = torch.cat(
+            [
+                model(**tokenizer(tiny.text(6 + n % 4, seed=n), return_tensors="pt")).logits > 0
+                for n in range(6)
+            ]
+        )
+    true = torch.tensor([[name in label for name in "abc"] for label in labels])
+    found = measured(folder, table(tmp_path / "data.csv", labels))
+    assert set(found) == {"accuracy", "micro_f1"}
+    assert found["accuracy"] == pytest.approx((said == true).all(1).float().mean().item())
+    hits = (said & true).sum().item()
+    assert found["micro_f1"] == pytest.approx(2 * hits / (said.sum() + true.sum()).item())
+    assert 0 < found["micro_f1"] < 1
+
+
+def test_several_labels_are_written_in_several_ways(tmp_path: Path) -> None:
+    read = label_reader(classifier(num_labels=3, problem_type=MULTI))
+    for written in ("LABEL_0,LABEL_2", "0, 2", '["LABEL_0", "LABEL_2"]', "[1.0, 0.0, 1.0]"):
+        assert read(written) == [1.0, 0.0, 1.0]
+    assert read("") == read("[]") == [0.0, 0.0, 0.0]
+    with pytest.raises(DataError, match="none of the model's labels"):
+        read("LABEL_7")
+    with pytest.raises(DataError, match="gives 2 numbers"):
+        label_reader(classifier(num_labels=2, problem_type="regression"))
+    rows = [{"text": "w1 w2", "labels": [0, 2]}, {"text": "w3 w4", "labels": []}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(
+        source=str(tmp_path / "data.jsonl"), text_column="text", label_column="labels"
+    )
+    assert [read(label) for label in read_examples(config).labels or ()] == [[1, 0, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "label"),
+    [({"num_labels": 1}, "{}.5"), ({"num_labels": 3, "problem_type": MULTI}, "[{}]")],
+)
+def test_scores_gates_and_healing_take_the_loss_of_the_head(
+    settings: dict[str, Any], label: str, tmp_path: Path
+) -> None:
+    folder = tiny.save(classifier(**settings), tmp_path / "model")
+    data = table(tmp_path / "data.csv", [label.format(n % 3) for n in range(40)])
+    where = {"data": data.source, "label_column": "label"}
+    headprune.score(folder, output=tmp_path / "scores", criterion="fisher", seq_len=16, **where)
+    brief = {"steps": 2, "batch_size": 4, "seq_len": 16}
+    headprune.train_gates(
+        folder, output=tmp_path / "gates", target_heads=0.5, method="l0", **where, **brief
+    )
+    headprune.prune(folder, tmp_path / "cut", scores=tmp_path / "scores", keep=0.5)
+    healed = headprune.heal(
+        tmp_path / "cut", output=tmp_path / "healed", teacher=folder, data=data.source, **brief
+    )
+    assert healed.before > 1e-6
+
+
+@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "BertForPreTraining"])
+def test_heads_without_a_loss_of_their_own_learn_from_a_teacher(
+    name: str, tmp_path: Path, text_file: Path
+) -> None:
+    folder = tiny.save(classes.build("bert", name), tmp_path / "model")
+    brief = {"steps": 2, "batch_size": 4, "seq_len": 16, "method": "l0"}
+    gates = headprune.train_gates(
+        folder, output=tmp_path / "gates", data=str(text_file), target_heads=0.5, **brief
+    )
+    assert gates.metadata.final_loss > 0
+    with pytest.raises(HeadpruneError, match=f"no metric for the head of a {name}"):
+        evaluate(folder, DataConfig(source=str(text_file)), EvaluateConfig(speed=False))
+
+
+def test_several_texts_at_once_are_refused(tmp_path: Path, text_file: Path) -> None:
+    folder = tiny.save(classes.build("bert", "BertForMultipleChoice"), tmp_path / "model")
+    with pytest.raises(HeadpruneError, match="reads several texts at once, and score gives it one"):
+        headprune.score(folder, output=tmp_path / "scores", data=str(text_file))
