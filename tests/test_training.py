@@ -386,7 +386,7 @@ def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute
         batch |= {"decoder_input_ids": ids, "labels": ids}
     attentions = attention_of(net)
     gates = Gates(attentions, Unit.HEAD, 3.0, 2 / 3, sampled=False)
-    gated_model = GatedModel(net, gates, Distillation())
+    gated_model = GatedModel(net, gates, Distillation(head_of(net)))
     healed = HealedModel(student, teacher, bf16=False)
     with gated(attentions, gates.source):
         for module, training in product((gated_model, healed), (True, False)):

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -261,7 +262,7 @@ def _renumber_alignment(model: PreTrainedModel, cuts: Sequence[Cut]) -> None:
 
     The one file beside a model that numbers heads; whatever else numbers layers, which all stay.
     """
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     named = getattr(generation, "alignment_heads", None)
     if named is None:
         return
