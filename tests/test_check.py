@@ -268,6 +268,8 @@ def losses(seed: int, n: int = 60) -> Samples:
             "tokens": tokens,
             "utf8_bytes": 3 * tokens,
             "hits": generator.integers(0, 2, n).astype(float),
+            "label_hits": generator.integers(0, 3, n).astype(float),
+            "labels": generator.integers(3, 6, n).astype(float),
             "similarities": generator.normal(size=n),
             "scores": generator.integers(0, 5, n).astype(float),
             "cosines": generator.uniform(size=n),
