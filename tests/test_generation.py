@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -25,6 +26,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import task_of
+from headprune.model.skeleton import Unmapped
 from headprune.runtime import modeling_headprune
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads, resolve
@@ -311,6 +313,31 @@ def test_heads_that_give_the_times_of_words_are_counted_anew(
     if gone == (0,):  # numbered as before, they would be others
         (other,) = _aligning(reloaded, [[2, 3]])
         assert (other - wanted[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_file_of_a_result_names_the_heads_that_are_left(
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_memory:  # cut in memory instead of on disk
+        monkeypatch.setattr("headprune.exporting.streamed.cut_pieces", _unmapped)
+    model, folder = tiny.model("whisper"), tmp_path / "model"
+    model.save_pretrained(folder)
+    settings = {"alignment_heads": [[1, 2], [2, 0], [2, 5]], "is_multilingual": False}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    path = [a.path for a in attention_of(model) if a.kind == "cross"][2]
+    (tmp_path / "plan.json").write_text(json.dumps({path: [0]}))
+    headprune.prune(folder, tmp_path / "cut", plan=tmp_path / "plan.json")
+    written = json.loads((tmp_path / "cut" / "generation_config.json").read_text())
+    assert written == {"alignment_heads": [[1, 2], [2, 4]], "is_multilingual": False}
+    (tmp_path / "plan.json").write_text(json.dumps({path: [5]}))  # by its original number
+    headprune.prune(tmp_path / "cut", tmp_path / "again", plan=tmp_path / "plan.json")
+    written = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert written["alignment_heads"] == [[1, 2]]
+
+
+def _unmapped(*_: Any) -> None:
+    raise Unmapped("a tensor")
 
 
 def test_it_is_said_when_no_such_head_is_left(tmp_path: Path) -> None:

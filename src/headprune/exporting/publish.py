@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from headprune.config import Writing
 from headprune.declaration import Context, MadeBy
@@ -138,8 +139,9 @@ def write_proven(
         with uneven_heads_are_known():
             stored.save(net, folder, max_shard_size=order.writing.max_shard_size)
         left_out = passed_over(net, stored_tensors(order.origin))
+        generation = vars(net).get("generation_config")
         del net
-        take_over(folder, order)
+        take_over(folder, order, generation)
         context.stage("verifying the folder")
         with hashing(folder, contents(folder)) as files:
             facts |= proven_outputs(folder, expected, outputs)
@@ -179,14 +181,33 @@ def described(
     }
 
 
-def take_over(folder: Path, order: WriteOrder) -> None:
-    """Puts beside the weights of a result what it has of its source, its plan and its history."""
+def take_over(folder: Path, order: WriteOrder, generation: GenerationConfig | None) -> None:
+    """Puts beside the weights of a result what it has of its source, its plan and its history.
+
+    Args:
+        folder: The result.
+        order: What is written.
+        generation: How the result generates, with its heads as they are counted now.
+    """
     source = _source_folder(order.origin)
     copy_companions(source, folder)
+    _renumber_alignment(folder / "generation_config.json", generation)
     inherit_metadata(source, folder, order.origin)
     order.plan.write(folder / "plan.json")
     if order.work.history is not None:
         shutil.copyfile(order.work.history, folder / HISTORY)
+
+
+def _renumber_alignment(file: Path, generation: GenerationConfig | None) -> None:
+    """Has a copied file name the heads that ``cut_heads`` left of those it names."""
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    left = getattr(generation, "alignment_heads", None)
+    if settings.get("alignment_heads") == left:
+        return
+    settings.pop("alignment_heads", None)
+    if left is not None:
+        settings["alignment_heads"] = left
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def proven_outputs(

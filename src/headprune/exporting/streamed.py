@@ -169,7 +169,7 @@ def _written(
         write_shards(
             pieces, folder, facts["parameters"][1], order.writing.max_shard_size, context.step
         )
-        take_over(folder, order)
+        take_over(folder, order, vars(net).get("generation_config"))
         context.stage("verifying the folder")
         with hashing(folder, contents(folder)) as files:
             if expected is not None:
