@@ -91,6 +91,23 @@ def test_the_best_on_held_out_text_is_taken(
     assert "-candidates" not in manifest.model_dump_json()
 
 
+@pytest.mark.parametrize("name", ["KV groups, fisher", "KV heads merged or removed, by layer"])
+@pytest.mark.parametrize(("keep", "empty"), [(0.5, False), (0.17, True)])
+def test_a_layer_is_left_without_heads_where_the_goal_leaves_no_choice(
+    name: str, keep: float, empty: bool, data: list[Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    net = tiny.model("llama-gqa")
+    with torch.no_grad():
+        attention_of(net)[1].output_projection.get_parameter("weight").mul_(0.01)
+    tiny.save(net, tmp_path / "model")
+    row = [each for each in CANDIDATES if each.name == name]
+    monkeypatch.setattr(candidates, "CANDIDATES", row)
+    out = tmp_path / "out"
+    assert not compressed(tmp_path / "model", data, out, keep=keep).choice.failed
+    counts = [attention.kv_heads for attention in attention_of(from_pretrained(out))]
+    assert (0 in counts, sum(counts)) == (empty, round(12 * keep))
+
+
 @pytest.fixture
 def encoder(tmp_path: Path) -> Path:
     """A tiny encoder without a head, which is judged by its likeness to the original."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from headprune import devices
 from headprune.compression.goals import SizeGoal
@@ -27,6 +27,8 @@ from headprune.exporting.publish import Pruned
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.tensors.units import Unit
+
+Made = TypeVar("Made")
 
 SCORED = 512  # tokens of a sequence at most: gradients are means over sequences, and want many
 
@@ -83,6 +85,14 @@ def is_its_own(error: Exception) -> bool:
     return own or devices.out_of_memory(error)
 
 
+def _filled(make: Callable[[int], Made]) -> Made:
+    """Leave every layer a head if the goal allows it: torchao and quanto load no empty weights."""
+    try:
+        return make(1)
+    except PlanError:
+        return make(0)
+
+
 class Maker(Protocol):
     """How a candidate is made."""
 
@@ -123,7 +133,11 @@ class RemoveHeads:
             rounds=self.rounds,
             refit=self.refit and self.rounds > 1,
         )
-        made = plan(job.model, scores, config, context=context)
+        made = _filled(
+            lambda least: plan(
+                job.model, scores, config.part(PlanConfig, min_per_layer=least), context=context
+            )
+        )
         return prune(
             job.model,
             folder,
@@ -146,7 +160,13 @@ class ShareKvHeads:
     def make(self, job: Job, folder: Path, context: Context) -> Pruned:
         """Converts."""
         config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share)
-        return convert_gqa(job.model, folder, config, job.text, context=context).pruned
+        return _filled(
+            lambda least: (
+                convert_gqa(
+                    job.model, folder, config, job.text, empty_layers=not least, context=context
+                ).pruned
+            )
+        )
 
 
 @dataclass(frozen=True)

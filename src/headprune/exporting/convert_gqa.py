@@ -103,7 +103,7 @@ class KvPreview:
 
 
 @claims_output("model", "calibrate")
-def convert_gqa(
+def convert_gqa(  # noqa: PLR0913  (the last is for compress, and no option)
     model: str | Path,
     output: Path,
     config: ConvertConfig,
@@ -111,6 +111,7 @@ def convert_gqa(
     layout: LayoutOption = LayoutOption.PER_LAYER,
     overwrite: bool = False,
     context: Context = Context(),
+    empty_layers: bool = True,
 ) -> Converted:
     """Merges KV heads and writes the result, proven, to ``output``.
 
@@ -122,12 +123,13 @@ def convert_gqa(
         layout: What the result may look like.
         overwrite: Replace an existing output.
         context: What it runs in.
+        empty_layers: Whether a budget may take all heads of a layer.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the merged original computes.
     """
-    opened = open_for_merging(model, config, calibrate, layout, context)
+    opened = open_for_merging(model, config, calibrate, layout, context, empty_layers)
     net, merger, attentions = opened.net, opened.merger, opened.attentions
     planned, sample = opened.planned, opened.sample
     stored = result_dtypes(net, model, config.out_dtype)

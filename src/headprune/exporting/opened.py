@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from headprune.data.calibration import calibration, merge_calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
+from headprune.engines.targets import EMPTY
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import CLASSIFIERS, task_of
@@ -60,6 +61,7 @@ def open_for_merging(
     calibrate: DataConfig | None,
     layout: LayoutOption,
     context: Context,
+    empty_layers: bool = True,
 ) -> Opened:
     """Loads the model, takes the text, and weighs the ways where that was asked for."""
     if layout is LayoutOption.PADDED:
@@ -79,6 +81,8 @@ def open_for_merging(
     context.stage("loading the model")
     net, source = load(model, config.dtype, context.allowed)
     constraints = constraints_of(net, layout, config.targets, config.tensor_parallel)
+    if not empty_layers:
+        constraints = replace(constraints, shapes=constraints.shapes - {EMPTY})
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     if config.kv_heads is not None:
