@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headprune
+from headprune.compression.heldout import MEASURES
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sequences import label_reader
 from headprune.data.sources import read_examples
@@ -255,3 +256,27 @@ def test_several_texts_at_once_are_refused(tmp_path: Path, text_file: Path) -> N
     folder = tiny.save(classes.build("bert", "BertForMultipleChoice"), tmp_path / "model")
     with pytest.raises(HeadpruneError, match="reads several texts at once, and score gives it one"):
         headprune.score(folder, output=tmp_path / "scores", data=str(text_file))
+
+
+@pytest.mark.parametrize(
+    ("settings", "label", "measure"),
+    [
+        ({"num_labels": 1}, "{}.5", "explained variance"),
+        ({"num_labels": 3, "problem_type": MULTI}, "[{}]", "same labels"),
+    ],
+)
+def test_compress_chooses_by_what_the_head_is_for(
+    settings: dict[str, Any], label: str, measure: str, tmp_path: Path
+) -> None:
+    model = classifier(**settings)
+    folder = tiny.save(model, tmp_path / "model")
+    data = table(tmp_path / "data.csv", [label.format(n % 3) for n in range(80)])
+    small = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
+    headprune.compress(
+        folder, data.source, output=tmp_path / "out", keep=0.75, label_column="label", **small
+    )
+    how = MEASURES[task_of(model)]
+    assert how.name == measure
+    original = np.random.default_rng(0).integers(0, 2, (7, model.config.num_labels)) * 1.0
+    assert how.number(how.rows(original, original)) == 1
+    assert how.number(how.rows(1 - original, original)) < 0.1
