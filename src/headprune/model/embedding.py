@@ -10,13 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from headprune.errors import CheckpointError, DataError, FamilyError
 from headprune.io import hub
 from headprune.model.batch import Batch, token_mask
 from headprune.model.forward import run_model
 from headprune.model.loading import Task, task_of
+from headprune.model.stored import find_file
 from headprune.tensors.dtypes import in_float32
 
 MEAN = "mean"
@@ -97,23 +97,12 @@ def _pooling_beside(source: str) -> str:
 
 
 def _read(source: str, name: str) -> Any:
-    """A JSON file beside a model; None where there is none."""
-    if not source:  # it was made in memory
+    """A JSON file beside a model; None where there is none, as of a model made in memory."""
+    if not source or not (Path(source).is_dir() or hub.may_be_id(source)):
         return None
-    file: str | Path | None = Path(source, name)
-    if not Path(source).is_dir():
-        with hub.asked_once(source):
-            file = cached_file(
-                source,
-                name,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-                _raise_exceptions_for_gated_repo=False,
-            )
+    file = find_file(source, name, ask=True)
     try:
-        return None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+        return None if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"'{name}' of '{source}' cannot be read ({error}). Get the folder again."
