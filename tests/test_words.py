@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -228,10 +229,67 @@ def test_a_bar_starts_anew_with_every_stage(monkeypatch: pytest.MonkeyPatch) -> 
         bar.step(30, 30, "loss 3")
         drawn.truncate(0)
         bar.stage("proving")
-    assert "proving" in drawn.getvalue() and "0/?" in drawn.getvalue()
+    assert "proving" in drawn.getvalue() and "0 s" in drawn.getvalue()
+    assert "/?" not in drawn.getvalue() and "100%" not in drawn.getvalue()
     assert not {"30/30", "loss 3", "merging"} & set(
         re.findall(r"30/30|loss 3|merging", drawn.getvalue())
     )
+
+
+def test_without_a_terminal_a_line_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, heard = io.StringIO(), threading.Event()
+
+    class Heard(Console):
+        def print(self, *text: Any, **how: Any) -> None:
+            super().print(*text, **how)
+            heard.set()
+
+    monkeypatch.setattr(terminal, "err", Heard(file=printed, width=120))
+    monkeypatch.setattr(terminal, "_SILENCE", 0.01)
+    with terminal.context() as running:
+        running.stage("scoring")
+        running.whole(1, 4)
+        running.step(3, 40, "loss 2")
+        printed.truncate(0)
+        heard.clear()
+        assert heard.wait(10)  # nothing is done, and yet it speaks
+    count = threading.active_count()
+    assert "scoring: 3/40, 0 s, about 0 s left here, about 0 s left in all, loss 2" in (
+        printed.getvalue()
+    )
+    with terminal.context():
+        assert threading.active_count() == count + 1
+
+
+@pytest.mark.parametrize(
+    ("step", "parts", "said"),
+    [
+        ((0, 0), None, "2 min"),
+        ((0, 8), None, "0/8, 2 min"),
+        ((2, 8), None, "2/8, 2 min, about 6 min left here"),
+        ((8, 8), None, "8/8, 2 min"),  # and never that nothing is left, as more may come
+        ((8, 8), (0, 5), "8/8, 2 min"),
+        ((2, 8), (1, 5), "2/8, 2 min, about 6 min left here, about 68 min left in all"),
+    ],
+)
+def test_what_is_left_is_said_where_it_is_known(
+    step: tuple[int, int],
+    parts: tuple[int, int] | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    far = terminal._Far()
+    if parts is not None:
+        far.whole(0, parts[1])
+    now = 900.0
+    far.stage("scoring")
+    far.step(*step)
+    if parts is not None:
+        far.whole(*parts)
+    now = 1020.0
+    assert far.said() == said
 
 
 def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:

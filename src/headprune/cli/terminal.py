@@ -6,29 +6,29 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, TextIO, TypeVar, cast
+from typing import IO, Any, TextIO, cast
 
 import typer
 from pydantic_core import SchemaError
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
-    TaskProgressColumn,
+    Task,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 from headprune import processes
 from headprune.declaration import Context
@@ -36,9 +36,8 @@ from headprune.errors import HeadpruneError
 from headprune.io.markup import inert, json_safe, sentence
 from headprune.io.writing import of_full_disk
 
-A = TypeVar("A")
-
 _STOPPED = 130  # the exit code of what Ctrl-C ends
+_SILENCE = 60.0  # seconds without a word, at most
 
 
 class _Line:
@@ -117,56 +116,98 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-@dataclass(frozen=True)
-class Bar:
-    """Where a command tells how far it is.
+class _Far(ProgressColumn):
+    """How far a command is: a part of the bar, or of a line where there is no terminal."""
 
-    Attributes:
-        stage: Called with a few words before every stage.
-        step: Called with steps of the stage done, steps in all, and numbers to show beside them.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: tuple[int, int] | None = None
+        self.all_began = time.monotonic()
+        self.stage("starting")
 
-    stage: Callable[[str], None]
-    step: Callable[..., None]
+    def stage(self, what: str) -> None:
+        """Begin a stage, of which nothing is known yet."""
+        self.what, self.began = what, time.monotonic()
+        self.step(0, 0)
+
+    def step(self, done: int, total: int, numbers: str = "") -> None:
+        """Take note of what of the stage is done."""
+        self.done, self.total, self.numbers = done, total, numbers
+
+    def whole(self, done: int, total: int) -> None:
+        """Take note of what of the whole job is done."""
+        if self.parts is None:
+            self.all_began = time.monotonic()
+        self.parts = done, total
+
+    def said(self) -> str:
+        """Return what is done, for how long this stage has run, and what is left."""
+        now = time.monotonic()
+        told = [f"{self.done}/{self.total}"] if self.total else []
+        told.append(_duration(now - self.began))
+        if left := _left(now - self.began, self.done, self.total):
+            told.append(f"{left} left here")
+        if self.parts is not None and (left := _left(now - self.all_began, *self.parts)):
+            told.append(f"{left} left in all")
+        return ", ".join([*told, *filter(None, [self.numbers])])
+
+    def render(self, task: Task) -> Text:
+        """Return what stands beside the bar."""
+        return Text(self.said())
+
+
+def _left(seconds: float, done: int, total: int) -> str:
+    """Return how long the rest takes; "" where that is not known, or nothing is left."""
+    return f"about {_duration(seconds * (total - done) / done)}" if 0 < done < total else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
-def bar() -> Iterator[Bar]:
-    """A progress bar that starts anew with every stage; a line each where there is no terminal."""
+def bar() -> Iterator[Context]:
+    """A bar that starts anew with every stage; where there is no terminal, a line a minute."""
+    far = _Far()
     if not processes.is_main():
-        yield Bar(lambda stage: None, _no_step)
+        yield Context()
         return
     if not err.is_terminal:
-        yield Bar(lambda stage: err.print(f"{stage} ...", markup=False), _no_step)
-        return
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        console=err,
-        transient=True,
-    ) as progress:
+        ended = threading.Event()
 
         def stage(what: str) -> None:
-            for task in progress.task_ids:  # a new one has its own time, and an unknown total
-                progress.remove_task(task)
-            progress.add_task(_escaped(what), total=None, numbers="")
+            far.stage(what)
+            err.print(f"{what} ...", markup=False)
+
+        def go_on() -> None:
+            while not ended.wait(_SILENCE):
+                err.print(f"{far.what}: {far.said()}", markup=False, soft_wrap=True)
+
+        said = threading.Thread(target=go_on, daemon=True)
+        said.start()
+        try:
+            yield Context(stage=stage, step=far.step, whole=far.whole)
+        finally:
+            ended.set()
+            said.join()
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), far
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(far.what, total=None)
+
+        def drawn(what: str) -> None:
+            far.stage(what)
+            progress.reset(task, total=None, description=_escaped(what))
 
         def step(done: int, total: int, numbers: str = "") -> None:
-            progress.update(progress.task_ids[-1], completed=done, total=total, numbers=numbers)
+            far.step(done, total, numbers)
+            # a stage whose steps are done may go on: the bar then moves without an end
+            known = total if done < total else None
+            progress.update(task, completed=done, total=known)
 
-        stage("starting")
-        yield Bar(stage, step)
-
-
-def _no_step(done: int, total: int, numbers: str = "") -> None:
-    """Lines are for stages."""
+        yield Context(stage=drawn, step=step, whole=far.whole)
 
 
 @contextmanager
@@ -178,11 +219,7 @@ def context() -> Iterator[Context]:
             mark = {None: "", True: "[green]✓[/] ", False: "[bold red]✗[/] "}[good]
             err.print(f"{mark}{_escaped(text)}", soft_wrap=True)
 
-        yield Context(
-            stage=shown.stage,
-            step=shown.step,
-            line=line,
-        )
+        yield replace(shown, line=line)
 
 
 def warn(sentences: Iterable[str]) -> None:

@@ -179,6 +179,7 @@ class _Compression:
         stored = stored_dtypes(self.net, stored_tensors(model)).default
         self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
         self.candidates = candidates_for(self.goal)
+        self.parts = len(self.candidates) + (config.heal_steps is not None)
 
     def outline(self) -> Outline:
         """What would be done."""
@@ -240,6 +241,7 @@ class _Compression:
             def stage(what: str, where: str = where) -> None:
                 self.context.stage(f"{where}: {what}")
 
+            self.context.whole(number - 1, self.parts)
             began, folder = time.monotonic(), job.work / str(number)
             try:
                 made = candidate.way.make(job, folder, replace(self.context, stage=stage))
@@ -296,6 +298,7 @@ class _Compression:
         healing, unhealed = self._healing(), selection.contenders[0]
         assert healing is not None  # as there are steps
         name, began = f"{unhealed.name}, healed {steps} steps", time.monotonic()
+        self.context.whole(len(self.candidates), self.parts)
         try:
             healed = heal(
                 best.output,

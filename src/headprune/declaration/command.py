@@ -103,6 +103,7 @@ class Context:
     Attributes:
         stage: Called with a few words before every stage.
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
+        whole: Called with parts of the whole job done, and parts in all.
         line: Called with a line that stays, and whether it tells of success or failure.
         allowed: What a model may bring.
         made_by: The command, for the record in what it writes; None where no command runs.
@@ -110,6 +111,7 @@ class Context:
 
     stage: Callable[[str], None] = lambda stage: None
     step: Callable[..., None] = _no_step
+    whole: Callable[[int, int], None] = lambda done, total: None
     line: Callable[..., None] = lambda line, good=None: None
     allowed: Allowed = Allowed()
     made_by: MadeBy | None = None

@@ -132,7 +132,7 @@ def sweep(
             context.stage(
                 f"point {number} of {len(asked)}: {name}" if number else "the whole model"
             )
-            context.step(number, len(asked) + 1)
+            context.whole(number, len(asked) + 1)
             path = place / "points" / f"{name}.json"
             if not path.is_file():
                 point = cut(name, criterion, share)

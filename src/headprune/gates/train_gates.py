@@ -181,6 +181,7 @@ def train_gates(
         )
         if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
             assert examples is not None
+            _announce(context, examples.tokens, config, steps)
             choose_and_refit(net, attentions, gates, sparsity.heads, examples, context)
         context.stage("training")
         with (
@@ -194,6 +195,18 @@ def train_gates(
         about = {"model": source, "unit": unit, "objective": objective.value, "data": data.source}
         metadata = processes.on_main(lambda: _finish(output, work, trainer, attentions, about))
         return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
+
+
+def _announce(context: Context, tokens: int, config: TrainGatesConfig, steps: int) -> None:
+    """Say what comes before the first step: about five passes over the text.
+
+    A step passes forward, backward and through the original: four passes over its batch.
+    """
+    worth = math.ceil(5 * tokens / (4 * config.batch_size * config.seq_len))
+    context.line(
+        f"First heads are chosen and W_O is refitted on {tokens:,} tokens, which takes about as "
+        f"long as {worth:,} steps; {steps:,} steps follow. --method l0 goes without."
+    )
 
 
 def _calibration(
