@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import headprune
+from headprune import packages
 from headprune.engines.targets import EMPTY, EVEN, RAGGED, SHAPES, TARGETS
 from headprune.exporting.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
@@ -63,6 +64,24 @@ def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, out, err = run(capsys, *line)
     assert code == 0, err
     assert f"vLLM:\n  vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
+
+
+def test_what_is_printed_next_works_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out"
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    code, said, err = run(capsys, "convert-gqa", model, "--kv-heads", "1", "--output", out)
+    assert code == 0, err
+    assert "vllm serve" in said and "--to gguf" not in said
+    assert "--to gguf" in (out / "README.md").read_text()  # it may be read elsewhere
+    lines = [line for line in said.splitlines() if line.startswith("  headprune ")]
+    assert lines == [f"  headprune evaluate {out} --data TEXT --against {model}"]
+    (tmp_path / "TEXT.txt").write_text(tiny.text(300))
+    words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
+    quick = ["--no-speed", "--seq-len", "16", "--copying", "0", "--last-words", "0"]
+    code, said, err = run(capsys, *words, *quick)
+    assert code == 0 and "perplexity" in said, err
 
 
 def test_what_changes_nothing_or_leaves_nothing_is_said(tmp_path: Path) -> None:

@@ -7,6 +7,11 @@ from importlib.util import find_spec
 from headprune.errors import HeadpruneError
 
 
+def missing(*modules: str) -> list[str]:
+    """Return the packages that are not installed, of modules that are called alike."""
+    return [name.replace("_", "-") for name in modules if find_spec(name) is None]
+
+
 def refuse_missing(what: str, *modules: str) -> None:
     """Refuse work whose packages are not installed.
 
@@ -17,8 +22,8 @@ def refuse_missing(what: str, *modules: str) -> None:
     Raises:
         HeadpruneError: Saying how to install them.
     """
-    missing = [name.replace("_", "-") for name in modules if find_spec(name) is None]
-    if missing:
+    absent = missing(*modules)
+    if absent:
         raise HeadpruneError(
-            f"{what} needs {' and '.join(missing)}: pip install {' '.join(missing)}."
+            f"{what} needs {' and '.join(absent)}: pip install {' '.join(absent)}."
         )

@@ -11,11 +11,30 @@ from headprune.io.shell import command
 from headprune.io.writing import beside
 
 if TYPE_CHECKING:
+    from headprune.exporting.publish import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.plan import Planned
     from headprune.schemas.scores import Scores, ScoresMetadata
 
+_ON_TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")  # a text file alone will do
 KEEP = 0.75  # share of heads that an example of a cut keeps
+
+
+def after_cut(result: Pruned) -> str | None:
+    """Measures a result against its original; None where nothing measures it on text."""
+    made = result.manifest.made_by
+    # what transformers 4 pruned cannot be loaded, to compare with
+    if made is None or made.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
+        return None
+    original = made.options.get("teacher", made.options.get("model"))
+    trusted = made.options.get("trust_remote_code")
+    return command(
+        "evaluate",
+        result.output,
+        data="TEXT",
+        against=original,
+        trust_remote_code=trusted or None,
+    )
 
 
 def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:

@@ -216,11 +216,19 @@ def verification(console: Console, result: Verification) -> None:
 
 def written(console: Console, result: Pruned) -> None:
     """How the result loads, where it lies, and the commands that serve it."""
+    from headprune.console.next_commands import after_cut
     from headprune.exporting.engines import serving
+    from headprune.packages import missing
 
     stored = _stored(result.manifest.shape, result.manifest.uneven)
     console.print(f"{stored} Written to {escape(str(result.output))}.")
+    if measured := after_cut(result):
+        console.print(
+            f"\nMeasure it on text that it was not made on:\n  {escape(measured)}", soft_wrap=True
+        )
     for engine, line in serving(result.manifest, result.output, result.output):
+        if "--to gguf" in line and missing("gguf"):
+            continue
         console.print(f"\n{engine}:\n  {escape(line)}", soft_wrap=True)
 
 
