@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,7 +178,7 @@ class Manifest(Recorded, LineageStep):
 
 def utc_now() -> str:
     """UTC time in milliseconds: what was measured last is told by it, also within a second."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def versions() -> dict[str, str]:
