@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -130,7 +130,10 @@ def find_file(
     if Path(model).is_dir():
         file = Path(model) / inside
         return file if file.is_file() else None
-    cached = try_to_load_from_cache(str(model), inside, cache_dir, revision)
+    try:
+        cached = try_to_load_from_cache(str(model), inside, cache_dir, revision)
+    except HFValidationError:  # neither a folder nor a name on the hub, which reading it tells
+        return None
     if cached is None and ask:
         return hub.fetched(model, inside, revision=revision, cache_dir=cache_dir)
     return Path(cached) if isinstance(cached, str) else None
