@@ -18,8 +18,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig
 from headprune.data import sequences, tokens
-from headprune.data.rows import lengths
-from headprune.data.sequences import packed_sequences, tokenized_rows
+from headprune.data.rows import evenly, lengths
+from headprune.data.sequences import packed_sequences, tokenized_rows, windows
 from headprune.data.sources import Examples, read_examples
 from headprune.data.tokens import Chunking, head, token_ids
 from headprune.errors import DataError
@@ -253,9 +253,13 @@ def test_windows_are_those_of_whole_documents(
     assert list(found["input_ids"]) == rows
     assert all(mask == [1] * 16 for mask in found["attention_mask"])
     assert lengths(found).tolist() == [16] * len(rows)
-    for most in (1, 7, 50):
-        part = packed_sequences(files(tmp_path, *texts), of, 16, most=most)
-        assert list(part["input_ids"]) == rows[:most]
+    starts = np.cumsum([0, *(len(whole(text, of)) for text in texts)])
+    for most in (1, 7, 50):  # all over the text, each with the document that it begins in
+        part, begins = windows(files(tmp_path, *texts), of, 16, most=most)
+        numbers = evenly(len(rows), most)
+        assert list(part["input_ids"]) == [rows[number] for number in numbers]
+        assert begins.tolist() == [sum(16 * n >= starts) - 1 for n in numbers]
+    assert set(begins.tolist()) == {0, 1, 2}
     documents = Examples([(text,) for text in texts], None, rows_are_documents=True)
     ended = flat([*whole(text, of), of.eos_token_id] for text in texts)
     found = packed_sequences(documents, of, 16)

@@ -18,11 +18,12 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.console.models import evaluation
 from headprune.data.sequences import masked, packed_sequences
-from headprune.data.sources import read_examples
+from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
-from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.evaluate import evaluate, run
+from headprune.evaluation.loaded import load
 from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.report import Report, metric
 from headprune.evaluation.samples import Samples
@@ -223,6 +224,54 @@ def test_few_windows_are_not_overconfident() -> None:
         hits, plain = hits + (found.low <= 0.3 <= found.high), plain + (low <= 0.3 <= high)
     assert 554 <= hits <= 586  # 570 expected, binomial sd 5.3
     assert plain < 554
+
+
+@pytest.mark.parametrize(
+    ("tied", "n"), [("documents", 60), ("documents", 400), ("neighbours", 30), ("neighbours", 400)]
+)
+def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied: str, n: int) -> None:
+    """95 % intervals of the mean of windows that resemble their neighbours, or their document."""
+    generator = np.random.default_rng(n)
+    if tied == "documents":
+        documents = np.sort(generator.integers(0, n // 4, n))  # of four windows each
+        draws = generator.normal(size=(400, n)) + generator.normal(size=(400, n))[:, documents]
+    else:
+        documents, draws = np.zeros(n, np.int64), generator.normal(size=(400, n))
+        for window in range(1, n):
+            draws[:, window] = 0.4 * draws[:, window - 1] + 0.84**0.5 * draws[:, window]
+    covered = {"alone": 0, "together": 0}
+    for seed, sample in enumerate(draws):
+        for name, runs in (("alone", None), ("together", documents)):
+            found = bootstrap(lambda i, s=sample: s[i].mean(-1), n, 200, 0.95, seed, runs)
+            covered[name] += found.low <= 0 <= found.high
+    assert 0.90 * 400 <= covered["together"] <= 0.98 * 400
+    assert covered["alone"] < 0.90 * 400
+
+
+def test_windows_are_drawn_with_those_of_their_document(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    config = EvaluateConfig(seq_len=16, max_windows=12, speed=False, copying=12)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": tiny.text(40, i)}) for i in range(20)))
+    for source, distinct in ((text_file, 1), (rows, 12)):
+        found = run(load(llama_folder, DataConfig(source=str(source)), config), config).samples[0]
+        documents = found.documents_of("perplexity")
+        assert documents is not None and len(documents) == found.count("perplexity") == 12
+        assert len(set(documents.tolist())) == distinct
+        assert found.documents_of("copying_nll") is None  # random tokens are of no text
+
+
+def test_the_examples_that_are_measured_come_from_all_over_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["text,label", *(f"text{i},{i}" for i in range(10))]))
+    examples = read_examples(DataConfig(source=str(path), label_column="label"))
+    held = Examples(list(examples.texts), list(examples.labels or ()), rows_are_documents=True)
+    for found in (examples, held):
+        some = found.spread(3)
+        assert [text for (text,) in some.texts] == ["text0", "text3", "text6"]
+        assert some.labels is not None and list(some.labels) == ["0", "3", "6"]
+        assert found.spread(None) is found.spread(99) is found
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:

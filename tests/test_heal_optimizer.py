@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 
 from headprune import from_pretrained, placements
@@ -15,8 +16,9 @@ from headprune.distillation import heal as heal_module
 from headprune.distillation import optimizer as module
 from headprune.distillation.heal import heal
 from headprune.distillation.optimizer import MuonAndAdamW, matrices, resolved
-from headprune.distillation.trainer import HealedModel
-from headprune.errors import HeadpruneError
+from headprune.distillation.pair import _split
+from headprune.distillation.trainer import HealedModel, HealTrainer
+from headprune.errors import DataError, HeadpruneError
 from headprune.schemas.records import Healing
 from tests import tiny
 
@@ -143,6 +145,13 @@ def test_a_model_near_its_teacher_learns_less_of_the_text(
             made.append(self)
 
     monkeypatch.setattr(heal_module, "HealedModel", Seen)
+    plain, measured = HealTrainer.held_out, list[float]()
+
+    def held_out(self: HealTrainer, rows: Dataset | None = None) -> float:
+        measured.append(plain(self, rows))
+        return measured[-1]
+
+    monkeypatch.setattr(HealTrainer, "held_out", held_out)
     net = from_pretrained(llama_folder)
     torch.manual_seed(0)
     for weight in net.parameters():
@@ -152,7 +161,8 @@ def test_a_model_near_its_teacher_learns_less_of_the_text(
     data = DataConfig(source=str(text_file))
     done = heal(tmp_path / "model", llama_folder, data, tmp_path / "out", config)
     assert (done.before < 0.5) is (noise < 0.1)
-    assert [seen.own for seen in made] == [min(done.before, 0.5)]
+    assert [seen.own for seen in made] == [min(measured[0], 0.5)]  # of the rows that choose
+    assert done.before == measured[1] != measured[0]
 
 
 def test_half_of_the_loss_in_training_is_the_models_own(llama_folder: Path) -> None:
@@ -167,3 +177,35 @@ def test_half_of_the_loss_in_training_is_the_models_own(llama_folder: Path) -> N
     apart = both.eval()(batch)
     assert apart > 0
     torch.testing.assert_close(both.train()(batch), (apart + net(**batch).loss) / 2)
+
+
+def test_held_out_rows_come_from_all_texts_of_a_concatenation() -> None:
+    rows = Dataset.from_dict({"input_ids": [[text] * 4 for text in range(6) for _ in range(40)]})
+    trained, choosing, reported = _split(rows, 8)
+    for part in (choosing, reported):
+        assert len(part) == 16
+        assert {ids[0] for ids in part["input_ids"]} == set(range(6))
+    assert len(trained) == 240 - 32
+    few = [len(part) for part in _split(rows.select(range(20)), 8)]
+    assert few == [16, 2, 2]
+    with pytest.raises(DataError, match="too few"):
+        _split(rows.select(range(7)), 2)
+
+
+def test_what_is_reported_of_a_healing_chose_nothing(
+    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows that choose, one checkpoint is perfect; the others are not impressed."""
+    seen: list[Dataset] = []
+
+    def held_out(self: HealTrainer, rows: Dataset | None = None) -> float:
+        seen.append(rows or self.rows)
+        return 7.0 if rows is not None else 1.0 / len(seen)
+
+    monkeypatch.setattr(HealTrainer, "held_out", held_out)
+    config = HealConfig(steps=2, batch_size=2, seq_len=16, save_every=1, optimizer=ADAMW)
+    data = DataConfig(source=str(text_file))
+    healed = heal(llama_folder, llama_folder, data, tmp_path / "out", config)
+    assert (healed.before, healed.after, healed.taken_after) == (7.0, 7.0, 2)
+    choosing, reported = (seen[at]["input_ids"] for at in (0, 1))
+    assert not [ids for ids in reported if ids in list(choosing)]

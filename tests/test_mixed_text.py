@@ -24,7 +24,7 @@ def test_the_text_that_ships_is_named_with_its_source() -> None:
     assert "PSF LICENSE AGREEMENT" in (files[0].parent / "LICENSE-PSF.txt").read_text()
 
 
-def test_every_text_gives_its_last_eighth(tmp_path: Path) -> None:
+def test_every_text_gives_an_eighth_from_all_over_it(tmp_path: Path) -> None:
     lines = [f"line {i:04d} of a text\n" for i in range(1600)]
     (tmp_path / "plain.txt").write_text("".join(lines))
     rows = [json.dumps({"text": line}) for line in lines[:80]]
@@ -32,10 +32,13 @@ def test_every_text_gives_its_last_eighth(tmp_path: Path) -> None:
     files = ("plain.txt", "rows.jsonl")
     sources = {Path(n).stem: DataConfig(source=str(tmp_path / n)) for n in files}
     trained, held = texts.read(sources)
-    plain = ["".join(row[0] for row, _ in part[0].rows) for part in (trained, held)]
-    assert "".join(plain) == "".join(lines) and plain[1].startswith("line 1400")
+    plain = [[row[0] for row, _ in part[0].rows] for part in (trained, held)]
+    assert sorted("".join(map("".join, plain)).splitlines(True)) == lines  # nothing is in both
+    assert all(block.startswith("line") and block.endswith("\n") for block in plain[1])
+    places = [int(block[5:9]) / 1600 for block in plain[1]]
+    assert len(places) == 4 and all(i / 4 <= at < (i + 1) / 4 for i, at in enumerate(places))
     assert [len(part[1].rows) for part in (trained, held)] == [70, 10]
-    assert held[1].rows[0] == ((lines[70],), None)
+    assert [row[0] for row, _ in held[1].rows] == lines[4:80:8]
     labelled = DataConfig(source=str(tmp_path / "labelled.jsonl"), label_column="label")
     Path(labelled.source).write_text(json.dumps({"text": "a", "label": "b"}))
     with pytest.raises(DataError, match="cannot be mixed"):

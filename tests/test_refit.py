@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -272,6 +273,28 @@ def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
         found[same] = changed, judged.taken is not None, bool(judged.warnings)
         assert (judged.worth.refitted <= judged.worth.without) == changed
     assert found == {True: (True, True, False), False: (False, False, True)}
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
+    helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that choose say the opposite of those that report."""
+    calls = itertools.count()
+
+    def distance(*_: Any) -> float:
+        batch, refitted = divmod(next(calls), 2)
+        return 0.5 if not refitted else 0.1 if helps == (batch % 2 == 0) else 0.9
+
+    monkeypatch.setattr("headprune.exporting.refitting.distance", distance)
+    generator = torch.Generator().manual_seed(0)
+    taken, left = (torch.randint(5, 60, (16, 24), generator=generator) for _ in range(2))
+    model = tiny.model("llama-gqa")
+    cuts = resolve(uneven_plan(model), model, ragged=True)
+    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, lambda d, t: None)
+    assert (judged.taken is not None) == helps and judged.worth is not None
+    assert judged.worth.refitted == 0.9  # what was taken is told by the others, or why it was not
+    assert judged.worth.tokens == 2 * 24  # of four sequences, two
 
 
 def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:

@@ -178,8 +178,8 @@ def _call(command: Command[Any, Any], context: typer.Context, given: dict[str, A
         told = retold(error, command.options, Door.OPTION)
         command.tell(told, terminal.show_command)
         raise told from error
-    if not command.passed(result):
-        raise typer.Exit(1)
+    if code := command.exit_code(result):
+        raise typer.Exit(code)
 
 
 def _words(context: typer.Context, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class CheckOptions(CheckConfig, Trust, Placed):
     """Hold a model to limits, against a stored baseline and the original. For CI.
 
-    Exit codes: 0 passed (or too close to call, with a warning), 1 a limit is broken (with --strict
-    also too close to call), 2 it could not run.
+    Exit codes: 0 passed, 1 a limit is broken, 2 it could not run or a limit cannot be decided.
     """
 
     update_baseline: bool = option("Write --baseline instead of checking.", False, Panel.MAIN)
@@ -137,7 +136,7 @@ def _write(report: CheckReport, options: CheckOptions) -> None:
         write_whole(options.output, report.model_dump_json(indent=2) + "\n")
     if options.junit is not None:
         seconds = report.evaluate_s + report.judge_s
-        write_whole(options.junit, junit_xml(report.model, report.limits, report.strict, seconds))
+        write_whole(options.junit, junit_xml(report.model, report.limits, seconds))
 
 
 def show(result: CheckReport | Baseline, options: CheckOptions, console: Console) -> None:
@@ -160,7 +159,7 @@ def _tell(result: CheckReport | Baseline | HeadpruneError, say: Callable[[str], 
         if isinstance(result, HeadpruneError):
             say(actions.annotation("error", f"could not run: {result}"))
         elif isinstance(result, CheckReport):
-            for command in actions.workflow_commands(result.limits, result.strict):
+            for command in actions.workflow_commands(result.limits):
                 say(command)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if summary and isinstance(result, CheckReport):
@@ -176,8 +175,9 @@ def _as_json(result: CheckReport | Baseline) -> str:
     return result.model_dump_json(indent=2, exclude={"samples"})
 
 
-def _passed(result: CheckReport | Baseline) -> bool:
-    return getattr(result, "passed", True)  # a baseline is none that could fail
+def _exit_code(result: CheckReport | Baseline) -> int:
+    verdict = getattr(result, "verdict", "passed")  # a baseline is none that could fail
+    return {"passed": 0, "broken": 1}.get(verdict, 2)
 
 
 declare(
@@ -188,7 +188,7 @@ declare(
         run,
         show,
         as_json=_as_json,
-        passed=_passed,
+        exit_code=_exit_code,
         tell=_tell,
         refused=_refused,
         needs={

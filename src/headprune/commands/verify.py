@@ -41,5 +41,12 @@ def show(result: Verification, options: VerifyOptions, console: Console) -> None
 
 
 declare(
-    Command("verify", Chapter.JUDGE, VerifyOptions, run, show, passed=lambda result: result.passed),
+    Command(
+        "verify",
+        Chapter.JUDGE,
+        VerifyOptions,
+        run,
+        show,
+        exit_code=lambda result: 0 if result.passed else 1,
+    ),
 )

@@ -24,7 +24,7 @@ from headprune.evaluation.metrics import Floats
 from headprune.evaluation.recall import copying_losses
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
-_ROWS = 8  # held-out sequences that a choice is made on, at least; 2 of a running text
+_ROWS = 8  # held-out sequences, at least; 2 of a running text: half of them choose
 _COPIES = 8  # sequences of random tokens, each twice
 _RUNNING = ("causal-lm", "masked-lm")
 
@@ -126,6 +126,8 @@ class HeldOut:
         if self.task not in _RUNNING:
             _refuse_few(sum(map(len, found.values())))
         self.rows = {name: _some(rows, share) for name, rows in found.items()}
+        # every other sequence chooses, and the others say what the choice is worth
+        self.reports = np.arange(sum(map(len, self.rows.values()))) % 2 == 1
         ids = (ids for rows in self.rows.values() for ids in rows["input_ids"])
         self.tokens = sum(map(len, ids))
 
@@ -141,9 +143,21 @@ class HeldOut:
             done += len(rows)
         return found
 
-    def compared(self, model: Outputs, original: Outputs) -> dict[str, Floats]:
-        """How near a model comes to the original, sequence by sequence; see ``Measure.rows``."""
-        return {name: self.measure.rows(model[name], original[name]) for name in original}
+    def compared(self, model: Outputs, original: Outputs, reports: bool) -> dict[str, Floats]:
+        """How near a model comes to the original, sequence by sequence; see ``Measure.rows``.
+
+        Args:
+            model: What a model makes of every text.
+            original: What the original makes of it.
+            reports: Of the sequences that report, or of those that choose.
+        """
+        ends = np.cumsum([len(rows) for rows in original.values()])
+        parts = np.split(self.reports == reports, ends[:-1])
+        found = {
+            name: self.measure.rows(model[name], original[name])[part]
+            for name, part in zip(original, parts, strict=True)
+        }
+        return {name: rows for name, rows in found.items() if len(rows)}
 
     def copying(self, net: PreTrainedModel, seed: int) -> float | None:
         """Mean loss on the second of two equal runs of random tokens, of models that generate."""
@@ -157,7 +171,7 @@ class HeldOut:
         empty = not found and any(text.rows for text in texts)  # refused as it is read
         if found < 2 * self.seq_len and not empty:
             raise DataError(
-                f"The last eighth of the text, {found:,} tokens, is held out to choose on, and 2 "
+                f"An eighth of the text, {found:,} tokens, is held out to choose on, and 2 "
                 f"sequences of {self.seq_len} are needed: give some "
                 f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller --seq-len, or no --data for "
                 "the text that ships with headprune."
@@ -205,7 +219,7 @@ class HeldOut:
 def _refuse_few(rows: int) -> None:
     if rows < _ROWS:
         raise DataError(
-            f"The last eighth of the text, {rows} rows, is held out to choose on, and {_ROWS} are "
+            f"An eighth of the text, {rows} rows, is held out to choose on, and {_ROWS} are "
             f"needed: give {_ROWS * HELD_OUT} rows or more, or no --data for the text that ships "
             "with headprune."
         )
@@ -214,5 +228,5 @@ def _refuse_few(rows: int) -> None:
 def _some(rows: Dataset, tokens: int) -> Dataset:
     """Rows from all over a text, evenly, with about so many tokens."""
     mean = sum(map(len, rows["input_ids"])) / len(rows)
-    count = min(len(rows), max(1, round(tokens / mean)))
+    count = min(len(rows), max(2, round(tokens / mean)))  # one chooses, one reports
     return rows.select(evenly(len(rows), count))

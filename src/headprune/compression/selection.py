@@ -46,7 +46,7 @@ class Selection:
         self.held_out, self.measure, self._goal = held_out, held_out.measure, goal
         self._dtype, self._seed, self._progress = dtype, seed, progress
         self.contenders: list[Contender] = []
-        self._rows: dict[str, Floats] = {}  # by contender: how near it comes, by sequence
+        self._rows: dict[str, Floats] = {}  # by contender: how near it comes, by reporting sequence
         self.failed: dict[str, str] = {}
 
     def begin(self, net: PreTrainedModel, place: str | Path) -> None:
@@ -91,7 +91,7 @@ class Selection:
         return lead(self.measure, *two) if len(two) == 2 else None
 
     def _cost(self, contender: Contender) -> tuple[float, float]:
-        cost = -contender.held_out if self.measure.higher_is_better else contender.held_out
+        cost = -contender.chosen_by if self.measure.higher_is_better else contender.chosen_by
         return cost, contender.copying_nll or 0.0
 
     def _measured(
@@ -100,7 +100,9 @@ class Selection:
         outputs = self._outputs
         if name != ORIGINAL:
             outputs = self.held_out.outputs(net, self._progress)
-        by_text = self.held_out.compared(outputs, self._outputs)
+        choosing, by_text = (
+            self.held_out.compared(outputs, self._outputs, reports) for reports in (False, True)
+        )
         self._rows[name] = np.concatenate(list(by_text.values()))
         number = self.measure.number
         attentions, cached = attention_of(net), 0
@@ -109,6 +111,7 @@ class Selection:
             cached = kv_cache_elements_per_token(net) * stored.itemsize
         return Contender(
             name=name,
+            chosen_by=float(number(np.concatenate(list(choosing.values())))),
             held_out=float(number(self._rows[name])),
             by_text={text: float(number(rows)) for text, rows in by_text.items()},
             copying_nll=self.held_out.copying(net, self._seed),
@@ -136,5 +139,6 @@ def lead(measure: Measure, first: Floats, second: Floats) -> tuple[float, float]
     def difference(drawn: NDArray[np.int64]) -> Any:
         return sign * (measure.number(first[drawn]) - measure.number(second[drawn]))
 
-    found = bootstrap(difference, len(first), _RESAMPLES, CONFIDENCE, seed=0)
+    one_text = np.zeros(len(first), np.int64)
+    found = bootstrap(difference, len(first), _RESAMPLES, CONFIDENCE, 0, documents=one_text)
     return (found.low, found.high) if found.is_finite else None

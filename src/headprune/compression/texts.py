@@ -1,8 +1,8 @@
 """The text of a compression: apart by position into what is learnt from and what is judged on.
 
-Every text gives its last eighth to be judged on. The texts are mixed in equal parts, as far as
-each reaches, and where all reach far, much more of them than is learnt from: samples are drawn from
-all over the mixture.
+Every text gives an eighth of its documents, or of its blocks, to be judged on, evenly over it. The
+texts are mixed in equal parts, as far as each reaches, and where all reach far, much more of them
+than is learnt from: samples are drawn from all over the mixture.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from itertools import islice, repeat
 from pathlib import Path
 
 from headprune.config import DataConfig
-from headprune.data.rows import evenly
+from headprune.data.rows import apart, evenly
 from headprune.data.sentences import sentences
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError
 
-HELD_OUT = 8  # the last part of so many equal ones
+HELD_OUT = 8  # one of so many documents or blocks
 CHARACTERS = 6  # of a token, at most in the mean of a text: more text than needed does no harm
 _SPREAD = 16  # times as much text as is learnt from, at most
-_BLOCK = 8_192  # characters of a plain text that stay together
+_BLOCK = 8_192  # characters of a plain text that stay together, at most
+_BLOCKS = 4 * HELD_OUT  # of a plain text, at least
 _PIECES = 128  # of a file, of 256 KiB each: no more of it is read
 _MIXED = Path(__file__).parents[1] / "data" / "mixed"
 
@@ -137,28 +138,34 @@ def _apart(name: str, data: DataConfig) -> tuple[Text, Text]:
     whole_rows = examples.labels is not None or examples.width > 1  # such are not cut
     if examples.rows_are_documents and (whole_rows or len(examples.texts) >= HELD_OUT):
         labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
-        rows = tuple(zip(examples.texts, labels, strict=True))
-        at = len(rows) - len(rows) // HELD_OUT
-        return Text(name, rows[:at], plain=False), Text(name, rows[at:], plain=False)
+        return _parted(name, tuple(zip(examples.texts, labels, strict=True)), plain=False)
     between = "\n\n" if examples.rows_are_documents else ""  # of a few: others are in pieces
     whole = between.join(islice(examples.strings(), _PIECES))
-    at = _break(whole, len(whole) - len(whole) // HELD_OUT)
-    return Text(name, _blocks(whole[:at]), plain=True), Text(name, _blocks(whole[at:]), plain=True)
+    return _parted(name, _blocks(whole, min(_BLOCK, max(2, len(whole) // _BLOCKS))), plain=True)
 
 
-def _blocks(text: str) -> tuple[Row, ...]:
+def _parted(name: str, rows: tuple[Row, ...], plain: bool) -> tuple[Text, Text]:
+    learnt, held = (
+        Text(name, tuple(rows[number] for number in numbers), plain)
+        for numbers in apart(len(rows), len(rows) // HELD_OUT)
+    )
+    return learnt, held
+
+
+def _blocks(text: str, size: int) -> tuple[Row, ...]:
     found, start = [], 0
     while start < len(text):
-        stop = len(text) if start + _BLOCK >= len(text) else _break(text, start + _BLOCK)
+        stop = start + size
+        stop = len(text) if stop >= len(text) else _break(text, stop, stop - size // 2)
         found.append(((text[start:stop],), None))
         start = stop
     return tuple(found)
 
 
-def _break(text: str, at: int) -> int:
+def _break(text: str, at: int, first: int) -> int:
     """The last end of a line, else of a word, before a place; the place itself where none is."""
     for sign in ("\n", " "):
-        found = text.rfind(sign, max(0, at - _BLOCK // 2), at)
+        found = text.rfind(sign, first, at)
         if found >= 0:
             return found + 1
     return at

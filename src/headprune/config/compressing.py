@@ -46,7 +46,9 @@ class CompressConfig(CalibrationConfig, Targeted):
         Panel.CALIBRATION,
     )
     held_out_tokens: Count = option(
-        "How much of the held-out text candidates are measured on.", 8_192, Panel.CALIBRATION
+        "How much of the held-out text is used: half chooses, half says what the choice is worth.",
+        16_384,
+        Panel.CALIBRATION,
     )
     out_dtype: Dtype = option(WRITTEN, Dtype.AUTO, Panel.OUTPUT)
 

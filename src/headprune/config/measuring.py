@@ -80,7 +80,9 @@ class EvaluateConfig(RecallConfig, NeedleConfig):
     )
     batch_size: Few = option("Sequences per forward pass.", 4)
     max_windows: Count | None = option(
-        "Measure on the first so many windows or examples only.", None, Panel.MAIN
+        "Measure on so many windows or examples only, spread evenly over the text.",
+        None,
+        Panel.MAIN,
     )
     confidence: Annotated[float, Field(gt=0, lt=1), NUMBER] = option(
         "Level of the intervals.", 0.95
@@ -101,7 +103,7 @@ class EvaluateConfig(RecallConfig, NeedleConfig):
 class RolesConfig(Options):
     """How it is measured what heads do."""
 
-    sequences: Annotated[Few, Field(ge=2)] = option(
+    sequences: Annotated[Few, Field(ge=4)] = option(  # two choose an offset, two judge it
         "Sequences of the text, spread evenly, and of random tokens.", 64, Panel.MAIN
     )
     ablation_tokens: Annotated[int, Field(ge=0, le=10**9), NUMBER] = option(
@@ -191,13 +193,12 @@ class CheckConfig(NeedleConfig):
         "Level of the intervals that decide.", 0.99
     )
     resamples: Annotated[Few, Field(ge=1000)] = option("Bootstrap resamples behind them.", 10_000)
-    strict: bool = option("Too close to call exits with 1, not with 0.", False, Panel.MAIN)
     seq_len: Length = option(
         "Tokens per window (language models) or at most per text (others).", 512
     )
     batch_size: Few = option("Sequences per forward pass.", 4)
     max_windows: Count | None = option(
-        "Measure on the first so many windows or examples only.", None
+        "Measure on so many windows or examples only, spread evenly over the text.", None
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     role_sequences: Annotated[Few, Field(ge=10)] = option(  # fewer decide nothing

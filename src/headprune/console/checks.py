@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headprune.regression.baseline import Baseline
     from headprune.regression.check import CheckReport
 
-_STYLES = {Verdict.PASSED: "green", Verdict.BROKEN: "bold red", Verdict.TOO_CLOSE: "yellow"}
+_STYLES = {Verdict.PASSED: "green", Verdict.BROKEN: "bold red", Verdict.UNDECIDED: "yellow"}
 
 
 def checked(console: Console, report: CheckReport) -> None:
@@ -29,19 +29,19 @@ def checked(console: Console, report: CheckReport) -> None:
         grid.add_row(verdict, escape(one.limit), escape(one.number()), one.interval(), n)
     console.print(grid)
     for one in report.limits:
-        if one.verdict is Verdict.TOO_CLOSE:
+        if one.verdict is Verdict.UNDECIDED:
             console.print(f"[yellow]warning:[/] {escape(one.limit)}: {one.advice()}.")
     if report.baseline is not None:
         commit = f", commit {report.baseline_commit[:12]}" if report.baseline_commit else ""
         console.print(f"Baseline: {escape(report.baseline)}{commit}.")
-    broken = sum(one.verdict is Verdict.BROKEN for one in report.limits)
-    close = sum(one.verdict is Verdict.TOO_CLOSE for one in report.limits)
-    outcome = "[bold green]passed[/]" if report.passed else "[bold red]failed[/]"
-    strict = " (--strict)" if report.strict else ""
+    broken, undecided = (
+        sum(one.verdict is which for one in report.limits)
+        for which in (Verdict.BROKEN, Verdict.UNDECIDED)
+    )
+    outcome = Text(report.verdict.value, _STYLES[report.verdict]).markup
     console.print(
-        f"{escape(report.model)}: {outcome}{strict}: {len(report.limits)} "
-        f"limit{'s' if len(report.limits) > 1 else ''}, {broken} broken, "
-        f"{close} too close to call."
+        f"{escape(report.model)}: {outcome}: {len(report.limits)} "
+        f"limit{'s' if len(report.limits) > 1 else ''}, {broken} broken, {undecided} undecided."
     )
 
 

@@ -123,8 +123,8 @@ def merge_calibration(
 
 def _mean_length(examples: Examples, tokenizer: Any, most: int) -> int:
     """Tokens of a sentence, or of a text of a table; the most, where there is neither."""
-    single = by_sentence(examples, _LOOKED_AT)
+    single = by_sentence(examples)
     if not single.rows_are_documents:
         return most
-    rows = tokenized_rows(single.first(_LOOKED_AT), tokenizer, most, apart=True)
+    rows = tokenized_rows(single.spread(_LOOKED_AT), tokenizer, most, apart=True)
     return max(round(float(lengths(rows).mean())), sum(map(len, around(tokenizer))) + 1)

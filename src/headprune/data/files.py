@@ -37,6 +37,10 @@ class TextFiles(Sequence[tuple[str, ...]]):
     def __len__(self) -> int:
         return len(self.files)
 
+    def select(self, numbers: Sequence[int]) -> TextFiles:
+        """Return some of them."""
+        return TextFiles(tuple(self.files[number] for number in numbers))
+
     @overload
     def __getitem__(self, index: int) -> tuple[str, ...]: ...
     @overload

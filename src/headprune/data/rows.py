@@ -28,6 +28,12 @@ def evenly(total: int, count: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 
+def apart(total: int, count: int) -> tuple[list[int], list[int]]:
+    """Split the numbers from 0 to below ``total`` in two, the second ``count`` of them, evenly."""
+    taken = [(2 * i + 1) * total // (2 * count) for i in range(count)]
+    return sorted(set(range(total)) - set(taken)), taken
+
+
 def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
     """Writes rows to a temporary file as they come, and reads them from there.
 

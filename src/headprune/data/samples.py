@@ -65,11 +65,12 @@ class CalibrationSample:
         return cls(rows.select(numbers), collate, taken, longest, left=left, **others)
 
     def held_out(self) -> CalibrationSample | None:
-        """One sequence for every ``HELD_OUT`` of these, from what was not taken, if it has some.
+        """Two sequences for every ``HELD_OUT`` of these, from what was not taken, if it has some.
 
-        They come one at a time, so that what is averaged over them counts each alike.
+        They come one at a time, so that what is averaged over them counts each alike: one to
+        choose by, then one to report of.
         """
-        count = min(len(self.left or ()), max(1, len(self.rows) // HELD_OUT))
+        count = min(len(self.left or ()), 2 * max(1, len(self.rows) // HELD_OUT))
         if self.left is None or not count:
             return None
         rows = self.left.select(evenly(len(self.left), count))

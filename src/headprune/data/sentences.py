@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 
 from headprune.data.sources import Examples
 from headprune.model.loading import CLASSIFIERS, UNMEASURED
@@ -27,19 +27,15 @@ def sentences(pieces: Iterable[str]) -> Iterator[str]:
     yield from _long_enough([held])
 
 
-def by_sentence(examples: Examples, most: int | None = None) -> Examples:
+def by_sentence(examples: Examples) -> Examples:
     """Plain text as an example per sentence; tables, and text without sentences, as they are.
 
     Of a text of more than 32 MiB the first are read.
-
-    Args:
-        examples: The text.
-        most: How many sentences, the first ones, are wanted; None for all.
     """
     if examples.rows_are_documents:
         return examples
     files = map(sentences, examples.documents())
-    found = [(sentence,) for sentence in islice(_first(chain.from_iterable(files)), most)]
+    found = [(sentence,) for sentence in _first(chain.from_iterable(files))]
     if not found or sum(len(sentence) for (sentence,) in found) > _MEAN * len(found):
         return examples
     return Examples(found, None, rows_are_documents=True)

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.data.rows import stored
+from headprune.data.rows import evenly, stored
 from headprune.data.sources import Examples
 from headprune.data.tokens import CHUNKING, Ids, around, head, token_ids
 from headprune.data.unreadable import Seen
@@ -26,6 +27,8 @@ from headprune.model.loading import class_ids, task_of
 Label = int | float | list[float]
 ROWS_AT_ONCE = 1000  # that are tokenized
 _AT_ONCE = 1 << 18  # tokens that are held before sequences are written
+_FAR = 1 << 21  # tokens of a text that a few sequences are spread over, at least
+_WIDE = 8  # or so many times their own
 
 
 def packed_sequences(
@@ -35,13 +38,25 @@ def packed_sequences(
     need: int = 1,
     closed: bool = False,
     vocabulary: int | None = None,
-    most: int | None = None,
 ) -> Dataset:
+    """``windows`` without the documents that they begin in."""
+    return windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
+
+
+def windows(
+    examples: Examples,
+    tokenizer: Any,
+    seq_len: int,
+    need: int = 1,
+    closed: bool = False,
+    vocabulary: int | None = None,
+    most: int | None = None,
+) -> tuple[Dataset, NDArray[np.int64]]:
     """Packs all documents into sequences of exactly ``seq_len`` tokens; the rest is dropped.
 
     Every sequence begins as the tokenizer begins a text, with BOS for example. A document ends as
     the tokenizer ends it; where it adds nothing, one of a row format ends with the
-    end-of-sequence token. Text is read only as far as sequences are wanted, and never held whole.
+    end-of-sequence token. Text is never held whole.
 
     Args:
         examples: The documents.
@@ -51,10 +66,12 @@ def packed_sequences(
         closed: Whether each sequence also ends as the tokenizer ends a text ([CLS] ... [SEP]), as
             encoders expect; a text that a language model continues is open.
         vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
-        most: How many sequences, the first ones, are wanted; None for all.
+        most: How many sequences are wanted, spread evenly over the text, or over the first two
+            million tokens of a longer one; None for all.
 
     Returns:
-        Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``.
+        Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``, and the number of
+        the document that each begins in.
 
     Raises:
         DataError: If there are fewer than ``need`` sequences, or the text is not readable.
@@ -71,22 +88,29 @@ def packed_sequences(
             "every sequence, which leaves no room for text."
         )
     seen, packer = Seen(tokenizer, vocabulary), _Packer(before, after, inner)
+    first = list[int]()  # token of every document
 
     def stream() -> Iterator[Ids]:
         for document in examples.documents():
+            first.append(packer.tokens)
             for ids in token_ids(document, tokenizer):
                 seen.add(ids)
                 yield ids
             yield np.array(end, dtype=np.int32)
 
-    rows = stored(packer.sequences(stream(), most))
+    read = None if most is None else max(_FAR // inner, _WIDE * most)
+    rows = stored(packer.sequences(stream(), read))
     seen.refuse(examples.strings(), also={*before, *end, *after})
     if len(rows) < need:
         raise DataError(
             f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "
             f"{seq_len}; at least {need} must be there. Give more text or a smaller --seq-len."
         )
-    return rows
+    numbers = np.arange(len(rows))
+    if most is not None and most < len(rows):
+        numbers = np.array(evenly(len(rows), most))
+        rows = rows.select(numbers)
+    return rows, np.searchsorted(first, numbers * inner, side="right") - 1
 
 
 class _Packer:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from headprune.config import DataConfig
 from headprune.data.files import TextFiles, byte_pieces, refuse_fatal_json, text_pieces, unpacked
-from headprune.data.rows import let_go
+from headprune.data.rows import evenly, let_go
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.io import hub
 from headprune.io.folders import digest_of, hashes_of
@@ -78,10 +78,13 @@ class Examples:
         """Texts of an example: 2 for pairs."""
         return 1 if isinstance(self.texts, TextFiles) else len(self.texts[0])
 
-    def first(self, count: int | None) -> Examples:
-        """The first examples, if they are limited."""
-        labels = None if self.labels is None else self.labels[:count]
-        return Examples(self.texts[:count], labels, self.rows_are_documents)
+    def spread(self, count: int | None) -> Examples:
+        """Return so many examples, evenly from all over them; None for all."""
+        if count is None or count >= len(self.texts):
+            return self
+        numbers = evenly(len(self.texts), count)
+        labels = None if self.labels is None else _chosen(self.labels, numbers)
+        return Examples(_chosen(self.texts, numbers), labels, self.rows_are_documents)
 
     def documents(self) -> Iterator[Iterator[str]]:
         """The (first) text of every example, a piece at a time."""
@@ -112,6 +115,12 @@ class Examples:
         for label in self.labels or ():
             digest.update(label.encode() + b"\0")
         return digest.hexdigest()
+
+
+def _chosen(rows: Sequence[T], numbers: list[int]) -> Sequence[T]:
+    select = getattr(rows, "select", lambda some: [rows[number] for number in some])
+    chosen: Sequence[T] = select(numbers)
+    return chosen
 
 
 def read_examples(data: DataConfig) -> Examples:
@@ -159,8 +168,12 @@ class _Rows(Sequence[T]):
     def __getitem__(self, index: slice) -> _Rows[T]: ...
     def __getitem__(self, index: int | slice) -> T | _Rows[T]:
         if isinstance(index, slice):
-            return _Rows(self.table.select(range(len(self))[index]), self.made, self.source)
+            return self.select(range(len(self))[index])
         return next(iter(self[index : index + 1 or None]))
+
+    def select(self, numbers: Sequence[int]) -> _Rows[T]:
+        """Return some of them."""
+        return _Rows(self.table.select(numbers), self.made, self.source)
 
     def __iter__(self) -> Iterator[T]:
         held = 0

@@ -145,7 +145,7 @@ class Command(Generic[Asked, Result]):
         show: Prints the result for people.
         as_json: The result for ``--json``.
         warnings: What is likely not meant or not known, a sentence each.
-        passed: Whether no limit was found broken; if not, the command ends with exit code 1.
+        exit_code: 1 where a check failed, 2 where it cannot be decided.
         needs: Options that have an effect only beside others; see ``declaration.effect``. Not
             listed are those of the work that --dry-run only shows, and what a model may bring.
         together: Whether several processes can share the work.
@@ -162,7 +162,7 @@ class Command(Generic[Asked, Result]):
     show: Callable[[Result, Asked, Console], None]
     as_json: Callable[[Result], str] = _as_json
     warnings: Callable[[Result], Iterable[str]] = lambda result: ()
-    passed: Callable[[Result], bool] = lambda result: True
+    exit_code: Callable[[Result], int] = lambda result: 0
     needs: Mapping[str, str] = field(default_factory=dict)
     together: bool = False
     tell: Callable[[Result | HeadpruneError, Callable[[str], None]], None] = lambda result, say: (

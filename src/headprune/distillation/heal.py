@@ -67,7 +67,7 @@ class Healed:
 
     Attributes:
         pruned: The result, as of every command that writes a model.
-        before: Divergence from the teacher on held-out rows, before.
+        before: Divergence from the teacher on rows that chose nothing, before.
         after: The same, of the weights that were taken.
         steps: Optimiser steps made.
         taken_after: Steps after which the weights did best; 0 if none did better than before.
@@ -113,7 +113,7 @@ def heal(
     """Trains a cut or converted model to match its teacher, and writes it, proven.
 
     It is measured on held-out text at every checkpoint, and the best weights are taken: those that
-    it began with, if training brings it no nearer.
+    it began with, if training brings it no nearer. What is reported is of other held-out text.
 
     Several processes share every batch (see ``training.processes``); one of them writes and tells.
 
@@ -206,7 +206,7 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         data_collator=pair.collate,
     )
     context.stage("measuring before")
-    before = trainer.held_out()
+    before, reported = trainer.held_out(), trainer.held_out(pair.reported)
     if _objective(config, pair.net) is HealObjective.LM_DISTILL:
         healed.own = own_share(before)
     context.stage("healing")
@@ -215,10 +215,11 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         train(trainer, work, callback, resume, job.go_on, context.stage)
 
     def best() -> tuple[int, float]:
-        return trainer.take_best(before) or (0, before)
+        taken = trainer.take_best(before)
+        return (0, reported) if taken is None else (taken[0], trainer.held_out(pair.reported))
 
     taken_after, after = best() if in_shards() else processes.on_main(best)
-    trained = _Trained(trainer.state.global_step, before, after, taken_after)
+    trained = _Trained(trainer.state.global_step, reported, after, taken_after)
 
     def result() -> PreTrainedModel:
         return (merged(student, config) if taken_after else job.student()[0]).eval()

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.data.batches import batches
+from headprune.data.rows import apart
 from headprune.data.samples import Collate
 from headprune.declaration import Context
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
@@ -29,7 +30,7 @@ from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.tensors.units import Unit
 from headprune.training.work import Work
 
-HELD_OUT = 16  # rows of the text that are not trained on, to judge by
+HELD_OUT = 16  # rows that are not trained on, to choose by, and as many to report of
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Pair:
         plan: The plan by which it keeps all heads.
         stored: Element types to write.
         rows: Sequences to train on.
-        held_out: Sequences to judge by.
+        held_out: Sequences that choose.
+        reported: Others, which say how near the chosen weights come.
         collate: Makes a batch of some of them.
         of_step: How many make a step.
         bf16: Whether to compute in bfloat16 (autocast).
@@ -94,6 +96,7 @@ class Pair:
     stored: StoredDtypes
     rows: Dataset
     held_out: Dataset
+    reported: Dataset
     collate: Collate
     of_step: int
     bf16: bool
@@ -155,13 +158,13 @@ def _sizes(net: PreTrainedModel) -> str:
     return said
 
 
-def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset]:
-    """Training rows, and a few that are held out."""
-    count = min(HELD_OUT, len(rows) // 4)
-    if len(rows) - count < batch_size or not count:
+def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset, Dataset]:
+    """Split off a few rows that choose and as many that report, evenly over all texts."""
+    count = min(HELD_OUT, len(rows) // 8)
+    if len(rows) - 2 * count < batch_size or not count:
         raise DataError(
             f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
             "hold some out. Give more text, or a smaller --seq-len."
         )
-    first = len(rows) - count
-    return rows.select(range(first)), rows.select(range(first, len(rows)))
+    trained, held = apart(len(rows), 2 * count)
+    return rows.select(trained), rows.select(held[::2]), rows.select(held[1::2])

@@ -62,7 +62,7 @@ class HealTrainer(ResumableTrainer):
     """Trainer on the divergence from a teacher, which is measured at every checkpoint.
 
     Args:
-        rows: Rows that are not trained on.
+        rows: Rows that are not trained on, and choose the checkpoint.
         optimizer: What moves the weights.
         **kwargs: As for Trainer.
     """
@@ -92,11 +92,12 @@ class HealTrainer(ResumableTrainer):
         return super().moments(parameter)
 
     @torch.no_grad()
-    def held_out(self) -> float:
-        """Mean divergence over the rows that are not trained on."""
+    def held_out(self, rows: Dataset | None = None) -> float:
+        """Mean divergence over some rows; without them, over those that choose."""
         self.model.eval()
         losses = [
-            float(self.model(on_device(self.model, self.data_collator([row])))) for row in self.rows
+            float(self.model(on_device(self.model, self.data_collator([row]))))
+            for row in rows or self.rows
         ]
         reshard(self.model)
         self.model.train()

@@ -2,8 +2,14 @@
 
 Both models are measured on the same sequences; a resample draws sequences, not models, so what the
 sequences have in common cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
-With few sequences these are too short; their tails are moved out as far as Student's t is wider
-than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded percentiles).
+
+    documents   windows of one document are drawn together
+    blocks      of a running text, or few documents: runs of n^(1/3) neighbouring windows are drawn
+                together (Kuensch 1989; Hall, Horowitz and Jing 1995 for the length)
+
+With few draws these intervals are too short; their tails are moved out as far as Student's t is
+wider than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded
+percentiles). Of fewer than ten, the interval is Student's with the jackknife's standard error.
 """
 
 from __future__ import annotations
@@ -11,15 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import norm, t
 
 # Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
 Statistic = Callable[[NDArray[np.int64]], Any]
 
+Numbers = NDArray[np.int64]
+
+FEWEST = 10  # draws: fewer make resamples that differ too little from each other
 _DRAWN_AT_ONCE = 1 << 18  # indices: more do not go faster, and take memory
 
 
@@ -48,9 +57,14 @@ class Interval:
 
 
 def bootstrap(
-    statistic: Statistic, n: int, resamples: int, confidence: float, seed: int
+    statistic: Statistic,
+    n: int,
+    resamples: int,
+    confidence: float,
+    seed: int,
+    documents: Numbers | None = None,
 ) -> Interval:
-    """Expanded percentile interval of a statistic of paired data.
+    """Return the interval of a statistic of paired data.
 
     Args:
         statistic: Maps indices of sequences (with repeats) to a number; many resamples at once,
@@ -59,31 +73,60 @@ def bootstrap(
         resamples: Number of resamples.
         confidence: Level, between 0 and 1.
         seed: Seed of the resampling. Resamples in which the statistic is NaN do not count.
+        documents: Of neighbouring windows, the number of the document that each begins in; None
+            where sequences have nothing to do with each other.
     """
+    starts = _starts(n, documents)
+    tail, units = (1 - confidence) / 2, len(starts)
+    estimate = float(statistic(np.arange(n)))
+    if 2 <= units < FEWEST:
+        half = t.ppf(1 - tail, units - 1) * _jackknife(statistic, n, starts)
+        if math.isfinite(half):
+            return Interval(estimate, estimate - half, estimate + half, confidence, n)
     generator = np.random.default_rng(seed)
     rows = max(1, _DRAWN_AT_ONCE // n)
     with np.errstate(divide="ignore", invalid="ignore"):  # resamples without anything to count
         draws = [
-            np.asarray(statistic(generator.integers(0, n, (min(rows, resamples - start), n))))
-            for start in range(0, resamples, rows)
+            np.asarray(statistic(_drawn(generator, starts, n, min(rows, resamples - done))))
+            for done in range(0, resamples, rows)
         ]
-    tail = _expanded_tail((1 - confidence) / 2, n)
+    if units > 1:
+        tail = norm.cdf(-math.sqrt(units / (units - 1)) * t.ppf(1 - tail, units - 1))
     drawn = np.concatenate(draws)
     drawn = drawn[~np.isnan(drawn)]
     # of two infinite neighbours the one between is none
     with np.errstate(invalid="ignore"):
         low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
-    return Interval(float(statistic(np.arange(n))), float(low), float(high), confidence, n)
+    return Interval(estimate, float(low), float(high), confidence, n)
 
 
-def _expanded_tail(tail: float, n: int) -> float:
-    """Phi(-sqrt(n / (n - 1)) t), t being the quantile of Student's t with n - 1 degrees of freedom.
+def _starts(n: int, documents: Numbers | None) -> Numbers:
+    """Return the first sequence of every run that is drawn together."""
+    if documents is None:
+        return np.arange(n)
+    starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
+    return starts if len(starts) >= FEWEST else np.arange(0, n, int(np.cbrt(n)))
 
-    The quantile is the expansion around the normal one, z, in powers of 1 / (n - 1).
-    """
-    if n < 2:
-        return tail
-    z, free = NormalDist().inv_cdf(1 - tail), n - 1
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
-    return NormalDist().cdf(-math.sqrt(n / free) * t)
+
+def _drawn(generator: np.random.Generator, starts: Numbers, n: int, rows: int) -> Numbers:
+    """Draw runs, one after the other, until a resample has n sequences; shape (rows, n)."""
+    if len(starts) == n:
+        return generator.integers(0, n, (rows, n))
+    sizes = np.diff(starts, append=n)
+    drawn = generator.integers(0, len(starts), (rows, -(-n // int(sizes.min()))))
+    places = sizes[drawn].cumsum(1) - sizes[drawn]  # in the resample
+    begins = np.zeros((rows, n), np.int64)
+    row, which = np.nonzero(places < n)
+    begins[row, places[row, which]] = 1
+    run = begins.cumsum(1) - 1
+    first, place = (np.take_along_axis(of, run, 1) for of in (starts[drawn], places))
+    indices: Numbers = first + np.arange(n) - place
+    return indices
+
+
+def _jackknife(statistic: Statistic, n: int, starts: Numbers) -> float:
+    """Return the standard error by leaving out one run after the other."""
+    runs = np.split(np.arange(n), starts[1:])
+    with np.errstate(all="ignore"):
+        left = np.array([float(statistic(np.delete(np.arange(n), run))) for run in runs])
+        return float(math.sqrt(len(runs) - 1) * left.std())

@@ -153,7 +153,12 @@ def _differences(
             return a(i) / b(i) if ratio else a(i) - b(i)
 
         interval = bootstrap(
-            gap, model.count(name), config.resamples, config.confidence, config.seed
+            gap,
+            model.count(name),
+            config.resamples,
+            config.confidence,
+            config.seed,
+            model.documents_of(name),
         )
         if not interval.is_finite:
             warnings.warn(

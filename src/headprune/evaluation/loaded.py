@@ -10,17 +10,13 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.sentences import by_sentence
-from headprune.data.sequences import (
-    label_reader,
-    packed_sequences,
-    tokenized_rows,
-    translation_rows,
-)
+from headprune.data.sequences import label_reader, tokenized_rows, translation_rows, windows
 from headprune.data.sources import Examples, read_examples
 from headprune.data.tokens import around
 from headprune.data.unreadable import refuse_beyond
@@ -72,6 +68,8 @@ class LoadedDomain:
         data: Where it comes from.
         examples: The documents.
         rows: What the models read.
+        documents: The number of the document that each row of a text begins in; None where every
+            row is a document.
         passages: Those whose last words are to be predicted.
         needles: Contexts with a fact that is to be found.
     """
@@ -80,6 +78,7 @@ class LoadedDomain:
     data: DataConfig
     examples: Examples
     rows: Dataset
+    documents: NDArray[np.int64] | None = None
     passages: tuple[Passage, ...] = ()
     needles: tuple[Needle, ...] = ()
 
@@ -213,7 +212,7 @@ def load(
             name if number else "",
             one,
             examples,
-            _rows(nets[0], tokenizer, examples, seq_len, config.max_windows),
+            *_rows(nets[0], tokenizer, examples, seq_len, config.max_windows),
             _passages(nets, tokenizer, examples, config),
             () if number else _needles(nets[0], tokenizer, examples, config),
         )
@@ -241,13 +240,16 @@ def _needles(
 
 def _rows(
     net: PreTrainedModel, tokenizer: Any, examples: Examples, seq_len: int, most: int | None
-) -> Dataset:
-    """Windows for language models, one row per text or sentence for the others, two per pair."""
+) -> tuple[Dataset, NDArray[np.int64] | None]:
+    """Return windows for language models, for the others a row per text or sentence, two per pair.
+
+    With the documents that they begin in, if they are of some.
+    """
     task, known = task_of(net), vocabulary_of(net)
     if task == "masked-lm":
         refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
     if task in _PACKED:
-        return packed_sequences(
+        return windows(
             examples,
             tokenizer,
             seq_len,
@@ -256,8 +258,9 @@ def _rows(
             most=most,
         )
     if task == "seq2seq-lm":
-        return translation_rows(examples.first(most), tokenizer, seq_len, known)
-    some = by_sentence(examples, most).first(most)
+        return translation_rows(examples.spread(most), tokenizer, seq_len, known), None
+    some = by_sentence(examples).spread(most)
     if task in CLASSIFIERS:
-        return tokenized_rows(some, tokenizer, seq_len, label_reader(net), known)
-    return tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
+        return tokenized_rows(some, tokenizer, seq_len, label_reader(net), known), None
+    rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
+    return rows, None if examples.rows_are_documents else np.zeros(len(rows), np.int64)

@@ -14,6 +14,7 @@ from headprune.config import EvaluateConfig
 from headprune.data.sources import Examples
 from headprune.errors import DataError
 from headprune.evaluation import quality
+from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.endings import endings_predicted
 from headprune.evaluation.last_words import last_words
 from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain
@@ -21,6 +22,7 @@ from headprune.evaluation.metrics import similarity_correlation, within
 from headprune.evaluation.needle import NEEDLE
 from headprune.evaluation.quality import Floats, Progress
 from headprune.evaluation.recall import (
+    WORDS,
     RecalledWords,
     WordMarks,
     copying_losses,
@@ -31,6 +33,8 @@ from headprune.evaluation.samples import Samples
 from headprune.evaluation.tasks import TaskScores, task_scores
 from headprune.model.loading import CLASSIFIERS, Task, class_ids, task_of
 
+_BY_ROW = (*quality.TokenLosses.COLUMNS, *WORDS, "cosines")  # columns that have a row per window
+
 
 @dataclass
 class Measured:
@@ -40,16 +44,18 @@ class Measured:
         columns: Per sequence or example, what metrics are made of, by domain.
         vectors: Embeddings of the examples of a domain, where that is what it gives.
         others: Metrics of all examples at once.
+        documents: By column, the documents that its windows begin in.
     """
 
     columns: dict[str, Floats] = field(default_factory=dict)
     vectors: dict[str, Floats] = field(default_factory=dict)
     others: list[Metric] = field(default_factory=list)
+    documents: dict[str, Numbers] = field(default_factory=dict)
 
     @property
     def samples(self) -> Samples:
         """What the metrics are made of."""
-        return Samples(self.columns)
+        return Samples(self.columns, self.documents)
 
     def metrics(self) -> tuple[Metric, ...]:
         """The metrics.
@@ -81,6 +87,9 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
 
         columns = _columns(loaded, net, domain, config, step, found)
         found.columns |= {within(name, domain.name): one for name, one in columns.items()}
+        if domain.documents is not None:
+            names = (within(name, domain.name) for name in _BY_ROW)
+            found.documents |= dict.fromkeys(names, domain.documents)
         done += domain.steps
     if config.tasks:
         scores: TaskScores = task_scores(net, loaded.tokenizer, config)
@@ -195,7 +204,8 @@ def _recalled(
 
 
 def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
-    assert examples.labels is not None
+    labels = examples.spread(len(vectors) // 2).labels
+    assert labels is not None
     similarities = (vectors[0::2] * vectors[1::2]).sum(1)
     return similarities, _scores(examples.labels[: len(similarities)])
 

@@ -18,7 +18,7 @@ import numpy as np
 from datasets import Dataset
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
-from headprune.data.sequences import packed_sequences
+from headprune.data.sequences import windows
 from headprune.data.sources import Examples
 from headprune.data.tokens import around
 from headprune.errors import DataError
@@ -79,9 +79,7 @@ def needles(
 
     def of_length(tokens: int) -> Dataset:
         most = config.needle_trials
-        return packed_sequences(
-            examples, tokenizer, tokens, need=0, vocabulary=vocabulary, most=most
-        )
+        return windows(examples, tokenizer, tokens, need=0, vocabulary=vocabulary, most=most)[0]
 
     texts = of_length(lengths[-1])
     while not len(texts) and not config.needle_lengths and len(lengths) > 1:

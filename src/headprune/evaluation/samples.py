@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from headprune.evaluation.comparison import Statistic
+from headprune.evaluation.comparison import Numbers, Statistic
 from headprune.evaluation.metrics import METRICS, Columns, is_score, parted, spec_of, within
 
 
@@ -25,9 +26,12 @@ class Samples:
             "hits" of a classifier, "label_hits" and "labels" of one of several labels,
             "similarities" and "scores" of sentence pairs or of predicted numbers, "cosines" of
             embeddings with those of the base.
+        documents: By column, the number of the document that each window of a text begins in;
+            nothing of columns whose rows have nothing to do with each other.
     """
 
     columns: Columns
+    documents: Mapping[str, Numbers] = field(default_factory=dict)
 
     def metrics(self) -> tuple[str, ...]:
         """The metrics that the columns give."""
@@ -44,6 +48,11 @@ class Samples:
     def count(self, metric: str) -> int:
         """Sequences or examples behind a metric."""
         return len(next(iter(self._of(metric).values())))
+
+    def documents_of(self, metric: str) -> Numbers | None:
+        """The documents of the windows behind a metric, if they are of some."""
+        names = [within(name, parted(metric)[1]) for name in spec_of(metric).columns]
+        return next((self.documents[name] for name in names if name in self.documents), None)
 
     def statistic(self, metric: str) -> Statistic:
         """A metric as a function of the sequences that count."""

@@ -128,8 +128,9 @@ def chosen_part(choice: ModelChoice | None) -> str:
     ]
     best = markdown_text(choice.chosen.name)
     return (
-        f"## Chosen\n\nGoal: {markdown_text(choice.goal)}. Taken: {best}, the best on "
-        f"{choice.held_out_tokens:,} tokens of held-out text.\n\n"
+        f"## Chosen\n\nGoal: {markdown_text(choice.goal)}. Taken: {best}, the best on one half of "
+        f"{choice.held_out_tokens:,} tokens of held-out text; the numbers are of the other half."
+        "\n\n"
         f"{markdown_table(('', choice.measure, 'parameters', 'KV heads'), rows)}\n\n"
     )
 

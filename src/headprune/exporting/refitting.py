@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +27,8 @@ class JudgedRefit:
 
     Attributes:
         taken: The record of it; None where it was left out, and the weights are as before.
-        worth: What it is worth on held-out sequences; None where the text has none.
+        worth: What it is worth on held-out sequences, where it was taken on others than those that
+            chose; None where the text has none.
     """
 
     taken: Refit | None
@@ -83,7 +85,8 @@ def judged_refit(
     if held_out is None or not modules:
         return JudgedRefit(taken, None)
     versions = whole, keeping_outputs(net, attentions)
-    sums, head = [0.0, 0.0], head_of(net)
+    head = head_of(net)
+    distances: list[list[float]] = [[], []]
     batches = held_out.batches()
     with torch.no_grad():
         for batch in batches:
@@ -92,20 +95,26 @@ def judged_refit(
             for number, write_back in enumerate(versions):
                 write_back()
                 with gated(attentions, fixed(gates)):
-                    sums[number] += float(distance(outputs(net, batch), wanted, batch, head))
-    without, refitted = (total / len(batches) for total in sums)
-    if not math.isfinite(without + refitted):
+                    found = distance(outputs(net, batch), wanted, batch, head)
+                    distances[number].append(float(found))
+    if not math.isfinite(sum(map(sum, distances))):
         raise DataError(
             "What the cut model makes of sequences that the refit was not fitted to is not finite. "
             "Try --dtype float32, or cut without a refit."
         )
-    worth = RefitWorth(
-        measure=distance_name(net),
-        tokens=held_out.tokens,
-        without=without,
-        refitted=refitted,
-    )
-    if refitted <= without:
-        return JudgedRefit(taken.model_copy(update={"held_out": worth}), worth)
+
+    def worth(first: int) -> RefitWorth:
+        """Of every other sequence; of a lone one in any case."""
+        without, refitted = (fmean(some[first::2] or some) for some in distances)
+        return RefitWorth(
+            measure=distance_name(net),
+            tokens=sum(batch["input_ids"].numel() for batch in batches[first::2] or batches),
+            without=without,
+            refitted=refitted,
+        )
+
+    choosing, reported = worth(0), worth(1)
+    if choosing.refitted <= choosing.without:
+        return JudgedRefit(taken.model_copy(update={"held_out": reported}), reported)
     whole()
-    return JudgedRefit(None, worth)
+    return JudgedRefit(None, choosing)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from headprune.io.markup import inert, xml_safe
 from headprune.regression.verdicts import Judged, Verdict
 
-_MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.TOO_CLOSE: "⚠️"}
+_MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.UNDECIDED: "⚠️"}
 
 
 def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:
@@ -25,14 +25,10 @@ def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def workflow_commands(judged: Sequence[Judged], strict: bool) -> list[str]:
-    """Workflow commands that mark a run: an error per broken limit, a warning per close one."""
+def workflow_commands(judged: Sequence[Judged]) -> list[str]:
+    """Workflow commands that mark a run: an error per limit that does not hold for sure."""
     return [
-        annotation(
-            "error" if strict or one.verdict is Verdict.BROKEN else "warning", one.sentence()
-        )
-        for one in judged
-        if one.verdict is not Verdict.PASSED
+        annotation("error", one.sentence()) for one in judged if one.verdict is not Verdict.PASSED
     ]
 
 

@@ -39,8 +39,7 @@ class CheckReport(Identified):
         id: SHA-256 of all that it says, but for times.
         provenance: How it was measured.
         verdict: The worst of all verdicts.
-        strict: Whether too close to call counts as broken.
-        passed: Whether nothing is broken.
+        passed: Whether every limit holds.
         model: Folder or hub id.
         measured: Id of the model; None in older reports, and where its files are not at hand.
         against: The original, if a limit refers to it.
@@ -54,7 +53,6 @@ class CheckReport(Identified):
     """
 
     verdict: Verdict
-    strict: bool
     passed: bool
     model: str
     measured: Digest | None = None
@@ -119,8 +117,7 @@ def check(
     verdict = overall(judged)
     return CheckReport(
         verdict=verdict,
-        strict=config.strict,
-        passed=verdict is Verdict.PASSED or (verdict is Verdict.TOO_CLOSE and not config.strict),
+        passed=verdict is Verdict.PASSED,
         model=config.model,
         measured=evaluation.report.model.id,
         against=against,

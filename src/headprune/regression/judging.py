@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.evaluation.comparison import Interval, Statistic, bootstrap
+from headprune.evaluation.comparison import Interval, Numbers, Statistic, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun
 from headprune.evaluation.loaded import Loaded
 from headprune.evaluation.metrics import is_score, parted, within
@@ -95,7 +95,7 @@ def judge_limit(
     if limit.percent and theirs is not None:
         _refuse_share_of_nothing(limit, theirs)
     statistic, count = compared(limit, ours, theirs), ours.count(limit.metric)
-    interval = _interval(statistic, count, config)
+    interval = _interval(statistic, count, config, ours.documents_of(limit.metric))
     name, domain = parted(limit.metric)
     if name in _SHARES and limit.kind is Comparison.ABSOLUTE:
         column = _SHARES[name]
@@ -158,5 +158,7 @@ def counted(limit: Limit, value: int, reference: int | None) -> Fraction:
     return Fraction(value, reference) - (1 if limit.kind is Comparison.CHANGE else 0)
 
 
-def _interval(statistic: Statistic, n: int, config: CheckConfig) -> Interval:
-    return bootstrap(statistic, n, config.resamples, config.confidence, config.seed)
+def _interval(
+    statistic: Statistic, n: int, config: CheckConfig, documents: Numbers | None = None
+) -> Interval:
+    return bootstrap(statistic, n, config.resamples, config.confidence, config.seed, documents)

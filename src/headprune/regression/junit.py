@@ -11,19 +11,21 @@ from headprune.regression.verdicts import Judged, Verdict
 SUITE = "headprune check"
 
 
-def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float) -> str:
+def junit_xml(model: str, judged: Sequence[Judged], seconds: float) -> str:
     """Renders the verdicts.
 
     Args:
         model: Name of the model.
         judged: The limits.
-        strict: Whether too close to call is a failure; else it is a skipped test.
         seconds: How long the check took.
     """
-    failing = {Verdict.BROKEN, *((Verdict.TOO_CLOSE,) if strict else ())}
-    failed = sum(one.verdict in failing for one in judged)
-    skipped = sum(one.verdict is Verdict.TOO_CLOSE for one in judged) if not strict else 0
-    counts = {"tests": len(judged), "failures": failed, "errors": 0, "skipped": skipped}
+    found = [one.verdict for one in judged]
+    counts = {
+        "tests": len(judged),
+        "failures": found.count(Verdict.BROKEN),
+        "errors": found.count(Verdict.UNDECIDED),
+        "skipped": 0,
+    }
     attributes = {"name": SUITE, "time": f"{seconds:.3f}"}
     attributes |= {name: str(count) for name, count in counts.items()}
     root = Xml.Element("testsuites")
@@ -32,12 +34,11 @@ def junit_xml(model: str, judged: Sequence[Judged], strict: bool, seconds: float
         case = Xml.SubElement(
             suite, "testcase", classname=xml_safe(model), name=xml_safe(one.limit)
         )
-        if one.verdict in failing:
-            Xml.SubElement(case, "failure", message=xml_safe(one.sentence()))
-        elif one.verdict is Verdict.TOO_CLOSE:
-            Xml.SubElement(case, "skipped", message=xml_safe(one.sentence()))
-        else:
+        if one.verdict is Verdict.PASSED:
             Xml.SubElement(case, "system-out").text = xml_safe(one.sentence())
+        else:
+            tag = "failure" if one.verdict is Verdict.BROKEN else "error"
+            Xml.SubElement(case, tag, message=xml_safe(one.sentence()))
     return _text(root)
 
 

@@ -1,8 +1,8 @@
 """Does a limit hold? The whole interval must say so, in either direction.
 
-passed      the interval lies on the good side
-broken      the interval lies on the bad side
-too close   it holds the bound: more data would tell
+passed         the interval lies on the good side
+broken         the interval lies on the bad side
+cannot decide  it holds the bound: more data would tell
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from headprune.evaluation.metrics import spec_of
 from headprune.evaluation.samples import Samples
 from headprune.regression.limits import Comparison, Limit, Operator
 
-# With fewer, resamples differ too little from each other for an interval.
-FEWEST = 10
-
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 _OF = {
     Comparison.ABSOLUTE: "",
@@ -38,7 +35,7 @@ class Verdict(str, Enum):
 
     PASSED = "passed"
     BROKEN = "broken"
-    TOO_CLOSE = "too close to call"
+    UNDECIDED = "cannot decide"
 
 
 class Judged(BaseModel):
@@ -55,7 +52,7 @@ class Judged(BaseModel):
         high: Upper end.
         confidence: Level of the interval.
         n: Windows, examples or repeats behind it.
-        n_needed: With about so many the verdict would be clear, if this is too close to call.
+        n_needed: With about so many the verdict would be clear, if it is not.
         verdict: Whether the limit holds.
         names: What was counted, by name, where that is told.
     """
@@ -101,13 +98,11 @@ class Judged(BaseModel):
         return f"{self._shown(self.low)} to {self._shown(self.high)}"
 
     def advice(self) -> str:
-        """What to do about a limit that is too close to call; empty for the others."""
-        if self.verdict is not Verdict.TOO_CLOSE:
+        """What to do about a limit that is undecided; empty for the others."""
+        if self.verdict is not Verdict.UNDECIDED:
             return ""
-        if self.n is not None and self.n < FEWEST:
-            return f"n={self.n} is too few for an interval, use {FEWEST} at least"
         about = f": about n={self.n_needed:,} would tell" if self.n_needed else ""
-        return f"too close to call with n={self.n}, use more data{about}"
+        return f"n={self.n} cannot tell, use more data{about}"
 
     def sentence(self) -> str:
         """The whole, on one line."""
@@ -165,15 +160,15 @@ def judge(limit: Limit, interval: Interval) -> Judged:
     """Judges what was estimated."""
     assert not isinstance(limit.bound, str)
     ends = [_HOLDS[limit.op](end, limit.bound) for end in (interval.low, interval.high)]
-    verdict, needed = Verdict.TOO_CLOSE, None
-    finite = all(map(math.isfinite, (interval.low, interval.high)))
-    if not finite:  # resamples with next to nothing to compare with
+    verdict, needed = Verdict.UNDECIDED, None
+    # one sequence has no interval, nor have resamples with next to nothing to compare with
+    if interval.n < 2 or not interval.is_finite:
         pass
-    elif interval.n >= FEWEST and all(ends):
+    elif all(ends):
         verdict = Verdict.PASSED
-    elif interval.n >= FEWEST and not interval.low <= limit.bound <= interval.high:
+    elif not interval.low <= limit.bound <= interval.high:
         verdict = Verdict.BROKEN
-    elif interval.n >= FEWEST:
+    else:
         needed = _needed(interval, limit.bound)
     return Judged(
         limit=limit.text,
@@ -211,7 +206,7 @@ def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
 def overall(judged: tuple[Judged, ...]) -> Verdict:
     """The worst of all verdicts."""
     found = {one.verdict for one in judged}
-    order = (Verdict.BROKEN, Verdict.TOO_CLOSE, Verdict.PASSED)
+    order = (Verdict.BROKEN, Verdict.UNDECIDED, Verdict.PASSED)
     return next(verdict for verdict in order if verdict in found)
 
 

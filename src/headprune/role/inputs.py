@@ -60,10 +60,10 @@ def text_input(
     # with this objective no task hides tokens
     rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken, running=True)
     sample = CalibrationSample.spread(rows, collate, tokens, batch_size=config.batch_size)
-    if sample.tokens < 2 * TEXT_TOKENS or len(sample.rows) < 2:
+    if sample.tokens < 4 * TEXT_TOKENS or len(sample.rows) < 4:
         raise DataError(
             f"The text makes {len(sample.rows)} sequences with {sample.tokens} tokens; an interval "
-            f"needs two, of {TEXT_TOKENS} tokens or more. Give more text or a smaller --seq-len."
+            f"needs four, of {TEXT_TOKENS} tokens or more. Give more text or a smaller --seq-len."
         )
     return Input(sample.batches()), sample.tokens
 

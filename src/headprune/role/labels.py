@@ -64,21 +64,31 @@ def _kv_groups(attention: Attention) -> tuple[tuple[int, ...], ...]:
 def _scored(
     role: Role, found: Counted, control: Counted | None, place: int, config: RolesConfig
 ) -> RoleScore | None:
-    """The score of one head; None where there was nothing to count."""
+    """The score of one head; None where there was nothing to count.
+
+    The best of several variants is found on every other sequence, and judged on the others.
+    """
     sums, counts = found[0][:, place], found[1]
+    choosing = judging = slice(None)
+    if len(role.variants) > 1:
+        choosing, judging = slice(0, None, 2), slice(1, None, 2)
     enough = counts.sum(0) >= role.fewest
+    enough &= (counts[choosing].sum(0) > 0) & (counts[judging].sum(0) > 0)
     if not bool(enough.any()):
         return None
     shares, beside = _share(sums, counts), None
+    gains = sums
     if control is not None:
         # uniform attention is that of one head for all
         beside_sums = control[0][:, min(place, control[0].shape[1] - 1)]
         beside = _share(beside_sums, control[1])
-    judged = shares - beside if role.beyond and beside is not None else shares
-    best = int(judged.masked_fill(~enough, -1.0).argmax())
-    interval = _interval(sums[:, best], counts[:, best], config)
+        gains = sums - beside_sums if role.beyond else sums
+    passing = _share(gains, counts) >= role.line
+    chosen_by = _share(gains[choosing], counts[choosing])
+    best = int(chosen_by.masked_fill(~enough, -1.0).argmax())
+    interval = _interval(sums[judging, best], counts[judging, best], config)
     if role.beyond and control is not None:
-        gained = _interval((sums - beside_sums)[:, best], counts[:, best], config)
+        gained = _interval(gains[judging, best], counts[judging, best], config)
         state = _state(gained, None, role.line)
     else:
         state = _state(interval, None if beside is None else float(beside[best]), role.line)
@@ -91,7 +101,7 @@ def _scored(
         variant=role.variants[best],
         others={
             role.variants[other]: float(shares[other])
-            for other in ((judged >= role.line) & enough).nonzero().flatten().tolist()
+            for other in (passing & enough).nonzero().flatten().tolist()
             if role.beyond and other != best
         },
     )

@@ -53,10 +53,10 @@ def parsed_input(net: PreTrainedModel, tokenizer: Any, config: RolesConfig) -> I
         if 2 <= len(read["input_ids"]) <= most:
             offsets = [(int(a), int(b)) for a, b in read["offset_mapping"]]
             rows.append((read["input_ids"], trees[number], belonging(trees[number], offsets)))
-    if len(rows) < 2:
+    if len(rows) < 4:
         raise DataError(
             f"--trees {config.trees}: {len(rows)} of {len(trees)} sentences fit into the {most} "
-            "tokens that the model takes, and an interval needs two. Leave --trees out."
+            "tokens that the model takes, and an interval needs four. Leave --trees out."
         )
     words = Counter(name for _, tree, _ in rows for name in tree.relations if name in RELATIONS)
     if max(words.values(), default=0) < syntactic.fewest:

@@ -222,7 +222,8 @@ class Contender(_Part):
 
     Attributes:
         name: What it is.
-        held_out: How near it comes to the original on held-out text; the original itself has 1.
+        chosen_by: How near it comes to the original on the half of the held-out text that chooses.
+        held_out: The same on the other half, which is used once; the original itself has 1.
         by_text: The same, for each of the texts.
         copying_nll: Loss on the second of two equal runs of random tokens; None where the model
             generates nothing.
@@ -234,6 +235,7 @@ class Contender(_Part):
     """
 
     name: str
+    chosen_by: Finite
     held_out: Finite
     by_text: dict[str, Finite]
     copying_nll: Finite | None = None
@@ -251,11 +253,12 @@ class ModelChoice(_Part):
         goal: What was to stay.
         measure: What ``held_out`` of the contenders is.
         higher_is_better: Its direction.
-        held_out_tokens: Tokens that they were measured on.
+        held_out_tokens: Tokens of both halves.
         original: The model before.
-        contenders: Those that were made, the best first; this result is the first of them.
-        lead: How much better the first is than the second, as a 95 % interval over the held-out
-            sequences; None where there is one alone, or one sequence.
+        contenders: Those that were made, the best by the half that chooses first; this result is
+            the first of them.
+        lead: How much better the first is than the second, as a 95 % interval over the sequences of
+            the other half; None where there is one alone, or one sequence.
         failed: Those that could not be made, with the reason.
     """
 
