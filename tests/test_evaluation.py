@@ -24,6 +24,7 @@ from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate, run
 from headprune.evaluation.loaded import load
+from headprune.evaluation.measured import _pairs
 from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.report import Report, metric
 from headprune.evaluation.samples import Samples
@@ -272,6 +273,7 @@ def test_the_examples_that_are_measured_come_from_all_over_a_table(tmp_path: Pat
         assert [text for (text,) in some.texts] == ["text0", "text3", "text6"]
         assert some.labels is not None and list(some.labels) == ["0", "3", "6"]
         assert found.spread(None) is found.spread(99) is found
+        assert _pairs(np.ones((6, 2)), found)[1].tolist() == [0, 3, 6]  # two texts of each
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:

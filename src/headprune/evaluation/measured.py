@@ -207,7 +207,7 @@ def _pairs(vectors: Floats, examples: Examples) -> tuple[Floats, Floats]:
     labels = examples.spread(len(vectors) // 2).labels
     assert labels is not None
     similarities = (vectors[0::2] * vectors[1::2]).sum(1)
-    return similarities, _scores(examples.labels[: len(similarities)])
+    return similarities, _scores(labels)
 
 
 def _scores(labels: Sequence[str | float]) -> Floats:
