@@ -29,7 +29,7 @@ from headprune.config import (
 from headprune.data import sources
 from headprune.data.batches import batches
 from headprune.data.files import ANY_RATIO
-from headprune.data.sequences import tokenized_rows, translation_rows
+from headprune.data.sequences import label_reader, tokenized_rows, translation_rows
 from headprune.data.sources import Examples, digest_of_data, read_examples
 from headprune.data.unreadable import refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
@@ -299,7 +299,7 @@ def test_digests_are_what_they_were(tmp_path: Path) -> None:
 def test_a_label_that_is_no_number_after_all(label: str) -> None:
     examples = Examples([("w1 w2",)], [label], rows_are_documents=True)
     with pytest.raises(DataError, match="is none of the model's labels"):
-        tokenized_rows(examples, tiny.tokenizer(), 8, {"LABEL_0": 0, "LABEL_1": 1})
+        tokenized_rows(examples, tiny.tokenizer(), 8, label_reader(tiny.model("bert-classifier")))
 
 
 def test_texts_without_tokens_and_windows_without_room() -> None:
