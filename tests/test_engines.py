@@ -16,7 +16,7 @@ from headprune import packages
 from headprune.engines.model import open_exported, run_by_engine
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.exporting.graphs import Graph, graphs_of
-from headprune.exporting.run_by_engine import prove, write_graphs
+from headprune.exporting.formats.graph import prove, write_graphs
 from headprune.exporting.source import open_source
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.sizes import without_weights
@@ -124,8 +124,8 @@ def test_an_engine_that_stops_at_a_graph_leaves_nothing(
     def stops(folder: Path, engine: str) -> None:
         raise RuntimeError("no\nkernel")
 
-    monkeypatch.setattr("headprune.exporting.run_by_engine.open_exported", stops)
-    monkeypatch.setattr("headprune.exporting.run_by_engine.write_graphs", lambda *_: ())
+    monkeypatch.setattr("headprune.exporting.formats.graph.open_exported", stops)
+    monkeypatch.setattr("headprune.exporting.formats.graph.write_graphs", lambda *_: ())
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
     folder, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "out"
     code, _, err = run(capsys, "export", folder, "--to", "openvino", "--output", out)
@@ -155,7 +155,7 @@ def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(
         with pytest.raises(told):
             write_graphs(source, tmp_path / "out", save, lambda *_: None)
     for opened, told in ((full, type(error)), (fails, ProofError)):
-        monkeypatch.setattr("headprune.exporting.run_by_engine.open_exported", opened)
+        monkeypatch.setattr("headprune.exporting.formats.graph.open_exported", opened)
         with pytest.raises(told):
             prove(source, tmp_path / "out", "openvino")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headprune.engines.spec import ENGINES
 from headprune.exporting.graphs import Graph
-from headprune.exporting.run_by_engine import graph_format
+from headprune.exporting.formats.graph import graph_format
 
 _ENGINE = "onnxruntime"
 
