@@ -15,8 +15,8 @@ import headprune
 from headprune import packages
 from headprune.engines.model import open_exported, run_by_engine
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.formats.graph import prove, write_graphs
+from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.source import open_source
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.sizes import without_weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.engines.spec import ENGINES
-from headprune.exporting.graphs import Graph
 from headprune.exporting.formats.graph import graph_format
+from headprune.exporting.graphs import Graph
 
 _ENGINE = "onnxruntime"
 
