@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from functools import partial
 from itertools import product
@@ -52,7 +53,7 @@ from tests.marks import slow_unless
 
 def run(folder: Path, text: Path, output: Path, **settings: Any) -> GatesRun:
     rerun = Resuming(**{k: settings.pop(k) for k in ("resume", "overwrite") if k in settings})
-    context = Context(**({"step": settings.pop("step")} if "step" in settings else {}))
+    context = Context(**{name: settings.pop(name) for name in ("step", "line") if name in settings})
     defaults = {"target_heads": 0.5, "steps": 10, "batch_size": 4, "seq_len": 16}
     config = TrainGatesConfig(**defaults | settings)
     return train_gates(folder, DataConfig(source=str(text)), output, config, rerun, context)
@@ -592,7 +593,10 @@ def test_a_refit_brings_the_gated_model_nearer_before_any_factor_moves(
         "steps": 1,
         "target_heads": 12,
     }
-    run(llama_folder, text_file, tmp_path / "g", scale_lr=1e-9, **settings)
+    lines: list[str] = []
+    heard = {"line": lambda line, good=None: lines.append(line)}
+    run(llama_folder, text_file, tmp_path / "g", scale_lr=1e-9, **settings, **heard)
+    assert re.match(r"First heads are chosen .* [\d,]+ steps of training; 1 follow\.", lines[0])
     gates, net = tmp_path / "g", from_pretrained(llama_folder)
     kept, weights = state_of(gates)["kept"], load_file(gates / "weights.safetensors")
     attentions = attention_of(net)

@@ -205,7 +205,7 @@ def _announce(context: Context, tokens: int, config: TrainGatesConfig, steps: in
     worth = math.ceil(5 * tokens / (4 * config.batch_size * config.seq_len))
     context.line(
         f"First heads are chosen and W_O is refitted on {tokens:,} tokens, which takes about as "
-        f"long as {worth:,} steps; {steps:,} steps follow. --method l0 goes without."
+        f"long as {worth:,} steps of training; {steps:,} follow. --method l0 goes without."
     )
 
 
