@@ -117,8 +117,10 @@ def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     tiny.save(tiny.model("llama-mha"), home / "model")
     base = ["--data", "some text.txt", "--criterion", criterion, "--output", "scores", *SMALL]
     after = printed(ran(capsys, "score", "model", *base))
-    at = after.index("--refit")
-    bare = [*after[:at], *after[at + 2 :], "--no-refit", "--overwrite", "--json"]
+    of_refit = {"--refit", "--calibration-tokens", "--seq-len"}
+    pairs = zip(["", *after], after, strict=False)
+    bare = [word for before, word in pairs if not {before, word} & of_refit]
+    bare += ["--no-refit", "--overwrite", "--json"]
     warned = criterion != "fisher"
     _, out, err = run(capsys, *bare)
     said = json.loads(out)["warnings"]
