@@ -117,10 +117,13 @@ def test_keep_overrides_the_trained_count(
     llama_folder: Path, gates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ("prune", llama_folder, "--gates", gates, "--dry-run", "--json")
-    for keep, heads in (("0.75", 18), ("4", 4), ("0", 0)):
+    for keep, heads in (("0.75", 18), ("4", 4)):
         code, text, err = run(capsys, *base, "--keep", keep)
         assert code == 0, err
         assert json.loads(text)["query_heads"] == [24, heads]
+    for keep in ("0", "0.0"):
+        code, _, err = run(capsys, *base, "--keep", keep)
+        assert (code, "None of the 24 query heads would stay" in err) == (2, True), err
 
 
 def test_shapes_are_weighed_in_the_dry_run_and_hit(
@@ -253,6 +256,7 @@ def test_bad_targets(
     for options, message in (
         (["--target-heads", "1.5"], "between 0 and 1, not 1.5"),
         (["--target-heads", "25"], "has 24 query heads; 25 cannot be kept"),
+        (["--target-heads", "7"], "A count of 7 cannot be kept exactly"),
         (["--target-heads", "7"], "nearest counts are 6 and 8"),
         (["--target-heads", "many"], "give a share such as 0.75"),
         ([], "exactly one of --target-heads and --l0-penalty"),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headprune
-from headprune.config import ScoreConfig
+from headprune.config import Dtype, ScoreConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
 from headprune.exporting.preview import preview
@@ -22,6 +22,7 @@ from headprune.io.markup import sentence
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
 from headprune.model.loading import load_config, load_tokenizer
+from headprune.model.opening import load
 from headprune.model.reading import damage_is
 from headprune.model.sizes import without_weights
 from headprune.planning.from_evidence import CutRequest
@@ -226,6 +227,17 @@ def test_an_index_names_safetensors_beside_it(change: Change, message: str, mode
 
 
 # The layout in config.json, which lies beside a manifest or not
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("number", [[1], {"a": 1}, "x"])
+def test_a_layers_own_config_that_is_damaged(number: object, weights: bool, uneven: Path) -> None:
+    edit(
+        uneven / "config.json",
+        lambda c: c["per_layer_config"]["1"].update(num_attention_heads=number),
+    )
+    text = refusal(CheckpointError, lambda: load(uneven, Dtype.AUTO, weights=weights))
+    assert "could not read its config" in text and "num_attention_heads" in text
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {

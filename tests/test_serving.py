@@ -9,6 +9,7 @@ import pytest
 import headprune
 from headprune import packages
 from headprune.engines.targets import EMPTY, EVEN, RAGGED, SHAPES, TARGETS
+from headprune.errors import PlanError
 from headprune.exporting.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
 from tests import gguf_words, tiny
@@ -84,7 +85,7 @@ def test_what_is_printed_next_works_here(
     assert code == 0 and "perplexity" in said, err
 
 
-def test_what_changes_nothing_or_leaves_nothing_is_said(tmp_path: Path) -> None:
+def test_what_changes_nothing_is_said(tmp_path: Path) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
     same = headprune.convert_gqa(model, output=tmp_path / "same", kv_heads=3, merge="mean").pruned
     assert same.warnings == (
@@ -92,10 +93,15 @@ def test_what_changes_nothing_or_leaves_nothing_is_said(tmp_path: Path) -> None:
     )
     fewer = headprune.convert_gqa(model, output=tmp_path / "out", kv_heads=1, merge="mean").pruned
     assert fewer.warnings == ()
-    every = range(tiny.LAYERS)
-    plan = uneven_plan(headprune.from_pretrained(model), *every).model_copy(update={"model": None})
-    found = headprune.prune(model, tmp_path / "empty", plan=plan)
-    assert found.warnings == ("No head is left: the result has no attention at all.",)
+
+
+def test_a_model_without_any_head_is_no_result(tmp_path: Path) -> None:
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
+    plan = uneven_plan(headprune.from_pretrained(model), *range(tiny.LAYERS))
+    plan = plan.model_copy(update={"model": None})
+    with pytest.raises(PlanError, match="None of the 24 query heads would stay"):
+        headprune.prune(model, tmp_path / "empty", plan=plan)
+    assert not (tmp_path / "empty").exists()
 
 
 def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 
 import pytest
 import torch
@@ -94,6 +95,31 @@ def test_selection_with_unequal_sizes_is_exact(sizes: list[int], data: st.DataOb
     else:
         with pytest.raises(ValueError, match=f"exactly {budget} heads"):
             keep_best(scores, sizes, budget)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), max_size=9), st.data())
+def test_selection_is_that_of_all_subsets(sizes: list[int], data: st.DataObject) -> None:
+    scores = [float(data.draw(st.integers(-2, 2))) for _ in sizes]
+    units = range(len(sizes))
+    subsets = [s for count in range(len(sizes) + 1) for s in itertools.combinations(units, count)]
+    totals = {sum(sizes[unit] for unit in subset) for subset in subsets}
+    assert attainable(sizes) == totals
+    budget = data.draw(st.sampled_from(sorted(totals)))
+    ranked = sorted(units, key=lambda unit: (-scores[unit], unit))
+    hits = [subset for subset in subsets if sum(sizes[unit] for unit in subset) == budget]
+    best = max(hits, key=lambda subset: [unit in subset for unit in ranked])
+    assert keep_best(scores, sizes, budget) == list(best)
+
+
+def test_thousands_of_units_are_chosen_in_little_memory() -> None:
+    sizes = [1 + unit % 2 for unit in range(4000)]
+    tracemalloc.start()
+    kept = keep_best([0.0] * len(sizes), sizes, 3001)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(sizes[unit] for unit in kept) == 3001
+    assert peak < 20e6
 
 
 def test_ties_go_to_the_lower_index() -> None:

@@ -258,8 +258,6 @@ def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Itera
     same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
     if same and isinstance(manifest.done, Pruning | Merging):
         yield "Nothing was removed or merged: the result has all heads of its source."
-    if heads[0] and not heads[1]:
-        yield "No head is left: the result has no attention at all."
     if (folder / "custom_generate").is_dir():
         yield (
             "The code in custom_generate/ was copied, not run: transformers runs it when it loads "

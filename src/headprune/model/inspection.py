@@ -154,15 +154,13 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
 
 
 def _notes(config: PreTrainedConfig, head_dims: set[int]) -> tuple[str, ...]:
-    """What keeps it from being cut; and per head_dim, whether kernels are tuned for it."""
+    """What keeps it from being cut; and every head_dim that kernels are not tuned for."""
     usual = " and ".join(map(str, USUAL_HEAD_DIMS))
     method = quantised_by(config)
     notes = [] if method is None else [f"It is quantised ({method}): {PACKED}"]
-    for head_dim in sorted(head_dims):
+    for head_dim in sorted(head_dims - set(USUAL_HEAD_DIMS)):
         if head_dim < min(USUAL_HEAD_DIMS):
             what = f"under the usual {usual}: attention kernels gain less from fewer heads"
-        elif head_dim in USUAL_HEAD_DIMS:
-            what = f"one of the usual {usual}"
         else:
             what = f"not one of the usual {usual}, but no narrower"
         notes.append(f"head_dim {head_dim} is {what}.")

@@ -224,7 +224,10 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
         refuse_large_counts(path, content)
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
-        return AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
+        config = AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
+        for part in (config, config.get_text_config()):
+            list(getattr(part, "per_layer_config", None) or ())  # each is checked as it is made
+        return config
 
 
 def _unread(path: Path, why: str) -> str:

@@ -123,8 +123,9 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
         below = max(c for c in counts if c < target)
         above = min(c for c in counts if c > target)
         raise PlanError(
-            f"{target} heads cannot be kept exactly: the units hold {_sizes(sizes)} query heads "
-            f"each. The nearest counts are {below} and {above}; --unit head removes single heads."
+            f"A count of {target} cannot be kept exactly: the units hold {_sizes(sizes)} query "
+            f"heads each. The nearest counts are {below} and {above}; --unit head removes single "
+            "heads."
         )
     return target
 

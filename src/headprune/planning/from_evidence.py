@@ -130,10 +130,16 @@ def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> C
     """Chooses what goes, as it was asked for.
 
     Raises:
-        HeadpruneError: If there is no such plan, or the result is not as it was asked for.
+        HeadpruneError: If there is no such plan, it keeps no head at all, or the result is not as
+            it was asked for.
     """
     constraints = constraints_of(net, asked.layout, asked.targets, asked.tensor_parallel)
     chosen, evidence, weights = _plan(net, source, asked, constraints)
+    if not chosen.kept_heads:
+        raise PlanError(
+            f"None of the {chosen.query_heads} query heads would stay, and a model without any "
+            "attention serves nobody. Keep at least one; single layers may lose all of theirs."
+        )
     plan, cuts, padding = laid_out(chosen, constraints)
     return ChosenCuts(plan, chosen, cuts, evidence, weights, padding)
 

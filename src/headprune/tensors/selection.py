@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def attainable(sizes: Sequence[int]) -> set[int]:
-    """The totals that some subset of ``sizes`` adds up to."""
-    totals = {0}
+    """Return the totals that some subset of ``sizes`` adds up to."""
+    reach = 1  # bit t: some subset adds up to t
     for size in sizes:
-        totals |= {total + size for total in totals}
-    return totals
+        reach |= reach << size
+    return {total for total, bit in enumerate(reversed(f"{reach:b}")) if bit == "1"}
 
 
 def keep_best(scores: Sequence[float], sizes: Sequence[int], budget: int) -> list[int]:
@@ -32,17 +32,17 @@ def keep_best(scores: Sequence[float], sizes: Sequence[int], budget: int) -> lis
         ValueError: If no subset of the units adds up to ``budget``.
     """
     ranked = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
-    # reach[r]: totals that the units from rank r on can still add up to
-    reach: list[set[int]] = [{0}]
+    # bit t of reach[r]: the units from rank r on can add up to t
+    reach, mask = [1], (1 << max(budget, 0) + 1) - 1
     for index in reversed(ranked):
-        size = sizes[index]
-        reach.append(reach[-1] | {t + size for t in reach[-1] if t + size <= budget})
+        reach.append(reach[-1] | reach[-1] << sizes[index] & mask)
     reach.reverse()
-    if budget not in reach[0]:
+    if budget < 0 or not reach[0] >> budget & 1:
         raise ValueError(f"no set of units has exactly {budget} heads")
     kept, left = [], budget
     for rank, index in enumerate(ranked):
-        if left - sizes[index] in reach[rank + 1]:
+        rest = left - sizes[index]
+        if rest >= 0 and reach[rank + 1] >> rest & 1:
             kept.append(index)
             left -= sizes[index]
     return sorted(kept)
