@@ -61,14 +61,14 @@ class Job:
     def scores(self, *criteria: str, **settings: Any) -> Path:
         """Scores, and where they are."""
         output = self.output("scores")
-        given = {"criterion": criteria, "output": output, "data": self.data, **FEW, **self.columns}
-        self("score", self.model, **given | settings)
+        text = {"data": self.data, **FEW, **self.columns} if criteria != ("magnitude",) else {}
+        self("score", self.model, criterion=criteria, output=output, **text | settings)
         return output
 
     def pruned(self, device: str | None = None, **settings: Any) -> Path:
         """A cut model."""
         output = self.output("pruned")
-        given = {"scores": self.scores("magnitude", device="cpu", data=None), "keep": 0.5}
+        given = {"scores": self.scores("magnitude", device="cpu"), "keep": 0.5}
         self("prune", self.model, output=output, device=device or self.device, **given | settings)
         return output
 

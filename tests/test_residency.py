@@ -451,7 +451,7 @@ def test_weights_of_the_hub_are_fetched_first(
 ) -> None:
     fetched: list[str] = []
 
-    def download(model: str, file: str) -> str:
+    def download(model: str, file: str, **_: object) -> str:
         fetched.append(file)
         if not (sharded / file).is_file():
             raise EntryNotFoundError("404")
@@ -460,16 +460,16 @@ def test_weights_of_the_hub_are_fetched_first(
     monkeypatch.setattr(hub, "hf_hub_download", download)
     monkeypatch.setattr(hub, "why_not", lambda: None)
     fetch_weights("someone/model")
-    index = ["model.safetensors", "model.safetensors.index.json"]
+    index = ["config.json", "model.safetensors", "model.safetensors.index.json"]
     assert fetched == [*index, *sorted(file.name for file in sharded.glob("*.safetensors"))]
     fetched.clear()
     fetch_weights(sharded)
     with monkeypatch.context() as cached:
         there = {path.name: str(path) for path in sharded.iterdir()}
         last = there.pop(max(name for name in there if name.endswith(".safetensors")))
-        cached.setattr(stored, "try_to_load_from_cache", lambda model, file: there.get(file))
+        cached.setattr(stored, "try_to_load_from_cache", lambda model, file, *_: there.get(file))
         fetch_weights("someone/model")
-    assert fetched == [Path(last).name]  # what is in the cache already is not asked for
+    assert fetched == ["model.safetensors", Path(last).name]  # the cache has all others
     fetched.clear()
     monkeypatch.setattr(hub, "why_not", lambda: "no network")
     fetch_weights("someone/model")

@@ -354,6 +354,7 @@ def test_a_folder_without_settings_is_no_run(
 ) -> None:
     (stopped.folder / "config.yaml").unlink()
     (stopped.folder / ".config.yaml.partial" / "new").mkdir(parents=True)
+    (stopped.folder / ".config.yaml.partial" / "headprune-at-work").touch()
     with pytest.raises(CheckpointError, match="There is no run in .*; leave out --resume"):
         go_on(home, tmp_path)
     gates(home, tmp_path / "g", train=Train.ATTENTION)

@@ -436,7 +436,7 @@ def test_too_little_memory_leads_to_tensors(
     assert asked.manifest.proof is not None and asked.warnings == ()
 
 
-NAMES = {
+CGROUPS = {
     "0::": ("", "memory.max", "memory.current", "inactive_file"),
     "4:cpu,memory:": (
         "memory",
@@ -447,7 +447,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("version", NAMES)
+@pytest.mark.parametrize("version", CGROUPS)
 def test_memory_is_what_the_machine_and_every_group_above_leave(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,7 +461,7 @@ def test_memory_is_what_the_machine_and_every_group_above_leave(
     (proc / "self" / "cgroup").write_text(f"1:cpuset:/other\n{version}/slurm/job_7/step_0\n")
     assert memory.available() == 2048
 
-    top, limited, taken, unused = NAMES[version]
+    top, limited, taken, unused = CGROUPS[version]
 
     def limit(group: str, most: str, used: int, files: int = 0) -> None:
         place = groups / top / group

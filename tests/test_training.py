@@ -538,7 +538,7 @@ def test_folded_channels_do_what_scaled_ones_did(case: str) -> None:
 
 def test_what_does_not_go_with_cheapest_is_said(text_file: Path, tmp_path: Path) -> None:
     penalty = {"target_heads": None, "l0_penalty": 0.1}
-    for settings in (penalty, {"rounds": 2}, {"objective": Objective.DISTILL}):
+    for settings in (penalty, {"objective": Objective.DISTILL}):
         with pytest.raises(ValueError, match="method l0"):
             TrainGatesConfig(**{"target_heads": 0.5, "method": Method.GRADUAL} | settings)
     encoder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
@@ -697,7 +697,6 @@ def test_text_too_short_for_a_refit_leaves_nothing(llama_folder: Path, tmp_path:
 def test_what_does_not_go_with_a_refit_is_said() -> None:
     for settings in (
         {"target_heads": None, "l0_penalty": 0.1},
-        {"rounds": 2},
         {"train": Train.ATTENTION},
     ):
         with pytest.raises(ValueError, match="--method"):

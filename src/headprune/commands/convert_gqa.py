@@ -202,7 +202,7 @@ declare(
         needs={
             **of_text("calibrate"),
             **dict.fromkeys(("calibration_tokens", "seq_len", "heal_steps"), "calibrate"),
-            "seed": "calibrate | merge=random",
+            "seed": "calibrate",
             **dict.fromkeys(("train", "learning_rate", "heal_seq_len", "bf16"), "heal_steps"),
         },
     ),

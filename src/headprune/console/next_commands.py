@@ -27,14 +27,10 @@ def after_cut(result: Pruned) -> str | None:
     if made is None or made.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
         return None
     original = made.options.get("teacher", made.options.get("model"))
-    trusted = made.options.get("trust_remote_code")
-    return command(
-        "evaluate",
-        result.output,
-        data="TEXT",
-        against=original,
-        trust_remote_code=trusted or None,
-    )
+    allowed = {
+        name: made.options.get(name) or None for name in ("trust_remote_code", "drop_unexpected")
+    }
+    return command("evaluate", result.output, data="TEXT", against=original, **allowed)
 
 
 def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:

@@ -171,9 +171,9 @@ class GateTrainer(ResumableTrainer):
         norms = [
             self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm)
             for group in self.optimizer.param_groups[1:]
+            if any(parameter.grad is not None for parameter in group["params"])
         ]
-        total: Tensor = torch.stack(norms).norm()
-        return total
+        return torch.stack(norms).norm() if norms else torch.zeros(())
 
     def forget_gate_moments(self) -> None:
         """Lets the optimiser start anew with gates and factors, as their losses are new."""

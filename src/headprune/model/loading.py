@@ -226,7 +226,8 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     with refused, hub.asked_once(model), uneven_heads_are_known():
         config = AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
         for part in (config, config.get_text_config()):
-            list(getattr(part, "per_layer_config", None) or ())  # each is checked as it is made
+            if hasattr(part, "num_hidden_layers"):
+                list(getattr(part, "per_layer_config", None) or ())  # each is checked when made
         return config
 
 

@@ -192,7 +192,8 @@ def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:
 
 
 def _conditions(read: Report) -> tuple[str, ...]:
-    settings = {name: read.provenance.settings.get(name) for name in DECISIVE}
+    options = [name for name in DECISIVE if name != "prefix_ids"]
+    settings = {name: read.provenance.settings.get(name) for name in options}
     told = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
     models = [read.model, *([read.against] if read.against else [])]
     return (*told, *dict.fromkeys(one.dtype for one in models))
