@@ -85,4 +85,4 @@ def expecting(
     dtype: torch.dtype = torch.float32,
 ) -> equivalence.Expectation:
     """What a proof compares with, from outputs."""
-    return equivalence.Expectation({}, wanted, control, rounding, dtype)
+    return equivalence.Expectation({}, wanted, control, equivalence.Rounding(rounding), dtype)

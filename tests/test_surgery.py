@@ -52,7 +52,8 @@ def test_rounding_is_measured_on_every_output_that_is_compared(
     model = tiny.model("llama-gqa")
     cuts = [uncut(attention) for attention in attention_of(model)]
     plain = equivalence.expect(model, cuts)
-    assert 0 < plain.rounding < 1e-5
+    assert 0 < plain.rounding.outputs < 1e-5
+    assert all(0 < rounding < 1e-5 for rounding in plain.rounding.modules.values())
 
     def shaken(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = decoded(model, inputs)
@@ -60,7 +61,7 @@ def test_rounding_is_measured_on_every_output_that_is_compared(
 
     decoded = probes._decoded_in_chunks
     monkeypatch.setattr(probes, "_decoded_in_chunks", shaken)
-    assert equivalence.expect(model, cuts).rounding > 100 * plain.rounding
+    assert equivalence.expect(model, cuts).rounding.outputs > 100 * plain.rounding.outputs
 
 
 def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +76,8 @@ def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch: pytest.Mon
 
 
 def test_a_proof_that_rounding_hides_is_none() -> None:
-    wanted, near = {"logits": torch.tensor([1.0, 2.0])}, {"logits": torch.tensor([1.0, 2.0001])}
-    other = {"logits": torch.tensor([2.0, 1.0])}
+    values = ([1.0, 2.0], [1.0, 2.0001], [2.0, 1.0])
+    wanted, near, other = (probes.Outputs(logits=torch.tensor(each)) for each in values)
     with pytest.raises(ProofError, match="differ by 4.99e-05"):
         equivalence.conclude(expecting(wanted, other), near, near)
     amplified = equivalence.conclude(expecting(wanted, other, rounding=2e-5), near, near)
@@ -84,15 +85,15 @@ def test_a_proof_that_rounding_hides_is_none() -> None:
     hidden = expecting(wanted, other, rounding=0.1)
     with pytest.raises(ProofError, match="would show nothing.*in float64"):
         hidden.refuse_inconclusive()
-    assert amplified.passed and expecting(wanted, other, rounding=2e-5).conclusive()
-    assert not expecting(wanted, other, rounding=2e-5).conclusive(spare=1e3)
+    assert amplified.passed and not expecting(wanted, other, rounding=2e-5).inconclusive()
+    assert expecting(wanted, other, rounding=2e-5).inconclusive(spare=1e3)
     with pytest.raises(ProofError, match="would show nothing"):
         equivalence.conclude(hidden, near, near)
 
 
 def test_the_proof_fails_on_nan() -> None:
-    good = {"logits": torch.ones(2, 3)}
-    bad = {"logits": torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]])}
+    good = probes.Outputs(logits=torch.ones(2, 3))
+    bad = probes.Outputs(logits=torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]]))
     with pytest.raises(ProofError):
         equivalence.conclude(expecting(good), bad, good)
 

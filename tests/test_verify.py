@@ -385,9 +385,41 @@ def test_the_tolerance_is_not_the_manifests(result: Path, llama_folder: Path) ->
 
     edit_manifest(change)(result)
     verification = verify(result, against=llama_folder)
-    assert len(failed(verification)) == 2
+    assert len(failed(verification)) == 3
+    assert "it allows 1e+09, a proof 2e-05" in verification.checks[0].found
     assert "2e-05 allowed" in verification.checks[1].found
     assert verification.checks[-1].passed  # the folder itself is as it was
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        ({"tolerance": 1e9}, "it allows 1e+09, a proof 2e-05"),
+        ({"tolerance": 6e-2, "dtype": "bfloat16"}, "it allows 6e-02, a proof 2e-05"),
+        ({"gated_vs_reloaded": 1e-3}, "a proof that failed: 1.0e-03, and 2e-05 is allowed"),
+        ({"gated_vs_reloaded": 1e-3, "tolerance": 1e9}, "a proof that failed"),
+        ({"rounding": 1e3, "tolerance": 4e3}, "a proof that shows nothing"),
+    ],
+)
+def test_the_recorded_proof_is_judged_anew(
+    recorded: dict[str, Any], told: str, result: Path
+) -> None:
+    assert verify(result).passed
+    edit_manifest(lambda manifest: manifest["proof"].update(recorded))(result)
+    verification = verify(result)
+    assert failed(verification) == ["hashes"]
+    assert told in verification.checks[0].found
+
+
+def test_a_recorded_half_precision_loosens_nothing(result: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["proof"]["dtype"] = "bfloat16"
+        stored = manifest["probe"]["outputs"]["logits"]
+        stored["values"] = [value + 0.01 * stored["largest"] for value in stored["values"]]
+
+    edit_manifest(change)(result)
+    checks = verify(result).checks
+    assert not checks[1].passed and "2e-05 allowed" in checks[1].found
 
 
 def test_what_rounding_explains_is_measured_where_it_matters(
@@ -397,7 +429,7 @@ def test_what_rounding_explains_is_measured_where_it_matters(
     inputs = probes.probe_inputs(model)
     outputs = probes.probe(model, inputs)
     least = equivalence.TOLERANCE[torch.float32]
-    monkeypatch.setattr(equivalence, "probe_rounding", lambda *args: 1e-3)
+    monkeypatch.setattr(equivalence, "probe_rounding", lambda *args: equivalence.Rounding(1e-3))
     assert equivalence.allowed(model, inputs, outputs, least / 2) == least
     assert (
         equivalence.allowed(model, inputs, outputs, 2 * least) == equivalence.AMPLIFICATION * 1e-3

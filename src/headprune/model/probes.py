@@ -3,32 +3,50 @@
 Texts are random token ids from a seed. A language model is probed three times: one forward over a
 padded batch, and two decodings with a KV cache, of one text and of a padded batch in pieces,
 because a cache that is filled wrongly shows only there.
+
+Beside the outputs stands what W_O of every attention module gives: a module with small weights
+changes the outputs by less than rounding does.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from headprune.errors import FamilyError
-from headprune.model.attention import family_of
+from headprune.model.attention import attention_of, family_of
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.placement import on_device, without_tf32
+from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.proofs import PROBE_SEED
 
 _DECODED = 4
 _CHUNKS = (4, 1, 1)
+_ROWS = 64  # of one call of a module
 
 
-Outputs = dict[str, Tensor]
+class Outputs(dict[str, Tensor]):
+    """Outputs of a model by name.
+
+    Attributes:
+        modules: What W_O of every attention module gives, without its bias, at some positions of
+            every call; in the order of the layers.
+        controls: The same of a model with gates, against wrong gates (``proof.equivalence``).
+    """
+
+    def __init__(self, *args: Any, **outputs: Tensor) -> None:
+        super().__init__(*args, **outputs)
+        self.modules: dict[str, Tensor] = {}
+        self.controls: dict[str, float] = {}
 
 
 def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Tensor]:
@@ -105,9 +123,16 @@ def probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool = Tru
         inputs: The inputs.
         decoded: Whether a language model is also decoded from, which takes nine passes more.
     """
+    with _recorded(model) as modules:
+        outputs = _probe(model, inputs, decoded)
+    outputs.modules = {path: torch.cat(r) if r else torch.empty(0) for path, r in modules.items()}
+    return outputs
+
+
+def _probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool) -> Outputs:
     inputs = on_device(model, in_dtype(inputs, model.dtype))
     result, mask = model(**inputs), inputs.get("attention_mask")
-    outputs = {}
+    outputs = Outputs()
     # a backbone gives the feature maps of several layers
     maps = {f"feature_maps.{n}": part for n, part in enumerate(result.get("feature_maps") or ())}
     for name, value in {**result, **maps}.items():
@@ -119,7 +144,60 @@ def probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool = Tru
     if decoded and task_of(model) in ("causal-lm", "seq2seq-lm"):
         outputs["logits_decoded_with_cache"] = _decoded(model, inputs)
         outputs["logits_decoded_in_chunks"] = _decoded_in_chunks(model, inputs)
+    if "input_ids" in inputs and _is_lone_decoder(model):
+        outputs["logits_with_states"] = _with_states(model, inputs)
     return outputs
+
+
+def _is_lone_decoder(model: PreTrainedModel) -> bool:
+    """Whether a decoder looks at an encoder that is no part of the model."""
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        return False
+    return any(attention.kind == "cross" for attention in attention_of(model))
+
+
+def _with_states(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits with made-up states of an encoder: without them no cross-attention runs."""
+    width = model.config.get_text_config(decoder=True).hidden_size
+    states = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(PROBE_SEED))
+    states = on_device(model, in_dtype({"": states}, model.dtype))[""]
+    whole = {"encoder_outputs": BaseModelOutput(states), "encoder_hidden_states": states}
+    takes = inspect.signature(model.forward).parameters
+    name = next(name for name in whole if name in takes)
+    logits: Tensor = model(input_ids=inputs["input_ids"][:, :4], **{name: whole[name]})[0]
+    return logits.cpu().double()
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Keeps what W_O of every attention module gives; nothing of a model in another engine."""
+
+    def keep(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            modules[path].append(projected(module, some_rows(args[0])).cpu())
+
+        return hook
+
+    attentions = attention_of(model) if isinstance(model, PreTrainedModel) else []
+    modules: dict[str, list[Tensor]] = {attention.path: [] for attention in attentions}
+    handles = [a.output_projection.register_forward_pre_hook(keep(a.path)) for a in attentions]
+    try:
+        yield modules
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def some_rows(inputs: Tensor) -> Tensor:
+    """Evenly spaced positions of an input, at most 64."""
+    rows = inputs.flatten(0, -2)
+    return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _ROWS)).long()]
+
+
+def projected(projection: nn.Module, rows: Tensor) -> Tensor:
+    """What a projection makes of its input, without its bias, which could hide small weights."""
+    weight = projection.get_parameter("weight")
+    return rows @ (weight if input_dim(projection) == 0 else weight.T)
 
 
 def _decoded(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:

@@ -3,28 +3,36 @@
 All three run on probe inputs (``model.probes``). Beside the differences stands a control: how
 far the logits move when the gates are shifted by one head. A proof whose control is as small as
 its differences would show nothing.
+
+What W_O of every attention module gives is compared as well, relative to its own largest value, and
+every module that is cut has a control of its own: a wrong cut of a module with small weights moves
+the logits by less than rounding does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.errors import ProofError
 from headprune.model.attention import attention_of
-from headprune.model.gating import fixed, gated
+from headprune.model.gating import apply_gate, fixed, gated
 from headprune.model.precision import widened
-from headprune.model.probes import Outputs, probe, probe_inputs
+from headprune.model.probes import Outputs, probe, probe_inputs, projected, some_rows
 from headprune.model.stored import StoredDtypes
+from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.proofs import PROBE_SEED, Proof, Sample, StoredOutput
 from headprune.surgery.cut import Cut, fold_gates, uncut
 from headprune.tensors.dtypes import dtype_name
+
+Named = Mapping[str, Tensor]
 
 # Largest difference allowed, relative to the largest output, in a well-conditioned model. Summation
 # order changes with the width of W_O's input: measured 1.8e-6 on SmolLM2-135M in float32.
@@ -34,18 +42,95 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 # moves by 2.9e-5 when its gates move by one bit, and by 4.1e-5 from float32 to float64. So that is
 # measured beside every proof, and this many times as much is allowed.
 AMPLIFICATION = 4
-# results from before the proof ran in float32 say what a model in half precision gave
-HALF_PRECISION = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
-_CONCLUSIVE = 10  # a wrong cut must show this many times as much as is allowed
+CONCLUSIVE = 10  # a wrong cut must show this many times as much as is allowed
+
+
+def explained(dtype: torch.dtype, rounding: float) -> float:
+    """The largest difference that rounding explains, where one bit in the gates makes so much."""
+    return max(TOLERANCE[dtype], AMPLIFICATION * rounding)
 
 
 def probe_gated(
     model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor], decoded: bool = True
 ) -> Outputs:
-    """Probes a model with the gates that a cut will make permanent."""
-    gates = [cut.gate() for cut in cuts]
-    with gated([cut.attention for cut in cuts], fixed(gates)):
-        return probe(model, inputs, decoded)
+    """Probes a model with the gates that a cut will make permanent; with controls of modules."""
+    attentions, gates = [cut.attention for cut in cuts], fixed([cut.gate() for cut in cuts])
+    with _controlled(cuts) as controls, gated(attentions, gates):
+        outputs = probe(model, inputs, decoded)
+    # what is zero with right and wrong gates hides nothing: anything else is a difference
+    outputs.controls = {c.path: c.share for c in controls if c.largest or not c.calls}
+    return outputs
+
+
+@dataclass
+class _Control:
+    """How far wrong gates move what W_O of one module gives.
+
+    Attributes:
+        path: The module.
+        apart: The largest difference.
+        largest: The largest value, of both.
+        calls: Calls of the module.
+    """
+
+    path: str
+    apart: float = 0.0
+    largest: float = 0.0
+    calls: int = 0
+
+    @property
+    def share(self) -> float:
+        """The difference relative to the largest value."""
+        return self.apart / (self.largest or 1.0)
+
+
+@contextmanager
+def _controlled(cuts: Sequence[Cut]) -> Iterator[list[_Control]]:
+    """Measures, in the passes of a model, what wrong gates would change at each module.
+
+    At those that are cut; at all, where none is.
+    """
+
+    def watch(cut: Cut, control: _Control) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows, gate = some_rows(args[0])[None], cut.gate()
+            wrong = gate.roll(1)
+            if torch.equal(wrong, gate):
+                wrong = gate.clone()
+                head = _strongest(module, len(gate))
+                wrong[head] = float(not gate[head])
+            both = [projected(module, apply_gate(rows, g[None])) for g in (gate, wrong)]
+            right, other = (output.nan_to_num() for output in both)
+            control.apart = max(control.apart, float((right - other).abs().max()))
+            largest = max(float(right.abs().max()), float(other.abs().max()))
+            control.largest = max(control.largest, largest)
+            control.calls += 1
+
+        return hook
+
+    heads = [cut for cut in cuts if cut.attention.query_heads]
+    watched = [cut for cut in heads if _is_cut(cut)] or heads
+    controls, handles = [_Control(cut.attention.path) for cut in watched], []
+    for cut, control in zip(watched, controls, strict=True):
+        projection = cut.attention.output_projection
+        handles.append(projection.register_forward_pre_hook(watch(cut, control)))
+    try:
+        yield controls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_cut(cut: Cut) -> bool:
+    whole = uncut(cut.attention)
+    parts = ((c.query_positions, c.kv_positions) for c in (cut, whole))
+    return len(set(parts)) > 1
+
+
+def _strongest(projection: nn.Module, heads: int) -> int:
+    """The head with the largest weight in W_O; others may have been emptied."""
+    weight = projection.get_parameter("weight").abs().amax(1 - input_dim(projection))
+    return int(weight.view(heads, -1).amax(1).argmax())
 
 
 def probe_control(
@@ -66,19 +151,32 @@ def _same(gates: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(gates, others, strict=True))
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How far a model moves when its gates move by one bit; the larger of two draws.
+
+    Attributes:
+        outputs: Its outputs.
+        modules: What W_O of every attention module gives.
+    """
+
+    outputs: float = 0.0
+    modules: Mapping[str, float] = field(default_factory=dict)
+
+
 def probe_rounding(
     model: PreTrainedModel,
     cuts: Sequence[Cut],
     inputs: dict[str, Tensor],
     wanted: Outputs,
     decoded: bool = True,
-) -> float:
-    """How far the gated outputs move when gates move by one bit; the larger of two draws.
+) -> Rounding:
+    """Measures rounding, in all outputs that are compared.
 
-    Of all outputs that are compared: SmolLM2-135M without a quarter of its heads moves by 6.5e-6 in
-    one pass, and by 8.6e-5 where padded texts are decoded in chunks.
+    SmolLM2-135M without a quarter of its heads moves by 6.5e-6 in one pass, and by 8.6e-5 where
+    padded texts are decoded in chunks.
     """
-    eps, found = torch.finfo(model.dtype).eps, []
+    eps, draws = torch.finfo(model.dtype).eps, []
     for seed in range(2):
         generator, gates = torch.Generator().manual_seed(seed), []
         for cut in cuts:
@@ -86,34 +184,33 @@ def probe_rounding(
             bits = torch.randint(-1, 2, gate.shape, generator=generator)
             gates.append(gate * (1 + eps * bits))
         with gated([cut.attention for cut in cuts], fixed(gates)):
-            found.append(difference(wanted, probe(model, inputs, decoded)))
-    return max(found)
+            draws.append(probe(model, inputs, decoded))
+    modules = [difference_by_module(wanted, draw) for draw in draws]
+    return Rounding(
+        max(difference(wanted, draw) for draw in draws),
+        {path: max(each[path] for each in modules) for path in modules[0]},
+    )
 
 
 def allowed(
-    model: PreTrainedModel,
-    inputs: dict[str, Tensor],
-    outputs: Outputs,
-    gap: float,
-    cuts: Sequence[Cut] | None = None,
+    model: PreTrainedModel, inputs: dict[str, Tensor], outputs: Outputs, gap: float
 ) -> float:
-    """The largest difference that rounding explains.
+    """The largest difference of outputs that rounding explains.
 
     Args:
-        model: The model.
+        model: The model, run as it is.
         inputs: Probe inputs.
         outputs: What it makes of them.
         gap: The difference in question; only a large one needs a measurement.
-        cuts: With the gates of these; None for a model that is run as it is.
     """
-    least = {**TOLERANCE, **HALF_PRECISION}[model.dtype]
+    least = TOLERANCE[model.dtype]
     if gap <= least or not math.isfinite(gap):
         return least
-    cuts = cuts or [uncut(attention) for attention in attention_of(model)]
-    return max(least, AMPLIFICATION * probe_rounding(model, cuts, inputs, outputs))
+    cuts = [uncut(attention) for attention in attention_of(model)]
+    return explained(model.dtype, probe_rounding(model, cuts, inputs, outputs).outputs)
 
 
-def difference(wanted: Outputs, got: Outputs) -> float:
+def difference(wanted: Named, got: Named) -> float:
     """Largest absolute difference over the largest value, of the output where that is worst.
 
     NaN if any output is NaN, infinite if one is missing.
@@ -127,9 +224,34 @@ def difference(wanted: Outputs, got: Outputs) -> float:
     return _worst(shares)
 
 
-def difference_in(wanted: Outputs, got: Outputs) -> float:
+def difference_in(wanted: Named, got: Named) -> float:
     """As ``difference``, of those outputs that there are."""
     return difference({name: wanted[name] for name in got}, got)
+
+
+def difference_by_module(wanted: Outputs, got: Outputs) -> dict[str, float]:
+    """As ``difference``, of what W_O of every module gives; relative to the larger of both.
+
+    Modules stand in the order of the layers, as a result may have other names. Positions that are
+    NaN in both, such as padded ones, count as equal.
+    """
+    if len(wanted.modules) != len(got.modules):
+        return dict.fromkeys(wanted.modules, float("inf"))
+    pairs = zip(wanted.modules.items(), got.modules.values(), strict=True)
+    return {path: _apart(one, other) for (path, one), other in pairs}
+
+
+def _apart(wanted: Tensor, got: Tensor) -> float:
+    if not wanted.numel() or not got.numel():  # a module without heads need not be called
+        return float(bool(wanted.any() or got.any()))
+    if wanted.shape != got.shape:
+        return float("inf")
+    known = wanted.isfinite()
+    wanted, got = wanted[known].double(), got[known].double()
+    if not len(wanted):
+        return 0.0
+    largest = max(float(wanted.abs().max()), float(got.abs().max()))
+    return float((wanted - got).abs().max()) / (largest or 1.0)
 
 
 def _worst(shares: Sequence[float]) -> float:
@@ -183,7 +305,7 @@ class Expectation:
         inputs: The probe inputs.
         wanted: Outputs of the gated original.
         control: Outputs of a wrong cut; None where no heads are left.
-        rounding: How far the outputs move when gates move by one bit.
+        rounding: How far a model moves when gates move by one bit.
         dtype: Element type that the original ran in.
         cast: What rounding the weights to what is stored of them cost before that.
     """
@@ -191,21 +313,42 @@ class Expectation:
     inputs: dict[str, Tensor]
     wanted: Outputs
     control: Outputs | None
-    rounding: float
+    rounding: Rounding
     dtype: torch.dtype
     cast: float = 0.0
 
     @property
     def tolerance(self) -> float:
-        """The largest difference that rounding explains."""
-        return max(TOLERANCE[self.dtype], AMPLIFICATION * self.rounding)
+        """The largest difference of outputs that rounding explains."""
+        return explained(self.dtype, self.rounding.outputs)
 
-    def conclusive(self, spare: float = 1.0) -> bool:
-        """Whether a wrong cut shows, also if rounding is amplified so many times as much."""
-        amplified = AMPLIFICATION * self.rounding * spare
+    def tolerance_at(self, path: str, spare: float = 1.0) -> float:
+        """As ``tolerance``, at one attention module."""
+        return explained(self.dtype, self.rounding.modules.get(path, 0.0) * spare)
+
+    def inconclusive(self, spare: float = 1.0) -> str | None:
+        """Why a wrong cut would pass as well, also if rounding is amplified so many times as much.
+
+        At a module, its control is held against the tolerance. That of the outputs is held against
+        rounding alone: one head of a thousand may move them by little, and the modules tell it.
+        """
+        for path, control in self.wanted.controls.items():
+            if control < CONCLUSIVE * self.tolerance_at(path, spare):
+                return (
+                    f"at '{path}' a wrong cut would change what W_O gives by {control:.1e} of its "
+                    f"largest value, and rounding explains {self.tolerance_at(path):.1e}"
+                )
+        amplified = AMPLIFICATION * self.rounding.outputs * spare
         if self.control is None or not amplified > TOLERANCE[self.dtype]:
-            return True  # so is NaN: the comparison of outputs says that they are not finite
-        return difference_in(self.wanted, self.control) >= _CONCLUSIVE * amplified
+            return None  # so is NaN: the comparison of outputs says that they are not finite
+        control = difference_in(self.wanted, self.control)
+        if control >= CONCLUSIVE * amplified:
+            return None
+        return (
+            f"with these heads gone the model amplifies rounding in {dtype_name(self.dtype)} to "
+            f"{self.rounding.outputs:.1e} of its largest output, and a wrong cut would change it "
+            f"by no more than {control:.1e}"
+        )
 
     def refuse_inconclusive(self) -> None:
         """Refuses a proof that a wrong cut would pass as well.
@@ -213,14 +356,25 @@ class Expectation:
         Raises:
             ProofError: If rounding hides what one head contributes.
         """
-        if self.control is not None and not self.conclusive():
-            control = difference_in(self.wanted, self.control)
+        why = self.inconclusive()
+        if why is not None:
             raise ProofError(
-                "A proof would show nothing, and nothing was written: with these heads gone the "
-                f"model amplifies rounding in {dtype_name(self.dtype)} to {self.rounding:.1e} of "
-                f"its largest output, and a wrong cut would change it by no more than "
-                f"{control:.1e}. Keep more heads, or compute in float64."
+                f"A proof would show nothing, and nothing was written: {why}. Keep more heads, "
+                "compute in float64, or compare tensors alone (prune --proof tensors)."
             )
+
+    def apart(self, got: Outputs) -> str | None:
+        """Where a model differs from what is expected by more than rounding explains."""
+        gap = difference(self.wanted, got)
+        if not gap <= self.tolerance:
+            return f"{gap:.2e} of the largest output; {self.tolerance:.2e} is allowed"
+        for path, share in difference_by_module(self.wanted, got).items():
+            if not share <= self.tolerance_at(path):
+                return (
+                    f"{share:.2e} of the largest value that W_O of '{path}' gives; "
+                    f"{self.tolerance_at(path):.2e} is allowed"
+                )
+        return None
 
 
 def expect(
@@ -284,22 +438,22 @@ def conclude(expected: Expectation, cut: Outputs | None, reloaded: Outputs) -> P
     """
     expected.refuse_inconclusive()
     wanted, control = expected.wanted, expected.control
-    proof = Proof(
+    for got in filter(None, (cut, reloaded)):
+        apart = expected.apart(got)
+        if apart is not None:
+            raise ProofError(
+                "The proof failed, and nothing was written: the gated original and the cut model "
+                f"differ by {apart}. Please report this model and plan; computing in float64 rules "
+                "out rounding."
+            )
+    return Proof(
         gated_vs_cut=None if cut is None else difference(wanted, cut),
         gated_vs_reloaded=difference(wanted, reloaded),
         largest_output=largest_output(wanted),
         control=None if control is None else difference_in(wanted, control),
-        rounding=expected.rounding,
+        rounding=expected.rounding.outputs,
         tolerance=expected.tolerance,
         dtype=dtype_name(expected.dtype),
         cast=expected.cast,
         probes=tuple(wanted),
     )
-    if not proof.passed:
-        raise ProofError(
-            "The proof failed, and nothing was written: the gated original and the cut model "
-            f"differ by {_worst(proof.differences):.2e} of the largest output; "
-            f"{proof.tolerance:.2e} is allowed. Please report this model and plan; computing in "
-            "float64 rules out rounding."
-        )
-    return proof

@@ -24,7 +24,7 @@ from headprune.io.markup import sentence
 from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
-from headprune.model.loading import auto_class_of, from_pretrained, parse_dtype
+from headprune.model.loading import auto_class_of, from_pretrained
 from headprune.model.opening import as_it_fits
 from headprune.model.placement import placed
 from headprune.model.precision import compute_dtype
@@ -35,7 +35,7 @@ from headprune.proof import equivalence, tensors
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
-from headprune.schemas.proofs import Sample
+from headprune.schemas.proofs import Proof, Sample
 from headprune.surgery.cut import fold_gates, resolve
 from headprune.surgery.streamed import cut_pieces
 
@@ -111,8 +111,7 @@ def verify(
         checks += _tensors(folder, manifest, against, trust_remote_code)
         said = "No outputs were stored: the result was proven by its tensors, as it is verified."
         return Verification(str(folder), tuple(checks), said)
-    stored, dtype = manifest.probe, parse_dtype(manifest.proof.dtype)
-    assert isinstance(dtype, torch.dtype)
+    stored, dtype = manifest.probe, _proof_dtype(manifest.proof)
     trust = {"trust_remote_code": True} if trust_remote_code else {}
 
     def compare(route: str, load: Callable[[], PreTrainedModel]) -> _Probed | None:
@@ -272,8 +271,31 @@ def _files(folder: Path, manifest: Manifest) -> Check:
     if manifest.id != manifest.digest():
         found.append(f"{MANIFEST} was changed: its id is that of other content")
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    if manifest.proof is not None:
+        found += _doubts(manifest.proof)
     listed = "; ".join([*found[:_SHOWN], *more])
     return Check("hashes", not found, listed or f"{len(manifest.files)} files unchanged")
+
+
+def _proof_dtype(proof: Proof) -> torch.dtype:
+    """The element type of a proof: no half precision, whatever the record says."""
+    given: torch.dtype = getattr(torch, proof.dtype)
+    return torch.promote_types(given, torch.float32)
+
+
+def _doubts(proof: Proof) -> Iterator[str]:
+    """What is wrong with the numbers of a recorded proof, by the rules that it is made with."""
+    allowed = equivalence.explained(_proof_dtype(proof), proof.rounding or 0.0)
+    if not all(difference <= allowed for difference in proof.differences):
+        worst = max(proof.differences)
+        yield f"{MANIFEST} records a proof that failed: {worst:.1e}, and {allowed:.0e} is allowed"
+    if not proof.tolerance <= allowed * (1 + 1e-6):
+        yield f"{MANIFEST} was changed: it allows {proof.tolerance:.0e}, a proof {allowed:.0e}"
+    control = float("inf") if proof.control is None else proof.control
+    if allowed > equivalence.explained(_proof_dtype(proof), 0.0) and not (
+        control >= equivalence.CONCLUSIVE * allowed
+    ):
+        yield f"{MANIFEST} records a proof that shows nothing: a wrong cut makes {control:.1e}"
 
 
 def _tensors(
@@ -313,9 +335,10 @@ def _against(
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
-    inputs = probes.probe_inputs(base)
-    wanted = equivalence.probe_gated(base, cuts, inputs)
-    gap = equivalence.difference(wanted, outputs)
-    allowed = equivalence.allowed(base, inputs, wanted, gap, cuts)
-    found = f"{gap:.1e} from its gated form, {allowed:.0e} allowed"
-    return Check(f"against {against}", gap <= allowed, found)
+    expected = equivalence.expect(base, cuts)
+    gap = equivalence.difference(expected.wanted, outputs)
+    found = f"{gap:.1e} from its gated form, {expected.tolerance:.0e} allowed"
+    wrong = expected.inconclusive() or expected.apart(outputs)
+    if wrong and gap <= expected.tolerance:
+        found = wrong
+    return Check(f"against {against}", wrong is None, found)
