@@ -490,7 +490,7 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
     data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
-    monkeypatch.setattr(equivalence, "probe_rounding", lambda *_: 0.5)
+    monkeypatch.setattr(equivalence, "probe_rounding", lambda *_: equivalence.Rounding(0.5))
 
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("it went to work")
