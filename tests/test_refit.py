@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.samples import CalibrationSample
+from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.exporting.refitting import judged_refit
@@ -264,7 +265,7 @@ def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
         if not same:  # a fit to few tokens says nothing of the others
             taken = taken % 2 + 7
             left = left % 40 + 20
-        judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, lambda d, t: None)
+        judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
         assert judged.worth is not None
         changed = any(
             not torch.equal(old, read_output(cut.attention)[0])
@@ -291,7 +292,7 @@ def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
     taken, left = (torch.randint(5, 60, (16, 24), generator=generator) for _ in range(2))
     model = tiny.model("llama-gqa")
     cuts = resolve(uneven_plan(model), model, ragged=True)
-    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, lambda d, t: None)
+    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
     assert (judged.taken is not None) == helps and judged.worth is not None
     assert judged.worth.refitted == 0.9  # what was taken is told by the others, or why it was not
     assert judged.worth.tokens == 2 * 24  # of four sequences, two
@@ -305,7 +306,7 @@ def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
         model = tiny.model("llama-gqa")
         cuts = resolve(uneven_plan(model), model, ragged=True)
         sample = replace(sample_of(taken, left), batch_size=size)
-        judged = judged_refit(model, cuts, sample, "text", 0, lambda d, t: None)
+        judged = judged_refit(model, cuts, sample, "text", 0, Context())
         assert judged.worth is not None
         worth.append((judged.worth.without, judged.worth.refitted))
     assert worth[0] == pytest.approx(worth[1], rel=1e-5)
@@ -315,7 +316,7 @@ def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[63] = float("nan")
     with pytest.raises(DataError, match="was not fitted to is not finite"):
-        judged_refit(model, cuts, sample_of(taken, left * 0 + 63), "text", 0, lambda d, t: None)
+        judged_refit(model, cuts, sample_of(taken, left * 0 + 63), "text", 0, Context())
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
@@ -326,7 +327,7 @@ def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None
     cut_heads(model, resolve(uneven_plan(model, 1), model, ragged=True))
     cuts = resolve(uneven_plan(model), model, ragged=True)
     heads = [cut.attention.query_heads for cut in cuts]
-    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, lambda d, t: None)
+    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
     assert judged.taken is not None
     assert judged.taken.modules == sum(count > 0 for count in heads) < len(heads)
     assert judged.taken.error_after < judged.taken.error_before

@@ -117,7 +117,7 @@ def actions(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     kind = ACTIONS[case.number]
     name = STRING.replace("/", "").replace("\ud800", "")[:90]
     words = ["check", "--junit", "junit.xml", *MEASURING.split()]
-    model, data, limit = "llama", "text.txt", "perplexity <= 1"
+    model, data, limit = "llama", "text.txt", "parameters <= 1"
     if kind == "model":
         model = name
         (here / name).symlink_to(originals / "llama")

@@ -85,7 +85,7 @@ def prune(
         remote = context.allowed.trust_remote_code
         examples = calibration_of(loaded, model, refit, calibration, "--refit", remote)
         lost = resolve(plan, loaded, ragged=True)
-        judged = judged_refit(loaded, lost, examples, refit.source, calibration.seed, context.step)
+        judged = judged_refit(loaded, lost, examples, refit.source, calibration.seed, context)
         changed = _outputs(loaded)
         whole = [loaded].pop  # it is let go once it was probed
         del loaded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.data.samples import CalibrationSample
+from headprune.declaration import Context
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
 from headprune.model.embedding import head_of
@@ -52,7 +53,7 @@ def judged_refit(
     examples: CalibrationSample,
     source: str,
     seed: int,
-    on_module: Callable[[int, int], None],
+    context: Context,
 ) -> JudgedRefit:
     """Refits every W_O of a model that is about to be cut, in place, unless that makes it worse.
 
@@ -62,7 +63,7 @@ def judged_refit(
         examples: Calibration text; what is held out are sequences of it that were not taken.
         source: Where the text came from, for the record.
         seed: Seed of the sample, for the record.
-        on_module: Called with modules done and modules in all.
+        context: What it runs in.
 
     Raises:
         DataError: If there is too little text, or the outputs are not finite.
@@ -71,7 +72,7 @@ def judged_refit(
     cuts = [cut for cut in cuts if cut.attention.query_heads]  # of earlier cuts some have none
     attentions, gates = [cut.attention for cut in cuts], [cut.gate() for cut in cuts]
     whole = keeping_outputs(net, attentions)
-    modules = refit(net, attentions, gates, examples.whole(), on_module)
+    modules = refit(net, attentions, gates, examples.whole(), context.step)
     taken = Refit(
         data=source,
         tokens=examples.tokens,
@@ -88,8 +89,10 @@ def judged_refit(
     head = head_of(net)
     distances: list[list[float]] = [[], []]
     batches = held_out.batches()
+    context.stage("measuring the refit")
     with torch.no_grad():
-        for batch in batches:
+        for done, batch in enumerate(batches, 1):
+            context.step(done, len(batches))
             whole()
             wanted = outputs(net, batch)
             for number, write_back in enumerate(versions):
