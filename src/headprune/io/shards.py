@@ -252,6 +252,19 @@ def rows_of(source: StoredTensor, start: int = 0, end: int | None = None) -> Ten
     return part.view(dtype).view(end - start, *shape[1:])
 
 
+def converted(source: StoredTensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another element type, with no whole copy in its own beside it.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    value, end = torch.empty(source.shape, dtype=dtype), 0
+    for block in _read(source, [(0, source.shape[0] if source.shape else 1)]):
+        start, end = end, end + block.numel()
+        value.view(-1)[start:end] = block.flatten()
+    return value
+
+
 def first_numbers(source: StoredTensor, count: int) -> Tensor:
     """The first numbers of a tensor.
 

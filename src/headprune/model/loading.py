@@ -46,7 +46,7 @@ from headprune.model.sizes import (
     refuse_larger_than_weights,
     without_weights,
 )
-from headprune.model.skeleton import Unmapped, built
+from headprune.model.skeleton import Unmapped, built, widening
 from headprune.model.stored import stored_tensors, weight_files
 from headprune.model.tasks import CLASSIFIERS as CLASSIFIERS
 from headprune.model.tasks import UNMEASURED as UNMEASURED
@@ -57,6 +57,7 @@ from headprune.model.tasks import native_class as native_class
 from headprune.model.tasks import task_of as task_of
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
+from headprune.tensors.dtypes import SAFETENSORS
 
 
 def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     refused = damage_is(lambda why: _does_not_load(model, config, cls, why))
     with refused, hub.asked_once(model), uneven_heads_are_known():
-        net, info = _loaded(cls, model, config, options, {} if weights else tensors)
+        net, info = _loaded(cls, model, config, options, tensors, weights)
     # another head than the checkpoint's starts anew, and many encoders come without a pooler
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
@@ -138,14 +139,26 @@ def _loaded(
     model: str | Path,
     config: PreTrainedConfig,
     options: dict[str, Any],
-    headers: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor],
+    weights: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model, from the headers of its files if these are given and say enough."""
-    if headers:
+    """A model; without weights, if the headers of its files are there and say enough."""
+    if tensors and not weights:
         with suppress(Unmapped):
-            return built(cls, model, copy.deepcopy(config), headers, options)
+            return built(cls, model, copy.deepcopy(config), tensors, options)
+    if _widens(options, tensors):
+        return widening(cls, model, config, tensors, options)
     net, info = cls.from_pretrained(str(model), config=config, **options)
     return net, info
+
+
+def _widens(options: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether all weights are copies in a wider type, and no option says how files are read."""
+    plain = {"dtype", "attn_implementation", "use_safetensors", "output_loading_info", *_HUB}
+    if not set(options) <= plain or options.get("trust_remote_code"):  # it may bring a generate()
+        return False
+    dtype, held = options["dtype"], {SAFETENSORS.get(tensor.dtype) for tensor in tensors.values()}
+    return dtype in _WIDE and bool(held) and held <= _WIDE[dtype]
 
 
 def _refuse_incomplete(model: str | Path, where: dict[str, Any]) -> None:
@@ -182,6 +195,9 @@ def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: 
         "get it again."
     )
 
+
+_HALF = {torch.bfloat16, torch.float16}
+_WIDE = {torch.float32: _HALF, torch.float64: {*_HALF, torch.float32}}  # and what they widen
 
 # of the arguments, those that say where files are found, and how they are got
 _PLACE = ("revision", "cache_dir", "subfolder")

@@ -19,7 +19,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from headprune.errors import HeadpruneError
 from headprune.family import FAMILIES
-from headprune.io.shards import StoredTensor, first_numbers, same_bytes
+from headprune.io.shards import StoredTensor, converted, first_numbers, same_bytes
 from headprune.model.base_names import either_way
 from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
@@ -55,14 +55,59 @@ def built(
         name: torch.empty(tensor.shape, dtype=SAFETENSORS[tensor.dtype], device="meta")
         for name, tensor in tensors.items()
     }
-    placed = {"config": config, "state_dict": empty, "device_map": {"": "meta"}}
-    net, info = cls.from_pretrained(None, **{**options, **placed, "output_loading_info": True})
-    if net.can_generate():
-        net.generation_config = _generation_config(str(model), options)
-    net.name_or_path = net.config.name_or_path = str(model)
+    net, info = _filled(cls, model, config, empty, {**options, "device_map": {"": "meta"}})
     _tie_same(net, tensors)
     if config.model_type in FAMILIES:  # attention_of says it better
         _sample_outputs(net, FAMILIES[config.model_type].for_runtime(), tensors)
+    return net, info
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A tensor of a file, read once transformers asks for its numbers."""
+
+    source: StoredTensor
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return converted(self.source, self.dtype)[index]
+
+
+def widening(
+    cls: type[PreTrainedModel],
+    model: str | Path,
+    config: PreTrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    options: Mapping[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Loads a model of a narrower checkpoint in the memory that its weights take.
+
+    transformers maps whole files until the last tensor is there, and converts copies of them.
+
+    Args:
+        cls: Its class.
+        model: Folder or hub id.
+        config: Its config.
+        tensors: What its checkpoint holds.
+        options: Other arguments of ``from_pretrained``, with the element type as "dtype".
+    """
+    unread = {name: _Unread(tensor, options["dtype"]) for name, tensor in tensors.items()}
+    return _filled(cls, model, config, unread, options)
+
+
+def _filled(
+    cls: type[PreTrainedModel],
+    model: str | Path,
+    config: PreTrainedConfig,
+    values: Mapping[str, Tensor | _Unread],
+    options: Mapping[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of these tensors, with what transformers reads beside them in its folder."""
+    given = {"config": config, "state_dict": values, "output_loading_info": True}
+    net, info = cls.from_pretrained(None, **{**options, **given})
+    if net.can_generate():
+        net.generation_config = _generation_config(str(model), options)
+    net.name_or_path = net.config.name_or_path = str(model)
     return net, info
 
 

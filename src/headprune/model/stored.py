@@ -32,7 +32,7 @@ from headprune.model.base_names import either_way
 from headprune.model.reading import read_config_file
 from headprune.model.residency import residency_of
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
-from headprune.tensors.shards import whole
+from headprune.tensors.shards import parts_of, whole
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
 
@@ -195,7 +195,8 @@ class StoredDtypes:
         for name, tensor in _floating(net):
             limit = torch.finfo(self.of(name)).max
             there = tensor.numel() and not tensor.is_meta  # what is read later is looked at then
-            largest = float(whole(tensor.detach()).abs().amax()) if there else 0.0
+            least, most = whole(tensor.detach()).aminmax() if there else (torch.zeros(()),) * 2
+            largest = max(-float(least), float(most))
             if limit < largest < math.inf:
                 raise CheckpointError(
                     f"'{name}' holds {largest:.3g}, and {dtype_name(self.of(name))} ends at "
@@ -217,9 +218,10 @@ class StoredDtypes:
             residency.stored_as = self.of
         for name, tensor in _floating(net):
             if not tensor.is_meta and _bits(self.of(name)) < _bits(tensor.dtype):
-                rounded = tensor.to(self.of(name)).to(tensor.dtype)
-                changed |= not torch.equal(whole(rounded), whole(tensor))
-                tensor.copy_(rounded)
+                for part in parts_of(tensor):
+                    rounded = part.to(self.of(name)).to(part.dtype)
+                    changed |= not torch.equal(whole(rounded), whole(part))
+                    part.copy_(rounded)
         return changed
 
     @torch.no_grad()

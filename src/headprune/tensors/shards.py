@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -22,3 +24,15 @@ def split_as(tensor: Tensor, other: Tensor) -> Tensor:
         return tensor
     mesh, placements = other.device_mesh, other.placements
     return distribute_tensor(tensor.to(other.device), mesh, placements, src_data_rank=None)
+
+
+def parts_of(tensor: Tensor, size: int = 1 << 22) -> Sequence[Tensor]:
+    """Views of some of its rows each; all of a tensor that is split over processes.
+
+    Args:
+        tensor: The tensor.
+        size: Bytes of a part, a copy of which takes little memory.
+    """
+    if isinstance(tensor, DTensor) or not tensor.dim():
+        return [tensor]
+    return tensor.split(max(1, size * len(tensor) // max(tensor.nbytes, 1)))
