@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headprune.declaration import Context
 from headprune.exporting.prune import prune
 from headprune.model import loading
 from headprune.model.stored import StoredDtypes
@@ -20,6 +21,7 @@ from headprune.tensors.units import Unit
 from tests import forked
 
 STATUS, MARK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PROOF_GB = 0.2  # of 36 million weights in float32
 pytestmark = pytest.mark.skipif(not MARK.exists(), reason="no peak of resident memory is counted")
 
 
@@ -46,11 +48,14 @@ def llama(size: int, vocabulary: int = 1000) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
 
 
-def cut(model: Path, output: Path) -> None:
-    """Prunes the last group of every layer, as by default."""
+def cut(model: Path, output: Path) -> list[str]:
+    """Prunes the last group of every layer, as by default; returns the stages."""
+    stages: list[str] = []
     part = AttentionPlan(query_heads=8, kv_heads=4, keep=tuple(range(6)))
     parts = {f"model.layers.{layer}.self_attn": part for layer in range(4)}
-    prune(model, output, CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts)))
+    asked = CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
+    prune(model, output, asked, context=Context(stage=stages.append))
+    return stages
 
 
 def measure_proof(folder: Path, mapping: bool) -> None:
@@ -58,8 +63,9 @@ def measure_proof(folder: Path, mapping: bool) -> None:
     if mapping:  # as transformers does by itself
         loading._widens = lambda options, tensors: False
     cut(folder / "small", folder / "before")
-    peak = peak_of(lambda: cut(folder / "large", folder / "after"))
-    (folder / "peak.json").write_text(json.dumps(peak), encoding="utf-8")
+    stages: list[str] = []
+    peak = peak_of(lambda: stages.extend(cut(folder / "large", folder / "after")))
+    (folder / "peak.json").write_text(json.dumps([peak, stages]), encoding="utf-8")
 
 
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
@@ -71,7 +77,8 @@ def test_a_proof_takes_the_memory_of_the_weights_it_computes_with(
         llama(size).to(held).save_pretrained(tmp_path / name)
     assert forked.call(measure_proof, tmp_path, mapping) == 0
     stored = (tmp_path / "large" / "model.safetensors").stat().st_size
-    peak = json.loads((tmp_path / "peak.json").read_text(encoding="utf-8"))
+    peak, stages = json.loads((tmp_path / "peak.json").read_text(encoding="utf-8"))
+    assert f"probing the gated original (takes about {PROOF_GB} GB of memory)" in stages
     # the bound is higher by what activations take beside so few weights
     assert (peak < 2.4 * stored) == (held is torch.float32 or not mapping), peak / stored
 

@@ -33,10 +33,13 @@ from headprune.model.residency import residency_of, runs_by_layers, sources
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.placements import ROOM, Placement, asked_placement
+from headprune.placements import too_large as exceeded
 from headprune.proof import equivalence, tensors
 from headprune.schemas.manifest import contents
 from headprune.surgery.cut import Cut, resolve
 from headprune.surgery.streamed import cut_pieces
+
+PROOF_ROOM = 1.1  # times the weights, as measured: one model at a time, and a few outputs
 
 
 def write_streamed(
@@ -65,6 +68,7 @@ def write_streamed(
         ProofError: If the result is not what it should be.
     """
     before, source = counts(net, cuts), stored_tensors(order.origin)
+    weights = sum(weight.nbytes for weight in net.parameters())
     too_large = None if changed else _too_large(net, source, order)
     try:
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
@@ -80,7 +84,7 @@ def write_streamed(
     facts = described(net, order, shape, before, cuts)
     expected = None
     if order.writing.proof is not ProofOption.TENSORS and too_large is None:
-        context.stage("probing the gated original")
+        context.stage(f"probing the gated original{_room_of(weights)}")
         probed = whole()
         expected, held = _expected(probed, order, changed)
         if residency_of(probed) is None:
@@ -178,6 +182,19 @@ def _written(
                 facts["tensor_proof"] = tensors.compare(folder, pieces, context.step)
             facts |= {"parent": parent(), "files": files()}
         return finished(folder, order, facts, passed_over(net, stored_tensors(order.origin)))
+
+
+def _room_of(weights: int) -> str:
+    """How much memory a proof takes, for the stage; nothing where little, or a layer at a time.
+
+    Args:
+        weights: Bytes of the weights, in the element type that they are computed in.
+    """
+    placement, takes = asked_placement(), PROOF_ROOM * weights / 1e9
+    layers = placement is Placement.LAYERS
+    if layers or (placement is Placement.AUTO and exceeded(weights)) or takes < 0.1:
+        return ""
+    return f" (takes about {takes:.1f} GB of memory)"
 
 
 def _too_large(
