@@ -35,4 +35,6 @@ def parts_of(tensor: Tensor, size: int = 1 << 22) -> Sequence[Tensor]:
     """
     if isinstance(tensor, DTensor) or not tensor.dim():
         return [tensor]
-    return tensor.split(max(1, size * len(tensor) // max(tensor.nbytes, 1)))
+    rows = max(1, size * len(tensor) // max(tensor.nbytes, 1))
+    parts: Sequence[Tensor] = tensor.split(rows)
+    return parts
