@@ -600,7 +600,9 @@ def test_the_lead_of_a_model_has_its_sign(task: str) -> None:
     difference = abs(measure.number(near) - measure.number(far))
     assert found[0] < difference < found[1]
     assert lead(measure, worse, better) == pytest.approx((-found[1], -found[0]), rel=0.1)
-    assert lead(measure, near[:1], far[:1]) is not None  # one sequence: an interval of no width
+    assert lead(measure, near[:1], far[:1]) is None  # one sequence has no interval
+    two = lead(measure, better[:2], worse[:2])
+    assert two is not None and two[0] < two[1]
 
 
 def test_which_candidates_apply_follows_from_the_goal() -> None:

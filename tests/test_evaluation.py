@@ -228,18 +228,31 @@ def test_few_windows_are_not_overconfident() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "n"), [("documents", 60), ("documents", 400), ("neighbours", 30), ("neighbours", 400)]
+    ("tied", "n"),
+    [
+        *((count, n) for count, n in ((15, 60), (100, 400), (2, 40), (4, 40), (9, 180))),
+        *((tie, n) for tie in (0.4, 0.6) for n in (40, 100)),
+        *((0.4, n) for n in (30, 400)),
+    ],
 )
-def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied: str, n: int) -> None:
-    """95 % intervals of the mean of windows that resemble their neighbours, or their document."""
+def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied: float, n: int) -> None:
+    """95 % intervals of the mean of windows of some documents, or that resemble their neighbours.
+
+    Args:
+        tied: How many documents, or how alike neighbours are.
+        n: Windows.
+    """
     generator = np.random.default_rng(n)
-    if tied == "documents":
-        documents = np.sort(generator.integers(0, n // 4, n))  # of four windows each
+    if tied > 1:
+        documents = np.arange(n) * int(tied) // n
+        if n // int(tied) == 4:  # in the mean
+            documents = np.sort(generator.integers(0, int(tied), n))
         draws = generator.normal(size=(400, n)) + generator.normal(size=(400, n))[:, documents]
     else:
         documents, draws = np.zeros(n, np.int64), generator.normal(size=(400, n))
         for window in range(1, n):
-            draws[:, window] = 0.4 * draws[:, window - 1] + 0.84**0.5 * draws[:, window]
+            draws[:, window] *= (1 - tied**2) ** 0.5
+            draws[:, window] += tied * draws[:, window - 1]
     covered = {"alone": 0, "together": 0}
     for seed, sample in enumerate(draws):
         for name, runs in (("alone", None), ("together", documents)):
@@ -252,13 +265,15 @@ def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied: str
 def test_windows_are_drawn_with_those_of_their_document(
     llama_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    config = EvaluateConfig(seq_len=16, max_windows=12, speed=False, copying=12)
+    config = EvaluateConfig(seq_len=16, max_windows=12, speed=False, copying=6)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": tiny.text(40, i)}) for i in range(20)))
     for source, distinct in ((text_file, 1), (rows, 12)):
         found = run(load(llama_folder, DataConfig(source=str(source)), config), config).samples[0]
         documents = found.documents_of("perplexity")
         assert documents is not None and len(documents) == found.count("perplexity") == 12
+        repeated = found.documents_of("repeated_passage_nll")  # of every other window
+        assert repeated is not None and repeated.tolist() == documents[::2].tolist()
         assert len(set(documents.tolist())) == distinct
         assert found.documents_of("copying_nll") is None  # random tokens are of no text
 

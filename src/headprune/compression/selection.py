@@ -134,6 +134,8 @@ def lead(measure: Measure, first: Floats, second: Floats) -> tuple[float, float]
     Returns:
         Both ends; None where there is too little to draw from.
     """
+    if len(first) < 2:
+        return None
     sign = 1 if measure.higher_is_better else -1
 
     def difference(drawn: NDArray[np.int64]) -> Any:

@@ -4,8 +4,8 @@ Both models are measured on the same sequences; a resample draws sequences, not 
 sequences have in common cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
 
     documents   windows of one document are drawn together
-    blocks      of a running text, or few documents: runs of n^(1/3) neighbouring windows are drawn
-                together (Kuensch 1989; Hall, Horowitz and Jing 1995 for the length)
+    blocks      of a running text: neighbouring windows are drawn together (Kuensch 1989), in few
+                long blocks: shorter ones lose what neighbours have in common
 
 With few draws these intervals are too short; their tails are moved out as far as Student's t is
 wider than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm, t
+
+from headprune.data.rows import evenly
 
 # Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
 Statistic = Callable[[NDArray[np.int64]], Any]
@@ -105,7 +107,9 @@ def _starts(n: int, documents: Numbers | None) -> Numbers:
     if documents is None:
         return np.arange(n)
     starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
-    return starts if len(starts) >= FEWEST else np.arange(0, n, int(np.cbrt(n)))
+    if len(starts) > 1:  # of two, Student's t has one degree of freedom: wide, as it must be
+        return starts
+    return np.array(evenly(n, min(n, max(5, int(0.7 * n**0.5)))))
 
 
 def _drawn(generator: np.random.Generator, starts: Numbers, n: int, rows: int) -> Numbers:

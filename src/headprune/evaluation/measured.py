@@ -22,11 +22,13 @@ from headprune.evaluation.metrics import similarity_correlation, within
 from headprune.evaluation.needle import NEEDLE
 from headprune.evaluation.quality import Floats, Progress
 from headprune.evaluation.recall import (
+    REPEATED,
     WORDS,
     RecalledWords,
     WordMarks,
     copying_losses,
     repeated_losses,
+    repeated_rows,
 )
 from headprune.evaluation.report import Metric, metric
 from headprune.evaluation.samples import Samples
@@ -90,6 +92,9 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         if domain.documents is not None:
             names = (within(name, domain.name) for name in _BY_ROW)
             found.documents |= dict.fromkeys(names, domain.documents)
+            names = (within(name, domain.name) for name in REPEATED)
+            some = domain.documents[repeated_rows(len(domain.rows), config.copying)]
+            found.documents |= dict.fromkeys(names, some)
         done += domain.steps
     if config.tasks:
         scores: TaskScores = task_scores(net, loaded.tokenizer, config)

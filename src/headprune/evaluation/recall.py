@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from headprune.data.rows import evenly
 from headprune.data.tokens import around
 from headprune.evaluation.metrics import Floats
 from headprune.model.placement import input_device
@@ -155,16 +156,22 @@ def repeated_losses(
         model: A causal language model.
         tokenizer: Its tokenizer.
         sequences: Rows of equally long ``input_ids``.
-        count: How many of them, the first ones, are read.
+        count: How many of them, evenly, are read.
         batch_size: Sequences per forward pass.
 
     Returns:
         As ``copying_losses``.
     """
     before = around(tokenizer).before
-    rows = np.array(sequences[:count]["input_ids"])[:, len(before) :]
+    some = sequences.select(repeated_rows(len(sequences), count))
+    rows = np.array(some["input_ids"])[:, len(before) :]
     run = rows[:, : rows.shape[1] // 2]
     return dict(zip(REPEATED, _second_time(model, before, run, batch_size), strict=True))
+
+
+def repeated_rows(total: int, count: int) -> list[int]:
+    """Which of all sequences ``repeated_losses`` reads."""
+    return evenly(total, min(total, count))
 
 
 @torch.no_grad()
