@@ -338,7 +338,7 @@ def test_a_pickle_is_refused_with_the_lines_that_convert_it(
     code, _, err = run(capsys, "inspect", folder / name if given == "file" else folder)
     assert code == 2 and f"'{folder / name}' is a pickle" in err
     monkeypatch.chdir(folder)
-    exec("import glob, torch, safetensors.torch; " + err.partition("in its folder: ")[2], {})
+    exec(err.partition("in its folder: ")[2], {})
     assert run(capsys, "inspect", folder)[0] == 0
     converted = load_file(folder / "model.safetensors")
     assert all(torch.equal(converted[key], wanted[key]) for key in wanted)

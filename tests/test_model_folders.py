@@ -32,6 +32,7 @@ from transformers import (
 import headprune
 from headprune.config import Dtype
 from headprune.errors import CheckpointError
+from headprune.exporting import card
 from headprune.io.folders import COMPANIONS
 from headprune.model.loading import load_tokenizer
 from headprune.model.opening import load
@@ -352,3 +353,9 @@ def test_what_a_cache_lacks_is_not_said_of_the_hub(
     said = rf"The cache of the hub lacks {lacking} of 'some/model', .*\(HF_HUB_OFFLINE is set\)"
     with pytest.raises(CheckpointError, match=said):
         headprune.from_pretrained("some/model", cache_dir=str(cache), weights=weights)
+
+
+@pytest.mark.parametrize("front", ["license", "- license", "license: [unclosed"])
+def test_front_matter_that_is_no_mapping_is_left_out(front: str) -> None:
+    assert card._metadata(f"---\n{front}\n---\n") == {}
+    assert card._metadata("---\nlicense: mit\n---\n") == {"license": "mit"}

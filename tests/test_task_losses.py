@@ -280,3 +280,11 @@ def test_compress_chooses_by_what_the_head_is_for(
     original = np.random.default_rng(0).integers(0, 2, (7, model.config.num_labels)) * 1.0
     assert how.number(how.rows(original, original)) == 1
     assert how.number(how.rows(1 - original, original)) < 0.1
+
+
+def test_flags_of_two_labels_are_told_from_their_numbers_by_the_column() -> None:
+    net = classifier(num_labels=2, problem_type=MULTI)
+    assert label_reader(net, ["0,1", "0,0"])("0,1") == [0.0, 1.0]
+    assert label_reader(net, ["0,1", "1"])("0,1") == [1.0, 1.0]
+    with pytest.raises(DataError, match="'0,1' may be one 0 or 1 per label"):
+        label_reader(net, ["0,1", "1,0"])("0,1")

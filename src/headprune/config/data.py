@@ -121,8 +121,3 @@ class CalibrationConfig(Options):
     )
     dtype: Dtype = option(COMPUTED, Dtype.AUTO)
     seed: Seed = option("Seed of masked positions and of what is random.", 0)
-
-    @property
-    def tokens_per_pass(self) -> int:
-        """Tokens of a batch of sequences as long as was asked for."""
-        return self.seq_len * sequences_per_pass(self.batch_size, self.seq_len)

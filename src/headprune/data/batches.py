@@ -143,7 +143,7 @@ def batches(
         collator: Any = pairs_of(net, tokenizer)
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
-        read_label = label_reader(net) if labelled else None
+        read_label = label_reader(net, examples.labels or ()) if labelled else None
         rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
         collator = DataCollatorWithPadding(_padding(tokenizer, net))
     if len(rows) < need:

@@ -261,19 +261,25 @@ def _refuse_empty(rows: list[list[int]], before: int) -> None:
         )
 
 
-def label_reader(net: PreTrainedModel) -> Callable[[str], Label]:
+def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[str], Label]:
     """Return what reads a label as the loss of a head for sequences takes it.
 
     That is the number of a class; a number, for a regression; or, where labels do not exclude each
     other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
-    numbers of those that hold, or as many 0 and 1 as there are.
+    numbers of those that hold, or as many 0 and 1 as there are. Of two labels "0,1" may be either;
+    rows of the column that can mean one alone decide.
+
+    Args:
+        net: The model.
+        column: The labels of all rows.
 
     Raises:
         DataError: If the model gives several numbers, and a column holds one.
     """
     task, ids = task_of(net), class_ids(net.config)
     if task == "multi-label":
-        return partial(_yes_or_no, label_ids=ids)
+        forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
+        return partial(_yes_or_no, label_ids=ids, flags=forms.pop() if len(forms) == 1 else None)
     if task != "regression":
         return partial(_label_id, label_ids=ids)
     if net.config.num_labels != 1:
@@ -291,13 +297,33 @@ def _number(label: str) -> float:
     raise DataError(f"The label '{label}' is not a number, and the model predicts a number.")
 
 
-def _yes_or_no(label: str, label_ids: dict[str, int]) -> list[float]:
+def _parts(label: str, label_ids: dict[str, int]) -> list[str]:
     several = [label] if label in label_ids else label.split(",")
     if label.startswith("["):
         with suppress(ValueError):
             several = json.loads(label)
-    parts = [str(part).strip().removesuffix(".0") for part in several]
-    if len(parts) == len(label_ids) and {*parts} <= {"0", "1"}:
+    return [str(part).strip() for part in several]
+
+
+def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
+    """Whether a label is as many 0 and 1 as there are; None if it may name those that hold."""
+    parts = _parts(label, label_ids)
+    if len(parts) != len(label_ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
+        return False
+    holding = {str(number) for number in label_ids.values()} | {*label_ids}
+    either = len(parts) == 2 and len({*parts}) == 2 and {*parts} <= holding
+    return None if either else True
+
+
+def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> list[float]:
+    parts = [part.removesuffix(".0") for part in _parts(label, label_ids)]
+    this = _is_flags(label, label_ids)
+    if this is None and flags is None:
+        raise DataError(
+            f"The label '{label}' may be one 0 or 1 per label, or the numbers of those that hold. "
+            f"Write the names ({', '.join(label_ids)}), or 0.0 and 1.0."
+        )
+    if flags if this is None else this:
         return [float(part) for part in parts]
     holding = {_label_id(part, label_ids) for part in parts if part}
     return [float(number in holding) for number in range(len(label_ids))]

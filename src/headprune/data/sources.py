@@ -31,6 +31,7 @@ from headprune.data.rows import evenly, let_go
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.io import hub
 from headprune.io.folders import digest_of, hashes_of
+from headprune.io.parsing import read_json
 from headprune.registry import did_you_mean
 
 T = TypeVar("T")
@@ -250,8 +251,11 @@ def _files(data: DataConfig) -> list[Path]:
                 )
             path /= data.split
         files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in _BUILDERS)
-        saved = ["state.json"] * (path / "dataset_info.json").is_file()
-        rows = [file for file in files if file.name not in {*FILES_TO_IGNORE, *saved}]
+        if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
+            files = [path / name for name in _saved_in(path / "state.json")]
+        rows = [file for file in files if file.name not in FILES_TO_IGNORE]
+        if any(_BUILDERS[_suffix(file)] != "text" for file in rows):  # Markdown is about the data
+            rows = [file for file in rows if _suffix(file) != ".md"]
         if any(_suffix(file) != ".md" for file in rows):  # README.md is the card of the data
             files = rows
         if not files:
@@ -261,6 +265,17 @@ def _files(data: DataConfig) -> list[Path]:
             )
         return files
     return []
+
+
+def _saved_in(state: Path) -> list[str]:
+    """Name the files that ``save_to_disk`` wrote; datasets keeps caches of its own beside them."""
+    content = read_json(state, DataError)
+    try:
+        return [Path(file["filename"]).name for file in content["_data_files"]]
+    except (TypeError, KeyError):
+        raise DataError(
+            f"'{state}' does not say which files hold the rows. Save the data set again."
+        ) from None
 
 
 def _suffix(file: Path) -> str:
@@ -371,9 +386,9 @@ def _text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
         columns = _chats(table)[:1] or [n for n in _strings(table) if n != data.label_column]
         if not named and any(map(_is_no_name, table.column_names)):
             raise DataError(
-                f"'{data.source}' has no names of columns: its first row, which should hold them, "
-                f"is {', '.join(table.column_names)[:60]!r}. Write them there, such as 'text', or "
-                "name the column of these with --text-column."
+                f"'{data.source}' has no header row: its first row is "
+                f"{', '.join(table.column_names)[:60]!r}. Add one such as 'text', or give "
+                "--text-column."
             )
         if len(columns) != 1:
             raise DataError(

@@ -23,9 +23,7 @@ from headprune.declaration.options import (
     appearance,
     build,
     flags,
-    location,
     option,
-    takes_several,
     warn_of_old_names,
 )
 
@@ -45,9 +43,7 @@ __all__ = [
     "build",
     "declare",
     "flags",
-    "location",
     "option",
     "retold",
-    "takes_several",
     "warn_of_old_names",
 ]

@@ -47,9 +47,6 @@ Result = TypeVar("Result")
 Item = TypeVar("Item")
 
 
-Say = Callable[[str], None]
-
-
 def _no_step(done: int, total: int, numbers: str = "") -> None:
     pass
 

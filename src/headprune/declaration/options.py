@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, get_origin
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -140,11 +140,6 @@ def appearance(info: FieldInfo) -> Appearance:
     return next((m for m in info.metadata if isinstance(m, Appearance)), Appearance())
 
 
-def takes_several(info: FieldInfo) -> bool:
-    """Whether an option has a list of values."""
-    return get_origin(info.annotation) is tuple
-
-
 def flags(name: str, info: FieldInfo) -> tuple[str, ...]:
     """How an option is spelt: ``--text-column``, or ``--speed`` and ``--no-speed``."""
     given, plain = appearance(info).flags, name.replace("_", "-")
@@ -179,23 +174,6 @@ class Door(Enum):
             flag: name for name, info in options.model_fields.items() for flag in flags(name, info)
         }
         return re.sub(r"--[a-z][a-z0-9-]*", lambda found: known.get(found[0], found[0]), message)
-
-
-def location(parts: Sequence[int | str], given: Mapping[str, Any]) -> tuple[int | str, ...]:
-    """Where in what was given an error is.
-
-    Args:
-        parts: Where pydantic says it is, which also names the members of unions on the way.
-        given: What was validated.
-    """
-    found = [*parts[:1]]
-    inside: Any = given.get(str(*parts[:1]))
-    for part in parts[1:]:
-        held = range(len(inside)) if isinstance(inside, (list, tuple)) else inside
-        if isinstance(held, (Mapping, range)) and part in held:
-            found.append(part)
-            inside = inside[part]
-    return tuple(found)
 
 
 def build(options: type[Asked], values: Mapping[str, Any], door: Door = Door.OPTION) -> Asked:

@@ -261,6 +261,7 @@ def _rows(
         return translation_rows(examples.spread(most), tokenizer, seq_len, known), None
     some = by_sentence(examples).spread(most)
     if task in CLASSIFIERS:
-        return tokenized_rows(some, tokenizer, seq_len, label_reader(net), known), None
+        read_label = label_reader(net, examples.labels or ())
+        return tokenized_rows(some, tokenizer, seq_len, read_label, known), None
     rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
     return rows, None if examples.rows_are_documents else np.zeros(len(rows), np.int64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from headprune.config import EvaluateConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.report import Metric
-from headprune.io.writing import is_there
 from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
 
@@ -55,55 +53,6 @@ def refuse_tasks(tasks: Sequence[str]) -> None:
                 f"--tasks {name}: lm-eval has no such task, and there is no such file or folder."
                 f"{did_you_mean(name, known)}"
             )
-
-
-def task_files(tasks: Sequence[str]) -> list[Path]:
-    """The local files that tasks are made of: those of a folder, a YAML file, and what it names.
-
-    That is a file that it includes, one of functions or of data, and the tasks of a group.
-    """
-    found: set[Path] = set()
-    named: dict[Path, dict[str, Path]] = {}
-    todo = [file for task in tasks for file in _given(Path(task))]
-    while todo:
-        file = todo.pop()
-        if file.resolve() not in found and file.suffix in _YAML:
-            if file.parent not in named:
-                named[file.parent] = _tasks_in(file.parent)
-            todo += _named_by(file, named[file.parent])
-        found.add(file.resolve())
-    return sorted(found)
-
-
-def _given(task: Path) -> list[Path]:
-    if task.is_dir():
-        return [file for file in task.rglob("*") if file.is_file() and _is_source(file, task)]
-    return [task] if task.suffix in _YAML and task.is_file() else []
-
-
-def _is_source(file: Path, folder: Path) -> bool:
-    """Whether a file was written by people, and not by Python or git beside them."""
-    parts = file.relative_to(folder).parts
-    return not any(part.startswith(".") or part == "__pycache__" for part in parts)
-
-
-def _tasks_in(folder: Path) -> dict[str, Path]:
-    """The tasks that the files of a folder are, by name."""
-    found: dict[str, Path] = {}
-    for file in folder.iterdir():
-        with suppress(OSError):  # what cannot be read is no task
-            found |= dict.fromkeys(_named_in(file), file)
-    return found
-
-
-def _named_by(file: Path, siblings: Mapping[str, Path]) -> Iterator[Path]:
-    """The files that words of a YAML file name, seen from its folder or from here."""
-    folder, text = file.parent, file.read_text(encoding="utf-8", errors="replace")
-    for word in set(re.findall(r"""[^\s"'\[\]{},]+""", text)):
-        functions = folder / f"{word.partition('.')[0]}.py"  # as in !function utils.answer
-        for place in (folder / word, Path(word), functions, siblings.get(word)):
-            if place is not None and is_there(place) and place.is_file():
-                yield place
 
 
 def task_scores(net: PreTrainedModel, tokenizer: Any, config: EvaluateConfig) -> TaskScores:

@@ -306,7 +306,8 @@ def _metadata(text: str) -> dict[str, Any]:
         content = parse_yaml(found[1]) if found else {}
     except (ValueError, RecursionError, yaml.YAMLError):
         content = {}  # nobody can read it
-    return {name: content[name] for name in _INHERITED if name in (content or ())}
+    content = content if isinstance(content, dict) else {}
+    return {name: content[name] for name in _INHERITED if name in content}
 
 
 def _as_yaml(content: dict[str, Any]) -> str:

@@ -169,8 +169,9 @@ def _remove(work: Path) -> None:
     for name in (_NEW, _OLD):
         shutil.rmtree(work / name, ignore_errors=True)
     with suppress(OSError):
-        (work / _MARK).unlink(missing_ok=True)
-        work.rmdir()
+        if {inside.name for inside in work.iterdir()} <= {_MARK}:  # it says whose the rest is
+            (work / _MARK).unlink(missing_ok=True)
+            work.rmdir()
 
 
 def _locked(work: Path, place: Path) -> int | None:

@@ -222,7 +222,8 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     """
     path = Path(model) / kwargs.get("subfolder", "")
     refuse_strange_name(path)
-    refuse_adapter(model, **{name: kwargs[name] for name in _PLACE if name in kwargs})
+    where = {name: kwargs[name] for name in (*_PLACE, "token") if name in kwargs}
+    refuse_adapter(model, ask=not kwargs.get("local_files_only"), **where)
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "

@@ -39,27 +39,23 @@ def refuse_pickles_among(files: Iterable[Path]) -> None:
     """Refuse the first pickle among files.
 
     Raises:
-        CheckpointError: With two lines of Python that make safetensors of it.
+        CheckpointError: With a line of Python that makes safetensors of it.
     """
     for file in files:
         if file.suffix in _PICKLES:
             raise CheckpointError(
-                f"'{file}' is a pickle, which can run code when it is read. Run in Python in its "
-                f"folder: {conversion(file.name)}"
+                f"'{file}' is a pickle, which can run code. Run in Python in its folder: "
+                f"{conversion(file.name)}"
             )
 
 
 def conversion(pickle: str) -> str:
-    """Return the lines of Python that make safetensors of a pickled state dict."""
-    read = f"torch.load({pickle!r}, weights_only=True)"
-    if "-of-" in pickle:  # one of several
-        read = (
-            "{k: v for f in glob.glob('*-of-*') for k, v in "
-            "torch.load(f, weights_only=True).items()}"
-        )
+    """Return the line of Python that makes safetensors of a pickled state dict."""
+    files = "glob.glob('*-of-*')" if "-of-" in pickle else f"[{pickle!r}]"  # of one of several, all
     return (
-        f"t = {read}; safetensors.torch.save_file("
-        "{k: v.contiguous().clone() for k, v in t.items()}, 'model.safetensors', {'format': 'pt'})"
+        "import glob, torch, safetensors.torch as st; "
+        f"st.save_file({{k: v.contiguous().clone() for f in {files} for k, v in "
+        "torch.load(f, weights_only=True).items()}, 'model.safetensors', {'format': 'pt'})"
     )
 
 
@@ -84,17 +80,18 @@ def refuse_pickles(model: str | Path) -> None:
     raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
 
 
-def refuse_adapter(model: str | Path, **where: Any) -> None:
+def refuse_adapter(model: str | Path, ask: bool = True, **where: Any) -> None:
     """Refuses an adapter, alone or beside a model: transformers applies it where peft is installed.
 
     Args:
         model: Folder or hub id.
-        **where: ``subfolder``, ``revision`` and ``cache_dir``.
+        ask: Whether the hub may be asked for one.
+        **where: ``subfolder``, ``revision``, ``cache_dir`` and ``token``.
 
     Raises:
         CheckpointError: Saying how to merge it.
     """
-    if find_file(model, ADAPTER_CONFIG_NAME, **where, ask=True) is None:
+    if find_file(model, ADAPTER_CONFIG_NAME, **where, ask=ask) is None:
         return
     where_it_is, instead = "without its model", "give the result"
     if find_file(model, "config.json", **where):

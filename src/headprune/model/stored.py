@@ -115,6 +115,7 @@ def find_file(
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     ask: bool = False,
+    token: str | bool | None = None,
 ) -> Path | None:
     """A file of a folder, or of a hub model.
 
@@ -125,6 +126,7 @@ def find_file(
         revision: Branch, tag or commit of a hub model.
         cache_dir: The cache of the hub; None for the usual one.
         ask: Whether the hub is asked for a file that the cache does not know of.
+        token: What the hub is asked with; None for the one that is logged in.
     """
     inside = f"{subfolder}/{name}" if subfolder else name
     if Path(model).is_dir():
@@ -135,7 +137,7 @@ def find_file(
     except HFValidationError:  # neither a folder nor a name on the hub, which reading it tells
         return None
     if cached is None and ask:
-        return hub.fetched(model, inside, revision=revision, cache_dir=cache_dir)
+        return hub.fetched(model, inside, revision=revision, cache_dir=cache_dir, token=token)
     return Path(cached) if isinstance(cached, str) else None
 
 

@@ -191,6 +191,8 @@ class Work:
             self.history.unlink(missing_ok=True)
             for folder in (*checkpoints.found(self.checkpoints), self.checkpoints / PARTIAL):
                 shutil.rmtree(folder, ignore_errors=True)
+            for folder in filter(abandoned, [*self.folder.iterdir()]):  # of a killed run
+                shutil.rmtree(folder, ignore_errors=True)
             self.checkpoints.rmdir()  # unless it holds something else
             self.folder.rmdir()
 
