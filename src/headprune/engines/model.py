@@ -39,7 +39,7 @@ class Past:
     cache: Mapping[str, Tensor]
 
 
-class Outputs(dict[str, Any]):
+class NamedOutputs(dict[str, Any]):
     """Outputs by name, which are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +65,7 @@ class RunByEngine:
     def get_output_embeddings(self) -> None:
         """None that could be called by itself."""
 
-    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> Outputs:
+    def __call__(self, input_ids: Tensor | None = None, **inputs: Any) -> NamedOutputs:
         """Runs the graphs; arguments are those of the class, ``past_key_values`` a ``Past``."""
         given = {name: value for name, value in inputs.items() if value is not None}
         past = given.pop("past_key_values", None)
@@ -86,16 +86,16 @@ class RunByEngine:
             "input_ids": ids[:, -read:],
             "position_ids": positions[:, -read:],
         }
-        found = Outputs(graph.run({name: known[name] for name in graph.inputs}))
+        found = NamedOutputs(graph.run({name: known[name] for name in graph.inputs}))
         names = [name for name in found if name.startswith(f"{PRESENT}.")]
         cache = {PAST + name.removeprefix(PRESENT): found.pop(name) for name in names}
         if read > new:
             found["logits"] = found.logits[:, -new:]
-        return Outputs(found, past_key_values=Past(ids, positions, cache))
+        return NamedOutputs(found, past_key_values=Past(ids, positions, cache))
 
     def _encoded_and_decoded(
         self, input_ids: Tensor | None, given: dict[str, Any], past: Past | None
-    ) -> Outputs:
+    ) -> NamedOutputs:
         """Decodes without a cache: the whole target so far is read again."""
         new = given["decoder_input_ids"]
         states = given.get("encoder_outputs", (None,))[0]
@@ -115,7 +115,7 @@ class RunByEngine:
         }
         logits = self.headprune_graphs[DECODER].run(known)["logits"][:, -new.shape[1] :]
         read = Past(ids, ids[:, :0], {})
-        return Outputs(logits=logits, past_key_values=read, encoder_last_hidden_state=states)
+        return NamedOutputs(logits=logits, past_key_values=read, encoder_last_hidden_state=states)
 
 
 def _empty_cache(graph: LoadedGraph, batch: int) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> C
     """
     constraints = constraints_of(net, asked.layout, asked.targets, asked.tensor_parallel)
     chosen, evidence, weights = _plan(net, source, asked, constraints)
-    if not chosen.kept_heads:
+    if chosen.query_heads and not chosen.kept_heads:
         raise PlanError(
             f"None of the {chosen.query_heads} query heads would stay, and a model without any "
             "attention serves nobody. Keep at least one; single layers may lose all of theirs."
