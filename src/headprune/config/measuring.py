@@ -80,7 +80,7 @@ class EvaluateConfig(RecallConfig, NeedleConfig):
     )
     batch_size: Few = option("Sequences per forward pass.", 4)
     max_windows: Count | None = option(
-        "Measure on so many windows or examples only, spread evenly over the text.",
+        "Number of windows or examples to measure, spread evenly over the text.",
         None,
         Panel.MAIN,
     )
@@ -198,7 +198,7 @@ class CheckConfig(NeedleConfig):
     )
     batch_size: Few = option("Sequences per forward pass.", 4)
     max_windows: Count | None = option(
-        "Measure on so many windows or examples only, spread evenly over the text.", None
+        "Number of windows or examples to measure, spread evenly over the text.", None
     )
     dtype: Dtype = option(MEASURED, Dtype.AUTO)
     role_sequences: Annotated[Few, Field(ge=10)] = option(  # fewer decide nothing

@@ -39,7 +39,7 @@ class SweepConfig(CalibrationConfig, RecallConfig, InUnits):
     )
     rounds: Count = option("How often heads are scored per cut.", 1, Panel.CUT)
     max_windows: Count | None = option(
-        "Measure on so many windows or examples only, spread evenly over the text.",
+        "Number of windows or examples to measure, spread evenly over the text.",
         None,
         Panel.INPUT,
     )

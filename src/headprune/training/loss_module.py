@@ -26,7 +26,7 @@ class LossModule(nn.Module):
         return is_sharded(self.model)
 
     def train(self, mode: bool = True) -> LossModule:
-        """Trains a model that stays in eval mode: what is trained is what it computes at test time.
+        """Train the model in eval mode, so that it computes as at test time.
 
         With dropout a model would differ from an equal teacher, and from itself without gates.
         """
