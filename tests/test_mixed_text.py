@@ -24,32 +24,45 @@ def test_the_text_that_ships_is_named_with_its_source() -> None:
     assert "PSF LICENSE AGREEMENT" in (files[0].parent / "LICENSE-PSF.txt").read_text()
 
 
-def test_every_text_gives_an_eighth_from_all_over_it(tmp_path: Path) -> None:
+def test_an_eighth_of_every_text_is_held_out_from_all_over_it(tmp_path: Path) -> None:
     lines = [f"line {i:04d} of a text\n" for i in range(1600)]
     (tmp_path / "plain.txt").write_text("".join(lines))
     rows = [json.dumps({"text": line}) for line in lines[:80]]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     files = ("plain.txt", "rows.jsonl")
     sources = {Path(n).stem: DataConfig(source=str(tmp_path / n)) for n in files}
-    trained, held = texts.read(sources)
-    plain = [[row[0] for row, _ in part[0].rows] for part in (trained, held)]
+    parts = texts.read(sources)
+    three = (parts.learning, parts.choosing, parts.reporting)
+    plain = [[row[0] for row, _ in part[0].rows] for part in three]
     assert sorted("".join(map("".join, plain)).splitlines(True)) == lines  # nothing is in both
-    assert all(block.startswith("line") and block.endswith("\n") for block in plain[1])
-    places = [int(block[5:9]) / 1600 for block in plain[1]]
-    assert len(places) == 4 and all(i / 4 <= at < (i + 1) / 4 for i, at in enumerate(places))
-    assert [len(part[1].rows) for part in (trained, held)] == [70, 10]
-    assert [row[0] for row, _ in held[1].rows] == lines[4:80:8]
+    held_out = [plain[1][0], plain[2][0], plain[1][1], plain[2][1]]  # in turns: 4 blocks
+    assert all(block.startswith("line") and block.endswith("\n") for block in held_out)
+    places = [int(block[5:9]) / 1600 for block in held_out]
+    assert all(i / 4 <= at < (i + 1) / 4 for i, at in enumerate(places))
+    rows = [[row[0] for row, _ in part[1].rows] for part in three]
+    assert [len(part) for part in rows] == [70, 5, 5]
+    assert [rows[1], rows[2]] == [lines[12:80:16], lines[4:80:16]]  # the second text's turns
     labelled = DataConfig(source=str(tmp_path / "labelled.jsonl"), label_column="label")
     Path(labelled.source).write_text(json.dumps({"text": "a", "label": "b"}))
     with pytest.raises(DataError, match="cannot be mixed"):
         texts.read({**sources, "labelled": labelled})
 
 
+def test_few_documents_of_several_texts_give_both_held_out_parts_something(tmp_path: Path) -> None:
+    for name, count in {"eight": 8, "nine": 9}.items():
+        rows = (json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    parts = texts.read({f.stem: DataConfig(source=str(f)) for f in sorted(tmp_path.iterdir())})
+    for part in (parts.choosing, parts.reporting):
+        assert [len(text.rows) for text in part] == [1, 1]
+
+
 def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> None:
     sizes = {"long": 400_000, "longer": 900_000, "short": 3_000}
     for name, size in sizes.items():
         (tmp_path / f"{name}.txt").write_text(f"{name} text\n" * (size // len(f"{name} text\n")))
-    trained, _ = texts.read({n: DataConfig(source=str(tmp_path / f"{n}.txt")) for n in sizes})
+    sources = {n: DataConfig(source=str(tmp_path / f"{n}.txt")) for n in sizes}
+    trained = texts.read(sources).learning
     parts = dict(zip(sizes, texts.mixed(trained, 20_000), strict=True))
     assert parts["short"].size == trained[2].size
     assert abs(parts["long"].size - parts["longer"].size) < 10_000
@@ -62,7 +75,8 @@ def test_where_all_reach_far_samples_come_from_all_over_them(tmp_path: Path) -> 
     for name in ("first", "second", "third"):
         lines = (f"{name} text, line {i:05d}\n" for i in range(20_000))
         (tmp_path / f"{name}.txt").write_text("".join(lines))
-    trained, _ = texts.read({f.stem: DataConfig(source=str(f)) for f in tmp_path.iterdir()})
+    sources = {f.stem: DataConfig(source=str(f)) for f in tmp_path.iterdir()}
+    trained = texts.read(sources).learning
     few, many = (texts.mixed(trained, tokens) for tokens in (100, 4_000))
     assert all(0 < part.size < 20_000 for part in few)
     for part, whole in zip(many, trained, strict=True):

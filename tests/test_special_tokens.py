@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.compression.heldout import HeldOut
-from headprune.compression.texts import Text
+from headprune.compression.texts import Parts, Text
 from headprune.config import (
     CalibrationConfig,
     CheckConfig,
@@ -149,8 +149,8 @@ def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: P
     convert = ConvertConfig(kv_heads=1, calibration_tokens=128, seq_len=SEQ)
     assert begin(merge_calibration(net, folder, data, convert).rows["input_ids"], before)
     text = Text("text", tuple(((tiny.text(100),), None) for _ in range(3)), False)
-    heldout = HeldOut(net, of, [text], SEQ, 64, 4)
-    assert begin(heldout.rows["text"]["input_ids"], before)
+    heldout = HeldOut(net, of, Parts((), (text,), (text,)), SEQ, 64, 4)
+    assert heldout.rows and all(begin(r["input_ids"], before) for r in heldout.rows.values())
     roles = RolesConfig(sequences=4, seq_len=SEQ)
     for given in (text_input(net, of, data, roles)[0], *repeated_inputs(net, of, roles)):
         assert all(begin(batch["input_ids"].tolist(), before) for batch in given.batches)

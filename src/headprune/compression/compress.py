@@ -171,11 +171,9 @@ class _Compression:
             read = min(read, max(2, config.calibration_tokens // _SEQUENCES))
         self.config = config.model_copy(update={"seq_len": read})
         self.most = most if task == "causal-lm" else None
-        self.trained, self.held = texts.read(data or texts.shipped())
+        self.texts = texts.read(data or texts.shipped())
         if task in OF_SENTENCES:
-            self.trained, self.held = (
-                tuple(text.by_sentence() for text in some) for some in (self.trained, self.held)
-            )
+            self.texts = self.texts.by_sentence()
         stored = stored_dtypes(self.net, stored_tensors(model)).default
         self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
         self.candidates = candidates_for(self.goal)
@@ -185,7 +183,7 @@ class _Compression:
         """What would be done."""
         return Outline(
             goal=self.goal.said,
-            texts=tuple(text.name for text in self.trained),
+            texts=tuple(text.name for text in self.texts.learning),
             candidates=tuple(candidate.name for candidate in self.candidates),
             heal_steps=self.config.heal_steps,
         )
@@ -197,7 +195,7 @@ class _Compression:
         held_out = HeldOut(
             self.net,
             self.tokenizer,
-            self.held,
+            self.texts,
             self.judged,
             config.held_out_tokens,
             sequences_per_pass(config.batch_size, self.judged),
@@ -227,7 +225,7 @@ class _Compression:
         trained = 0
         if healing is not None:  # a pass over twice as much text as is needed once does no harm
             trained = 2 * healing.steps * healing.batch_size * healing.seq_len
-        some = texts.mixed(self.trained, config.calibration_tokens, trained)
+        some = texts.mixed(self.texts.learning, config.calibration_tokens, trained)
         text = texts.write(some, work / "text")
         return Job(self.model, self.goal, text, config, work, self.context)
 

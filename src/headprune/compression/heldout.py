@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from headprune.compression.texts import HELD_OUT, Text
+from headprune.compression.texts import HELD_OUT, Parts, Text
 from headprune.data.rows import evenly
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.tokens import around, token_ids
@@ -24,11 +24,12 @@ from headprune.evaluation.metrics import Floats
 from headprune.evaluation.recall import copying_losses
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
-_ROWS = 8  # held-out sequences, at least; 2 of a running text: half of them choose
+_ROWS = 8  # held-out rows, at least: half of them choose
 _COPIES = 8  # sequences of random tokens, each twice
 _RUNNING = ("causal-lm", "masked-lm")
 
-Outputs = Mapping[str, Floats]
+Part = tuple[str, bool]  # name of a text, and whether the part reports: else it chooses
+Outputs = Mapping[Part, Floats]
 Progress = Callable[[int, int], None]
 
 
@@ -97,7 +98,7 @@ class HeldOut:
     Args:
         net: The original.
         tokenizer: Its tokenizer.
-        texts: The texts.
+        texts: The texts, of which two parts are held out.
         seq_len: Tokens of a sequence, at most.
         tokens: About how many tokens of all texts are used.
         batch_size: Sequences per pass.
@@ -110,7 +111,7 @@ class HeldOut:
         self,
         net: PreTrainedModel,
         tokenizer: Any,
-        texts: Sequence[Text],
+        texts: Parts,
         seq_len: int,
         tokens: int,
         batch_size: int,
@@ -119,45 +120,43 @@ class HeldOut:
         self.measure = MEASURES[self.task]
         self.seq_len, self.batch_size = seq_len, batch_size
         self._vocabulary = vocabulary_of(net)
-        share = -(-tokens // len(texts))
+        held_out = [(text, False) for text in texts.choosing]
+        held_out += [(text, True) for text in texts.reporting]
         if self.task in _RUNNING:
-            self._refuse_short(texts)
-        found = {text.name: self._rows(text) for text in texts if text.rows}
+            self._refuse_short([text for text, _ in held_out])
+        rows = {(text.name, reports): self._rows(text) for text, reports in held_out if text.rows}
         if self.task not in _RUNNING:
-            _refuse_few(sum(map(len, found.values())))
-        self.rows = {name: _some(rows, share) for name, rows in found.items()}
-        # every other sequence chooses, and the others say what the choice is worth
-        self.reports = np.arange(sum(map(len, self.rows.values()))) % 2 == 1
-        ids = (ids for rows in self.rows.values() for ids in rows["input_ids"])
+            _refuse_few(sum(map(len, rows.values())))
+        share = -(-tokens // len(held_out))
+        self.rows = {part: _some(some, share) for part, some in rows.items()}
+        ids = (ids for some in self.rows.values() for ids in some["input_ids"])
         self.tokens = sum(map(len, ids))
 
     def outputs(self, net: PreTrainedModel, progress: Progress) -> Outputs:
-        """What a model makes of every text: losses and tokens, labels, or embeddings."""
-        done, total, found = 0, sum(map(len, self.rows.values())), {}
-        for name, rows in self.rows.items():
+        """What a model makes of every part: losses and tokens, labels, or embeddings."""
+        done, total, outputs = 0, sum(map(len, self.rows.values())), {}
+        for part, rows in self.rows.items():
 
             def step(some: int, _: int, before: int = done) -> None:
                 progress(before + some, total)
 
-            found[name] = self._outputs(net, rows, step)
+            outputs[part] = self._outputs(net, rows, step)
             done += len(rows)
-        return found
+        return outputs
 
     def compared(self, model: Outputs, original: Outputs, reports: bool) -> dict[str, Floats]:
         """How near a model comes to the original, sequence by sequence; see ``Measure.rows``.
 
         Args:
-            model: What a model makes of every text.
+            model: What a model makes of every part.
             original: What the original makes of it.
-            reports: Of the sequences that report, or of those that choose.
+            reports: Of the parts that report, or of those that choose.
         """
-        ends = np.cumsum([len(rows) for rows in original.values()])
-        parts = np.split(self.reports == reports, ends[:-1])
-        found = {
-            name: self.measure.rows(model[name], original[name])[part]
-            for name, part in zip(original, parts, strict=True)
+        return {
+            part[0]: self.measure.rows(model[part], original[part])
+            for part in original
+            if part[1] == reports
         }
-        return {name: rows for name, rows in found.items() if len(rows)}
 
     def copying(self, net: PreTrainedModel, seed: int) -> float | None:
         """Mean loss on the second of two equal runs of random tokens, of models that generate."""
@@ -228,5 +227,5 @@ def _refuse_few(rows: int) -> None:
 def _some(rows: Dataset, tokens: int) -> Dataset:
     """Rows from all over a text, evenly, with about so many tokens."""
     mean = sum(map(len, rows["input_ids"])) / len(rows)
-    count = min(len(rows), max(2, round(tokens / mean)))  # one chooses, one reports
+    count = min(len(rows), max(1, round(tokens / mean)))
     return rows.select(evenly(len(rows), count))

@@ -1,8 +1,9 @@
-"""The text of a compression: apart by position into what is learnt from and what is judged on.
+"""The text of a compression: parted by position into learning, choosing and reporting.
 
-Every text gives an eighth of its documents, or of its blocks, to be judged on, evenly over it. The
-texts are mixed in equal parts, as far as each reaches, and where all reach far, much more of them
-than is learnt from: samples are drawn from all over the mixture.
+An eighth of the documents of every text, or of its blocks, is held out, evenly over it. Every other
+one of these chooses, the rest reports. The texts are mixed in equal parts, as far as each reaches,
+and where all reach far, much more of them than is learnt from: samples are drawn from all over the
+mixture.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class Text:
         found = sentences(texts[0] for texts, _ in self.rows)
         return Text(self.name, tuple(((one,), None) for one in found), plain=False)
 
+    def halves(self, odd: bool) -> tuple[Text, Text]:
+        """Every other row, and the others; ``odd`` says which of them come first."""
+        first, second = (replace(self, rows=self.rows[start::2]) for start in (odd, not odd))
+        return first, second
+
     def spread(self, characters: int) -> Text:
         """Rows from all over it, evenly, with about so many characters together."""
         count = min(len(self.rows), math.ceil(characters * len(self.rows) / max(self.size, 1)))
@@ -77,20 +83,45 @@ def shipped() -> dict[str, DataConfig]:
     return {file.name.removesuffix(".txt.gz"): DataConfig(source=str(file)) for file in files}
 
 
-def read(sources: Mapping[str, DataConfig]) -> tuple[tuple[Text, ...], tuple[Text, ...]]:
-    """The texts to learn from, and those to judge on.
+@dataclass(frozen=True)
+class Parts:
+    """Three parts of the same texts, which have no document or block in common.
+
+    Attributes:
+        learning: What heads are scored, refitted, merged and healed on.
+        choosing: What candidates are chosen on.
+        reporting: What the chosen one is reported on.
+    """
+
+    learning: tuple[Text, ...]
+    choosing: tuple[Text, ...]
+    reporting: tuple[Text, ...]
+
+    def by_sentence(self) -> Parts:
+        """The same with a row for every sentence of a plain text."""
+        parts = (self.learning, self.choosing, self.reporting)
+        return Parts(*(tuple(text.by_sentence() for text in part) for part in parts))
+
+
+def read(sources: Mapping[str, DataConfig]) -> Parts:
+    """Read texts, and part them.
 
     Raises:
         DataError: If a text cannot be read, or one has pairs or labels and another has none.
     """
-    found = [_apart(name, data) for name, data in sources.items()]
-    shapes = {(len(r[0]), r[1] is None) for kept, _ in found for r in kept.rows}
+    parts = [_parts(name, data) for name, data in sources.items()]
+    shapes = {(len(r[0]), r[1] is None) for learning, _ in parts for r in learning.rows}
     if len(shapes) > 1:
         raise DataError(
             "The texts of --data cannot be mixed: some are pairs, or have labels, and others are "
             "and have none. Give such texts in runs of their own."
         )
-    return tuple(kept for kept, _ in found), tuple(held for _, held in found)
+    held_out = [held.halves(odd=bool(at % 2)) for at, (_, held) in enumerate(parts)]
+    return Parts(
+        tuple(learning for learning, _ in parts),
+        tuple(choosing for choosing, _ in held_out),
+        tuple(reporting for _, reporting in held_out),
+    )
 
 
 def mixed(texts: Sequence[Text], tokens: int, trained: int = 0) -> tuple[Text, ...]:
@@ -133,7 +164,7 @@ def write(texts: Sequence[Text], folder: Path) -> DataConfig:
     )
 
 
-def _apart(name: str, data: DataConfig) -> tuple[Text, Text]:
+def _parts(name: str, data: DataConfig) -> tuple[Text, Text]:
     examples = read_examples(data)
     whole_rows = examples.labels is not None or examples.width > 1  # such are not cut
     if examples.rows_are_documents and (whole_rows or len(examples.texts) >= HELD_OUT):
@@ -145,9 +176,11 @@ def _apart(name: str, data: DataConfig) -> tuple[Text, Text]:
 
 
 def _parted(name: str, rows: tuple[Row, ...], plain: bool) -> tuple[Text, Text]:
+    # one to choose on and one to report on, at least
+    held_out = max(2, len(rows) // HELD_OUT) if len(rows) >= HELD_OUT else 0
     learnt, held = (
         Text(name, tuple(rows[number] for number in numbers), plain)
-        for numbers in apart(len(rows), len(rows) // HELD_OUT)
+        for numbers in apart(len(rows), held_out)
     )
     return learnt, held
 
