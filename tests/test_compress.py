@@ -273,7 +273,7 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ShareKvHeads, "make", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[2]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
     assert choice.chosen.name == "KV groups, fisher"
@@ -423,7 +423,7 @@ def test_a_dry_run_says_what_would_be_done(
     assert told["texts"] == ["code", "documentation", "novel", "play", "reference", "speeches"]
     assert (
         told["candidates"][-1] == "KV heads merged or removed, by layer"
-        and len(told["candidates"]) == 5
+        and len(told["candidates"]) == 4
     )
     code, out, err = run(capsys, *line)
     assert code == 0 and "0.5 of the KV heads, as queries share them" in out
@@ -525,7 +525,7 @@ def test_what_is_not_possible_is_said_and_left_out(
         raise PlanError("It cannot be merged.")
 
     monkeypatch.setattr(ShareKvHeads, "make", refusing)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[2]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "It cannot be merged."}
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
