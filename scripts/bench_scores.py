@@ -145,7 +145,6 @@ def main(
     test: Annotated[str | None, typer.Option(help="Test text or pairs.")] = None,
     keep: Annotated[str, typer.Option(help="Shares of heads to keep.")] = "0.75,0.5",
     criteria: Annotated[str, typer.Option(help="Criteria, or none.")] = "gradient,fisher",
-    rounds: Annotated[int, typer.Option(help="Rounds of scoring, refitted in between.")] = 1,
     rivals: Annotated[bool, typer.Option(help="Also what others do.")] = False,
     cutters: Annotated[
         bool, typer.Option(help="Also what others do layer by layer, or to layers.")
@@ -203,38 +202,18 @@ def main(
         evidence = gather(net, attentions, scoring(wanted, seed), examples) if wanted else []
         scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}
         for name in names:
-            current, values, gone = copy.deepcopy(net), scores[name], torch.zeros(sum(heads)).bool()
-            steps = [(share, r) for share in shares for r in range(rounds)]
-            before = 1.0
-            for share, part in steps:
-                to = before + (share - before) * (part + 1) / rounds
-                if rounds > 1 and bool(gone.any()):
-                    found = gather(
-                        current,
-                        attention_of(current),
-                        scoring([name], seed),
-                        examples,
-                        _gates(~gone, heads),
-                    )
-                    values = scores_of(name, found, attention_of(current), Unit.HEAD)
-                ranked = values.masked_fill(gone, -torch.inf).tolist()
-                kept = keep_best(ranked, [1] * sum(heads), round(to * sum(heads)))
-                gone = torch.ones(sum(heads)).bool()
-                gone[kept] = False
-                gates = _gates(~gone, heads)
-                last = part == rounds - 1
-                if last and plain and rounds == 1:
+            for share in shares:
+                kept = keep_best(scores[name].tolist(), [1] * sum(heads), round(share * sum(heads)))
+                mask = torch.zeros(sum(heads)).bool()
+                mask[kept] = True
+                gates = _gates(mask, heads)
+                if plain:
                     with gated(attentions, fixed(gates)):
                         add(name, False, share, seed, quality(net))
-                if not last and rounds == 1:
-                    continue
                 current = copy.deepcopy(net)
                 refit(current, attention_of(current), gates, examples.whole())
-                if last:
-                    with gated(attention_of(current), fixed(gates)):
-                        label = name if rounds == 1 else f"{name}, {rounds} rounds"
-                        add(label, True, share, seed, quality(current))
-                    before = share
+                with gated(attention_of(current), fixed(gates)):
+                    add(name, True, share, seed, quality(current))
         for label, rival in RIVALS.items() if rivals else ():
             if rival.criterion == "taylor":
                 values = torch.cat(taylor(net, attentions, examples))

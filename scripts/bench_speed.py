@@ -32,7 +32,6 @@ from headprune.data.sources import read_examples
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import labelled
 from headprune.gates.optimizer import GateOptimizer
-from headprune.gates.rounds import plan_rounds
 from headprune.gates.sparsity import HeadTarget
 from headprune.gates.trainer import GatedModel, freeze
 from headprune.model.attention import attention_of
@@ -81,8 +80,7 @@ def gate_steps(
     gates = Gates(attentions, default_unit(attentions), 3.0, 2 / 3).to(ids.device)
     sizes = [int(size) for size in gates.sizes]
     sparsity = HeadTarget(sum(sizes) * 3 // 4, sizes, warmup=0.5)
-    (only,) = plan_rounds(100, 1, settle=0.4)
-    optimizer = GateOptimizer(gates.log_alpha, [gates.scale], [], 0.5, 0.02, 0.02)
+    optimizer = GateOptimizer(gates.log_alpha, gates.scale, [], 0.5, 0.02, 0.02)
     trained = GatedModel(model, gates, labelled).train()
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
 
@@ -95,7 +93,7 @@ def gate_steps(
             trained(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        sparsity.after_step(gates, only, 10)
+        sparsity.after_step(gates, done=0.2)
 
     return plain, step
 

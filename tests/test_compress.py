@@ -75,7 +75,7 @@ def test_the_best_on_held_out_text_is_taken(
     )
     assert choice.lead is not None
     assert choice.lead[0] <= losses[1] - losses[0] <= choice.lead[1]
-    assert len(losses) == 5 and choosing == sorted(choosing) and not choice.failed
+    assert len(losses) == 4 and choosing == sorted(choosing) and not choice.failed
     assert losses != choosing  # what is printed chose nothing
     assert choice.original.held_out == 1.0
     assert result.unseen_beyond == SMALL["seq_len"]  # of 128 positions
@@ -273,7 +273,7 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ShareKvHeads, "make", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[2]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
     assert choice.chosen.name == "KV groups, fisher"
@@ -293,7 +293,7 @@ def test_scores_that_take_too_much_memory_together_are_made_alone(
         return made(model, folder, config, *others, **settings)
 
     monkeypatch.setattr(candidates, "score", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:3])
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert {one.name.split(",")[1] for one in choice.contenders} == {" fisher"}
     assert choice.failed and set(choice.failed.values()) == {"cpu ran out of memory."}
@@ -303,7 +303,7 @@ def test_scores_that_take_too_much_memory_together_are_made_alone(
 def test_the_card_of_a_healed_result_tells_of_the_original(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5, heal_steps=30)
     first, last = result.pruned.manifest.steps
     assert (first.done.kind, last.done.kind) == ("pruning", "healing")
@@ -423,7 +423,7 @@ def test_a_dry_run_says_what_would_be_done(
     assert told["texts"] == ["code", "documentation", "novel", "play", "reference", "speeches"]
     assert (
         told["candidates"][-1] == "KV heads merged or removed, by layer"
-        and len(told["candidates"]) == 5
+        and len(told["candidates"]) == 4
     )
     code, out, err = run(capsys, *line)
     assert code == 0 and "0.5 of the KV heads, as queries share them" in out
@@ -478,7 +478,7 @@ def test_merges_are_offered_every_kv_head_that_fits(tmp_path: Path) -> None:
 def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:3])
     losses, calls = heldout.quality.causal_losses, []
 
     def breaking(*arguments: Any, **settings: Any) -> Any:
@@ -525,7 +525,7 @@ def test_what_is_not_possible_is_said_and_left_out(
         raise PlanError("It cannot be merged.")
 
     monkeypatch.setattr(ShareKvHeads, "make", refusing)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[3]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[2]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "It cannot be merged."}
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
@@ -621,7 +621,7 @@ def test_which_candidates_apply_follows_from_the_goal() -> None:
 def test_a_manifest_is_amended_without_a_new_id(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5)
     before = read_manifest(tmp_path / "out")
     amended = amend_manifest(tmp_path / "out", choice=None)

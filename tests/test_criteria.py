@@ -344,30 +344,6 @@ def test_prune_by_scores_is_plan_and_prune(tmp_path: Path, text: DataConfig) -> 
     assert done.plan == made
 
 
-def test_rounds_score_the_model_that_is_left(tmp_path: Path, text: DataConfig) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    score(
-        folder,
-        tmp_path / "s",
-        SMALL.part(ScoreConfig, criterion=["reconstruction", "magnitude"]),
-        text,
-    )
-    budget = BudgetConfig(keep=0.5)
-    one, three = (
-        plan(
-            folder,
-            tmp_path / "s",
-            budget.part(PlanConfig, criterion="reconstruction", rounds=rounds),
-        ).plan
-        for rounds in (1, 3)
-    )
-    assert one.kept_heads == three.kept_heads == one.query_heads // 2
-    assert one.attentions != three.attentions
-    score(folder, tmp_path / "m", ScoreConfig(criterion=["magnitude"]))
-    with pytest.raises(PlanError, match="does not look at the model again"):
-        plan(folder, tmp_path / "m", budget.part(PlanConfig, rounds=2))
-
-
 def test_trained_gates_through_the_same_door(tmp_path: Path, text: DataConfig) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     config = TrainGatesConfig(target_heads=0.5, steps=4, batch_size=2, seq_len=16)

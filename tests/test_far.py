@@ -81,9 +81,9 @@ def score(job: Job) -> dict[str, Tensor]:
 
 
 def plan(job: Job) -> dict[str, Tensor]:
-    """In rounds, refitted in between."""
+    """Half of the heads, by scores."""
     scores = job.scores("fisher", device="cpu")
-    made = job("plan", job.model, scores=scores, keep=0.5, rounds=2, refit=True).plan
+    made = job("plan", job.model, scores=scores, keep=0.5).plan
     kept = {path: a.query_heads for path, a in made.attentions.items()}
     return {path: torch.tensor(heads, dtype=torch.float32) for path, heads in kept.items()}
 
@@ -207,8 +207,6 @@ JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
     "convert-budget": convert_gqa(None, kv_heads=None, kv_budget=0.5),
     "gates": train_gates(),
     "gates-refit": train_gates(method="refit", dtype="float32"),
-    "gates-gradual": train_gates(method="gradual"),
-    "gates-channels": train_gates(train="channels"),
     "gates-distill": train_gates(objective="distill", train="attention"),
     "heal": heal,
     "evaluate": evaluate,
@@ -299,7 +297,7 @@ def waits_of_a_step(folder: Path, layers: int, **settings: Any) -> int:
     found = []
     for steps in (2, 3):
         with far.Far() as device:
-            given = {"train": "channels", "finetune_fraction": 0.0, "save_every": 100, **settings}
+            given = {"finetune_fraction": 0.0, "save_every": 100, **settings}
             train_gates(steps=steps, overwrite=True, **given)(job)
         found.append(sum(device.waits.values()))
     return found[1] - found[0]  # without what steps share
@@ -307,19 +305,18 @@ def waits_of_a_step(folder: Path, layers: int, **settings: Any) -> int:
 
 def waits_alike(folder: Path) -> None:
     """Refuses waits that grow with layers or units."""
-    for method, rounds in (("l0", {"rounds": 1}), ("gradual", {})):
-        counts = [
-            waits_of_a_step(folder / method / unit, layers, unit=unit, method=method, **rounds)
-            for layers, unit in ((2, "kv-group"), (5, "kv-group"), (5, "head"))
-        ]
-        assert 0 < counts[0] < 30 and len(set(counts)) == 1, (method, counts)
+    counts = [
+        waits_of_a_step(folder / unit, layers, unit=unit, method="l0")
+        for layers, unit in ((2, "kv-group"), (5, "kv-group"), (5, "head"))
+    ]
+    assert 0 < counts[0] < 30 and len(set(counts)) == 1, counts
 
 
 def waits_by_layer(folder: Path) -> None:
     """Refuses waits that do not grow where every layer waits."""
     right = Gates.source
     Gates.source = lambda gates, position: right(gates, position * int(bool(gates.kept.any())))
-    shallow, deep = (waits_of_a_step(folder, layers, rounds=1) for layers in (2, 5))
+    shallow, deep = (waits_of_a_step(folder, layers, method="l0") for layers in (2, 5))
     assert deep == shallow + 3, (shallow, deep)
 
 

@@ -23,7 +23,6 @@ from headprune.config import (
     HealConfig,
     HealOptimizer,
     Method,
-    Train,
     TrainGatesConfig,
     Writing,
 )
@@ -129,14 +128,14 @@ def test_two_processes_train_gates(start: Start, folder: Path) -> None:
 
 @pytest.mark.process
 def test_two_processes_choose_as_one_does(folder: Path) -> None:
-    how = ("--method", "gradual", "--train", "channels", "--target-heads", "0.5")
-    done = together(folder, "train-gates", "model", *how, "--output", "cheapest")
+    how = ("--method", "refit", "--target-heads", "0.5")
+    done = together(folder, "train-gates", "model", *how, "--output", "refitted")
     assert done.returncode == 0, done.stderr
     text, shared = DataConfig(source=str(folder / "text.txt")), SETTINGS | {"target_heads": 0.5}
-    shared |= {"method": Method.GRADUAL, "train": Train.CHANNELS}
+    shared |= {"method": Method.REFIT}
     del shared["learning_rate"]
-    found = [load_file(folder / "cheapest" / "gates.safetensors")]
-    for name, seed in (("cheapest-one", 0), ("cheapest-other", 1)):
+    found = [load_file(folder / "refitted" / "gates.safetensors")]
+    for name, seed in (("refitted-one", 0), ("refitted-other", 1)):
         train_gates(folder / "model", text, folder / name, TrainGatesConfig(**shared, seed=seed))
         found.append(load_file(folder / name / "gates.safetensors"))
     two, one, other = found

@@ -141,7 +141,7 @@ def test_a_kv_budget(sharded: Path, tmp_path: Path) -> None:
     assert not _same(written["whole"], written["layers"])
 
 
-def test_rounds_and_what_follows(sharded: Path, tmp_path: Path) -> None:
+def test_a_plan_and_what_follows(sharded: Path, tmp_path: Path) -> None:
     data = sharded / "text.txt"
     some: dict[str, Any] = {"calibration_tokens": 600, "seq_len": 32}
     scores = tmp_path / "scores"
@@ -149,7 +149,7 @@ def test_rounds_and_what_follows(sharded: Path, tmp_path: Path) -> None:
     plans, quality, verified = {}, {}, {}
     for placement in ("whole", "layers"):
         plans[placement] = headprune.plan(
-            sharded, scores=scores, keep=0.5, rounds=2, refit=True, placement=placement
+            sharded, scores=scores, keep=0.5, placement=placement
         ).plan
         report = headprune.evaluate(
             sharded, data=data, seq_len=32, max_windows=4, speed=False, placement=placement

@@ -125,9 +125,9 @@ def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
 # after the last step
 
 
-@pytest.mark.parametrize("settle", [None, 0.0])
+@pytest.mark.parametrize("settle", [0.6, 0.0])
 def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
-    settle: float | None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settle: float, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"train": Train.ATTENTION, "settle": settle}
     gates(home, tmp_path / "whole", **settings)
@@ -559,7 +559,7 @@ INF, NAN = float("inf"), float("nan")
         (TrainGatesConfig, {"target_heads": 0.5, "seed": -1}),
         (TrainGatesConfig, {"target_heads": 0.5, "seed": 2**32}),
         (TrainGatesConfig, {"target_heads": 0.5, "steps": 99999999999999999999}),
-        (TrainGatesConfig, {"target_heads": 0.5, "rounds": 10**12}),
+        (TrainGatesConfig, {"target_heads": 0.5, "batch_size": 10**12}),
         (TrainGatesConfig, {"target_heads": NAN}),
         (TrainGatesConfig, {"l0_penalty": INF}),
         (HealConfig, {"steps": 10**10}),

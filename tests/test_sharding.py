@@ -49,7 +49,7 @@ from headprune.training.resumable import ResumableTrainer
 from tests import forked, tiny
 
 SETTINGS: dict[str, Any] = {
-    **{"target_heads": 0.5, "method": "gradual", "steps": 6},
+    **{"target_heads": 0.5, "method": "l0", "steps": 6},
     **{"batch_size": 4, "seq_len": 16},
 }
 

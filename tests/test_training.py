@@ -25,19 +25,16 @@ from headprune.distillation.trainer import HealedModel
 from headprune.errors import HeadpruneError, Interrupted, PlanError
 from headprune.exporting.preview import preview
 from headprune.exporting.prune import prune
-from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.refitted import original_of, output_weights
-from headprune.gates.rounds import default_count, plan_rounds, round_at
 from headprune.gates.sparsity import ConstantPenalty, HeadTarget
 from headprune.gates.train_gates import GatesRun, train_gates
-from headprune.gates.trainer import GatedModel, freeze
+from headprune.gates.trainer import GatedModel, freeze, settled_rate
 from headprune.model.attention import attention_of
 from headprune.model.embedding import head_of
 from headprune.model.gating import fixed, gated
-from headprune.model.heads import read_output
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import input_dim
@@ -90,8 +87,6 @@ def test_the_target_is_hit_exactly(
     text_file: Path,
     tmp_path: Path,
 ) -> None:
-    if method is Method.GRADUAL and case == "bert-base":
-        pytest.skip("has no loss")
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     settings = {"unit": unit, "target_heads": target, "method": method}
     result = run(folder, text_file, tmp_path / "gates", **settings)
@@ -118,8 +113,6 @@ def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> 
         ("llama-mha", Method.L0),
         pytest.param("gpt2", Method.L0, marks=pytest.mark.slow),
         pytest.param("bert-base", Method.L0, marks=pytest.mark.slow),
-        pytest.param("llama-mha", Method.GRADUAL, marks=pytest.mark.slow),
-        pytest.param("bert-mlm", Method.GRADUAL, marks=pytest.mark.slow),
         ("llama-mha", Method.REFIT),
         pytest.param("gpt2", Method.REFIT, marks=pytest.mark.slow),
         pytest.param("bert-mlm", Method.REFIT, marks=pytest.mark.slow),
@@ -133,8 +126,7 @@ def test_planted_useless_heads_are_the_ones_removed(
     plant_useless_heads(model, planted)
     folder = tiny.save(model, tmp_path / "model")
     # matching the original, every other head is missed, so exactly the planted ones must go
-    objective = Objective.AUTO if method is Method.GRADUAL else Objective.DISTILL
-    settings = {"target_heads": 19, "steps": 60, "objective": objective, "method": method}
+    settings = {"target_heads": 19, "steps": 60, "objective": "distill", "method": method}
     run(folder, text_file, tmp_path / "gates", **settings)
     plan = prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "gates")).plan
     removed = {
@@ -152,8 +144,8 @@ def state_of(output: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("train", "method"),
     slow_unless(
-        lambda train, method: train is Train.ALL or method is Method.GRADUAL,
-        [*((train, Method.L0) for train in Train), (Train.CHANNELS, Method.GRADUAL)],
+        lambda train, method: train is Train.ALL or method is Method.REFIT,
+        [*((train, Method.L0) for train in Train), (Train.GATES, Method.REFIT)],
     ),
 )
 def test_a_resumed_run_ends_where_an_unbroken_one_does(
@@ -178,7 +170,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
     for name, value in state_of(tmp_path / "whole").items():
         assert torch.equal(value, state_of(tmp_path / "broken")[name]), name
     assert whole.metadata.method is method
-    if train is not Train.GATES:
+    if whole.metadata.trained_weights:
         weights = load_file(tmp_path / "whole" / "weights.safetensors")
         again = load_file(tmp_path / "broken" / "weights.safetensors")
         assert all(torch.equal(weights[name], again[name]) for name in weights)
@@ -317,11 +309,11 @@ def test_distillation_ignores_padding() -> None:
 @pytest.mark.parametrize("target", [0, 1, 11, 24])
 def test_the_target_is_met_within_the_bounds_of_gates(target: int) -> None:
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
-    sparsity, (only,) = HeadTarget(target, [1] * 24, warmup=0.0), plan_rounds(100, 1, settle=0.2)
+    sparsity = HeadTarget(target, [1] * 24, warmup=0.0)
     with torch.no_grad():
         gates.log_alpha.normal_(std=5)
     assert gates.log_alpha.abs().max() > BOUND
-    sparsity.after_step(gates, only, 50)
+    sparsity.after_step(gates, 0.5)
     assert gates.log_alpha.abs().max() <= BOUND
     assert gates.expected_heads().item() == pytest.approx(target, abs=1e-3)
 
@@ -330,7 +322,7 @@ def test_a_constant_penalty_keeps_gates_within_their_bounds() -> None:
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
     with torch.no_grad():
         gates.log_alpha.normal_(std=5)
-    ConstantPenalty(1.0, 4).after_step(gates, plan_rounds(100, 1, settle=0.2)[0], 50)
+    ConstantPenalty(1.0, 4).after_step(gates, 0.5)
     assert gates.log_alpha.abs().max().item() == pytest.approx(BOUND)
 
 
@@ -386,7 +378,8 @@ def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute
     if net.config.is_encoder_decoder:
         batch |= {"decoder_input_ids": ids, "labels": ids}
     attentions = attention_of(net)
-    gates = Gates(attentions, Unit.HEAD, 3.0, 2 / 3, sampled=False)
+    gates = Gates(attentions, Unit.HEAD, 3.0, 2 / 3)
+    gates.choose(range(len(gates.kept)))
     gated_model = GatedModel(net, gates, Distillation(head_of(net)))
     healed = HealedModel(student, teacher, bf16=False)
     with gated(attentions, gates.source):
@@ -403,55 +396,31 @@ def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute
 
 
 def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
-    gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
-    sparsity, (only,) = HeadTarget(12, [1] * 24, warmup=0.5), plan_rounds(100, 1, settle=0.2)
-    assert [sparsity.target(gates, only, s) for s in (0, 20, 40, 80)] == [24, 18, 12, 12]
-    assert HeadTarget(12, [1] * 24, warmup=0.0).target(gates, only, 0) == 12
+    sparsity = HeadTarget(12, [1] * 24, warmup=0.5)
+    assert [sparsity.target(done) for done in (0.0, 0.25, 0.5, 1.0)] == [24, 18, 12, 12]
+    assert HeadTarget(12, [1] * 24, warmup=0.0).target(0.0) == 12
 
 
-def test_rounds_share_the_steps_and_what_is_removed() -> None:
-    rounds = plan_rounds(90, 3, settle=0.4)
-    assert [(r.start, r.choose, r.end) for r in rounds] == [(0, 12, 20), (20, 38, 50), (50, 74, 90)]
-    assert [r.part for r in rounds] == pytest.approx([1 / 3, 2 / 3, 1])
-    assert [round_at(rounds, step).start for step in (0, 19, 20, 89, 90)] == [0, 0, 20, 50, 50]
-    assert [rounds[0].settled_rate(step) for step in (10, 12, 16, 20)] == [1, 1, 0.5, 0]
-    assert len(plan_rounds(2, 5, settle=0.4)) == 2
-    assert [default_count(removed) for removed in (0.0, 0.26, 0.28, 0.5, 1.0)] == [1, 1, 2, 2, 4]
+def test_the_rates_of_factors_fall_once_the_heads_are_chosen() -> None:
+    assert [settled_rate(step, 12, 20) for step in (0, 11, 12, 16, 20)] == [1, 1, 1, 0.5, 0]
+    assert [settled_rate(step, 0, 4) for step in (0, 2, 4)] == [1, 0.5, 0]
+    assert settled_rate(5, 5, 5) == 1
 
 
-def test_a_round_goes_on_with_the_heads_and_factors_of_the_last() -> None:
-    model = tiny.model("gpt2")
-    gates = Gates(attention_of(model), Unit.HEAD, 3.0, 2 / 3)
-    sparsity, rounds = HeadTarget(12, [1] * 24, warmup=0.5), plan_rounds(100, 2, settle=0.4)
+def test_the_most_open_gates_are_chosen_at_their_values() -> None:
+    gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 3.0, 2 / 3)
     with torch.no_grad():
         gates.log_alpha.normal_(std=3)
-    gates.choose(sparsity.choice(gates, rounds[0]))
-    assert int(gates.kept.sum()) == 18
-    with torch.no_grad():
-        gates.scale.mul_(0.5)
-    first, values = gates.kept.clone(), gates.values()
-    gone_first = gates.log_alpha[~first].clone()
-    gates.reopen()
-    assert gates.expected_heads().item() == pytest.approx(18, abs=0.5)
-    torch.testing.assert_close(gates.values(), values)  # fully open again, at their factors
-    gates.sample(2)
-    drawn = torch.cat([gates.source(i)[0] for i in range(tiny.LAYERS)])  # type: ignore[index]
-    assert (drawn[~first] == 0).all() and (drawn <= gates.scale + 1e-6).all()
-    with torch.no_grad():
-        gates.log_alpha[first] = torch.randn(18) * 3
-    sparsity.after_step(gates, rounds[1], 80)
-    assert gates.expected_heads().item() == pytest.approx(12, abs=1e-3)
-    gates.choose(sparsity.choice(gates, rounds[1]))
-    assert int(gates.kept.sum()) == 12
-    assert not (gates.kept & ~first).any()
-    # heads would come back in the reverse order of their going
-    assert gates.log_alpha[~first].max() < gates.log_alpha[first].min()
-    assert torch.equal(gates.log_alpha[~first].argsort(), gone_first.argsort())
+    before, order = gates.values().detach(), gates.log_alpha.argsort(descending=True)
+    gates.choose(HeadTarget(12, [1] * 24, warmup=0.5).choice(gates))
+    assert sorted(order[:12].tolist()) == gates.kept.nonzero().flatten().tolist()
+    torch.testing.assert_close(gates.values(), before * gates.kept)
+    assert gates.expected_heads() == gates.open_probability().sum() == 12
 
 
 def test_gates_share_one_scale_and_the_rest_does_not() -> None:
     gates, scale, weight = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    optimizer = GateOptimizer(gates, [scale], [weight], 1.0, 1.0, 1.0)
+    optimizer = GateOptimizer(gates, scale, [weight], 1.0, 1.0, 1.0)
     for parameter in (gates, scale, weight):
         parameter.grad = torch.tensor([1.0, 0.1])
     optimizer.step()
@@ -466,7 +435,7 @@ def test_gates_share_one_scale_and_the_rest_does_not() -> None:
 def test_one_step_does_not_outweigh_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def travelled() -> list[float]:
         gates = nn.Parameter(torch.zeros(2))
-        optimizer = GateOptimizer(gates, [nn.Parameter(torch.zeros(1))], [], 1.0, 1.0, 1.0)
+        optimizer = GateOptimizer(gates, nn.Parameter(torch.zeros(1)), [], 1.0, 1.0, 1.0)
         usual, exploded = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1000.0])
         for gradient in [torch.zeros(2), *[usual] * 20, exploded, *[usual] * 20]:
             gates.grad = gradient
@@ -498,61 +467,16 @@ def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
     assert gates.source(0) is None
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "falcon-new"])
-def test_channel_factors_end_up_in_w_o(case: str, text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model(case), tmp_path / "model")
-    run(folder, text_file, tmp_path / "g", train=Train.CHANNELS)
-    prune(folder, tmp_path / "out", CutRequest(gates=tmp_path / "g"))
-    original, trained = tiny.model(case), tiny.model(case)
-    weights = load_file(tmp_path / "g" / "weights.safetensors")
-    trained.load_state_dict(weights, strict=False)
-    before, after = attention_of(original), attention_of(trained)
-    assert len(weights) == len(before)
-    for old, new in zip(before, after, strict=True):
-        ratio = read_output(new)[0] / read_output(old)[0]  # (heads, hidden, head_dim)
-        torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-4, atol=1e-4)
-        assert float(ratio[:, 0].std()) > 1e-3
-
-
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "falcon-new"])
-def test_folded_channels_do_what_scaled_ones_did(case: str) -> None:
-    model = tiny.model(case)
-    channels = Channels(attention_of(model))
-    with torch.no_grad():
-        for factor in channels.factors:
-            factor.uniform_(0.5, 1.5)
-        ids = torch.randint(5, 60, (2, 8))
-        plain = model(input_ids=ids).logits
-        gates = settled_gates(model)
-        with channels.scaling(gates):
-            disabled = model(input_ids=ids).logits
-            gates.sample(2)
-            scaled = model(input_ids=ids).logits
-        changed = channels.fold()
-        folded = model(input_ids=ids).logits
-    torch.testing.assert_close(folded, scaled)
-    assert torch.equal(disabled, plain)
-    assert not torch.allclose(plain, scaled, atol=1e-3)
-    assert len(changed) == len(channels.factors)
-
-
-def test_what_does_not_go_with_cheapest_is_said(text_file: Path, tmp_path: Path) -> None:
-    penalty = {"target_heads": None, "l0_penalty": 0.1}
-    for settings in (penalty, {"objective": Objective.DISTILL}):
-        with pytest.raises(ValueError, match="method l0"):
-            TrainGatesConfig(**{"target_heads": 0.5, "method": Method.GRADUAL} | settings)
-    encoder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
-    run(encoder, text_file, tmp_path / "g")
-    before = state_of(tmp_path / "g")
-    with pytest.raises(HeadpruneError, match="Use --method l0"):
-        run(encoder, text_file, tmp_path / "g", method=Method.GRADUAL, overwrite=True)
-    assert all(torch.equal(value, before[name]) for name, value in state_of(tmp_path / "g").items())
-
-
-def test_cheapest_says_what_is_open(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    run(llama_folder, text_file, tmp_path / "g", method=Method.GRADUAL, steps=30)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_preview_says_what_is_open(
+    method: Method, llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    run(llama_folder, text_file, tmp_path / "g", method=method, steps=30)
     shown = preview(llama_folder, CutRequest(gates=tmp_path / "g"))
-    assert shown.shapes[0].evidence == 1.0
+    (evidence,) = {shape.evidence for shape in shown.shapes[:1]}
+    assert evidence == 1.0 if method is Method.REFIT else 0 < evidence < 1
+    if method is Method.REFIT:
+        return
     fewer = preview(llama_folder, CutRequest(gates=tmp_path / "g", keep=4)).plan
     for path, part in fewer.attentions.items():
         assert set(part.keep) <= set(shown.plan.attentions[path].keep)
@@ -567,9 +491,10 @@ def test_auto_refits_a_language_model_where_there_is_text_enough(
     rows: list[tuple[Path, Path, dict[str, Any], Method]] = [
         (llama_folder, enough, {}, Method.REFIT),
         (llama_folder, text_file, {}, Method.L0),
-        (llama_folder, enough, {"rounds": 1}, Method.L0),
+        (llama_folder, enough, {"sparsity_warmup": 0.5}, Method.L0),
+        (llama_folder, enough, {"finetune_fraction": 0.5}, Method.L0),
         (llama_folder, enough, {"gate_lr": 0.4}, Method.L0),
-        (llama_folder, enough, {"train": Train.CHANNELS}, Method.L0),
+        (llama_folder, enough, {"train": Train.ATTENTION}, Method.L0),
         (llama_folder, enough, {"target_heads": None, "l0_penalty": 0.1}, Method.L0),
         (encoder, enough, {}, Method.L0),
     ]
@@ -619,7 +544,7 @@ def test_half_of_each_loss(llama_folder: Path) -> None:
     net = from_pretrained(llama_folder)
     ids = torch.arange(32).reshape(2, 16) % 30
     batch = {"input_ids": ids, "labels": ids}
-    gates = Gates(attention_of(net), Unit.HEAD, 3.0, 2 / 3, sampled=False)
+    gates = Gates(attention_of(net), Unit.HEAD, 3.0, 2 / 3)
     gates.settle(range(1, 24), torch.arange(24.0))
     with torch.no_grad(), gated(attention_of(net), gates.source):
         own, apart, both = (

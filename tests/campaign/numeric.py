@@ -114,8 +114,7 @@ COMMANDS: tuple[str, ...] = (
     "convert-gqa m --kv-budget 0.5 --grouping similar --output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --train attention --output out",
-    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method gradual --train channels "
-    "--output out",
+    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method refit --output out",
     f"train-gates m {_D} --l0-penalty 0.1 {_TRAIN} --objective distill --output out",
     f"heal m --teacher m {_D} {_TRAIN} --output out",
     f"heal m --teacher m {_D} {_TRAIN} --train all --bf16 --output out",
@@ -133,7 +132,7 @@ _NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999
 _OPTIONS: dict[str, tuple[str, ...]] = {
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out": (
         *("--target-heads", "--gate-lr", "--scale-lr", "--temperature", "--init-log-alpha"),
-        *("--seed", "--settle", "--warmup", "--rounds", "--save-every", "--batch-size"),
+        *("--seed", "--settle", "--warmup", "--save-every", "--batch-size"),
     ),
     f"train-gates m {_D} --target-heads 0.5 --batch-size 2 --seq-len 16 --steps 2 --train all "
     "--output out": ("--weight-lr", "--seq-len"),
@@ -236,8 +235,6 @@ _MAY_BE_NULL = {
         "commit",
         "unit",
         "steps",
-        "rounds",
-        "finetune_fraction",
         "save_every",
         "scale",
         "groups",

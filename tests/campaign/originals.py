@@ -44,7 +44,7 @@ CHECK = {
         "max_windows": 3,
     }
 }
-TRAIN = {"train_gates": {"target_heads": 0.5, "rounds": 1, "gate_lr": 0.5, "objective": "lm"}}
+TRAIN = {"train_gates": {"target_heads": 0.5, "gate_lr": 0.5, "objective": "lm"}}
 # a parsed sentence per line: word, its head, the relation to it
 _TREES = (
     (("w1", 2, "nsubj"), ("w2", 0, "root"), ("w3", 2, "obj"), ("w4", 3, "amod")),

@@ -59,7 +59,6 @@ def show(result: Planned, options: PlanOptions, console: Console) -> None:
 def _as_json(result: Planned) -> str:
     content = {
         "criterion": result.criterion,
-        "rounds": result.rounds,
         "notes": list(result.notes),
         "kept_of_free": result.kept_of_free,
         "roles_lost": result.roles_lost,
@@ -80,7 +79,6 @@ declare(
         needs={
             "per_layer": "keep",
             "keep_roles": "roles",
-            "refit": "!rounds=1",
             "overwrite": "output",
         },
     ),

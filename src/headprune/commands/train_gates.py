@@ -73,11 +73,9 @@ declare(
         as_json=lambda result: result.metadata.model_dump_json(indent=2),
         needs={
             **dict.fromkeys(
-                ("gate_lr", "temperature", "init_log_alpha"), "method=l0 | method=auto"
+                ("gate_lr", "temperature", "init_log_alpha", "finetune_fraction"), "!method=refit"
             ),
-            "rounds": "method=l0 | method=auto & target_heads",
             "sparsity_warmup": "!method=refit & target_heads",
-            "finetune_fraction": "!method=refit",
             "weight_lr": "train=attention | train=all",
             "epochs": "!steps",
         },

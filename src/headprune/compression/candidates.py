@@ -111,13 +111,11 @@ class RemoveHeads:
         unit: What is removed as one piece.
         criterion: What chooses.
         refit: Whether W_O makes up for it.
-        rounds: In how many steps they are chosen; each looks at what the one before has left.
     """
 
     unit: Unit
     criterion: str
     refit: bool
-    rounds: int = 1
 
     def applies(self, goal: SizeGoal) -> bool:
         """Where it removes what the goal counts."""
@@ -127,12 +125,7 @@ class RemoveHeads:
         """Plans and cuts."""
         scores = job.scores(self.unit, self.criterion)
         context.stage("planning")
-        config = job.goal.budget.part(
-            PlanConfig,
-            criterion=self.criterion,
-            rounds=self.rounds,
-            refit=self.refit and self.rounds > 1,
-        )
+        config = job.goal.budget.part(PlanConfig, criterion=self.criterion)
         made = _filled(
             lambda least: plan(
                 job.model, scores, config.part(PlanConfig, min_per_layer=least), context=context
@@ -182,21 +175,16 @@ class Candidate:
     way: Maker
 
 
-def _removing(unit: Unit, name: str, *extra: Candidate) -> tuple[Candidate, ...]:
+def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
     return (
         Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
-        *extra,
         Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
         Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
     )
 
 
-_IN_ROUNDS = Candidate(
-    "KV groups, compensated in 2 rounds, refit",
-    RemoveHeads(Unit.KV_GROUP, "compensated", refit=True, rounds=2),
-)
 CANDIDATES = (
-    *_removing(Unit.KV_GROUP, "KV groups", _IN_ROUNDS),
+    *_removing(Unit.KV_GROUP, "KV groups"),
     *_removing(Unit.HEAD, "heads"),
     Candidate("KV heads merged or removed, by layer", ShareKvHeads()),
 )

@@ -172,9 +172,3 @@ class PlanConfig(BudgetConfig):
     """What a plan may keep, and how that is chosen."""
 
     criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
-    rounds: Count = option(
-        "How often to score: again after each part of the heads has gone.", 1, Panel.CUT
-    )
-    refit: bool = option(
-        "Between rounds, refit W_O as prune --refit will do at the end.", False, Panel.CUT
-    )

@@ -37,7 +37,6 @@ class SweepConfig(CalibrationConfig, RecallConfig, InUnits):
     refit: bool = option(
         "Whether W_O is refitted to make up for the heads that go.", True, Panel.CUT
     )
-    rounds: Count = option("How often heads are scored per cut.", 1, Panel.CUT)
     max_windows: Count | None = option(
         "Number of windows or examples to measure, spread evenly over the text.",
         None,

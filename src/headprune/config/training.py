@@ -21,7 +21,7 @@ from headprune.config.values import (
     Steps,
     one_or_all,
 )
-from headprune.declaration import Choice, Options, Panel, option
+from headprune.declaration import Options, Panel, option
 
 
 class Objective(str, Enum):
@@ -39,28 +39,20 @@ class Train(str, Enum):
     """Which weights move beside the gates."""
 
     GATES = "gates"
-    CHANNELS = "channels"  # a factor per channel of what enters W_O
     ATTENTION = "attention"
     ALL = "all"
 
 
-class Method(Choice):
+class Method(str, Enum):
     """How training chooses the heads that go."""
 
     AUTO = "auto"
     REFIT = "refit"  # by scores, before any step; W_O is refitted, and factors are trained
     L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
-    GRADUAL = "gradual"  # gates are plain factors; what costs least to close goes, bit by bit
-
-    @classmethod
-    def earlier(cls) -> dict[str, str]:
-        """Values of earlier releases."""
-        return {"cheapest": "gradual"}
 
 
 OF_L0 = (
     "l0_penalty",
-    "rounds",
     "gate_lr",
     "temperature",
     "init_log_alpha",
@@ -87,17 +79,13 @@ class TrainGatesConfig(OfKinds, InUnits):
     )
     method: Method = option(
         "How heads are chosen. refit: by compensated scores at the start; W_O is refitted to those "
-        "that stay, and one factor per head is trained. l0: hard-concrete gates. gradual: gates "
-        "are plain factors, and what costs the loss least goes, a few heads at a time. auto: refit "
-        "for a causal language model and 4,096 tokens of text or more, else l0.",
+        "that stay, and one factor per head is trained. l0: hard-concrete gates. auto: refit for a "
+        "causal language model and 4,096 tokens of text or more, else l0.",
         Method.AUTO,
         Panel.CUT,
     )
     train: Train = option(
-        "What is trained beside the gates. channels: a factor per channel of what enters W_O, with "
-        "weights frozen.",
-        Train.GATES,
-        Panel.TRAINING,
+        "What is trained: gates alone, or weights too.", Train.GATES, Panel.TRAINING
     )
     objective: Objective = option(
         "The loss. auto: task for a classifier with labels, lm or mlm for a language model, else "
@@ -117,25 +105,18 @@ class TrainGatesConfig(OfKinds, InUnits):
         Panel.TRAINING,
     )
     gate_lr: Positive = option("Learning rate of gates that are sampled (l0).", 0.5)
-    scale_lr: Positive = option("Learning rate of the factors of heads and channels.", 0.02)
+    scale_lr: Positive = option("Learning rate of the factors of heads.", 0.02)
     weight_lr: Positive = option("Learning rate of the weights, if any move.", 5e-5)
     temperature: Positive = option("beta of the hard-concrete gates (l0).", 2 / 3)
     # as far as hard_concrete.BOUND
     init_log_alpha: Annotated[float, Field(ge=-4.6, le=4.6), NUMBER] = option(
         "Where sampled gates start (l0); 3 is open with probability 0.99.", 3.0
     )
-    rounds: Few | None = option(
-        "How often heads are chosen, each time an equal part of those to be removed. Default: one "
-        "per quarter of all heads.",
-        None,
-    )
     sparsity_warmup: Annotated[float, Field(ge=0, le=1), NUMBER] = option(
-        "Share of a round's choosing in which its target is reached.", 0.75
+        "Share of the choosing in which the target is reached (l0).", 0.75
     )
-    finetune_fraction: Annotated[float, Field(ge=0, lt=1), NUMBER] | None = option(
-        "Share of every round, at its end, with its heads chosen. Default: 0.6, and 0.3 with "
-        "--method gradual.",
-        None,
+    finetune_fraction: Annotated[float, Field(ge=0, lt=1), NUMBER] = option(
+        "Share of the steps, at the end, with the heads chosen (l0).", 0.6
     )
     gradient_checkpointing: bool = option(
         "Save memory, at a third more time.", False, Panel.TRAINING
@@ -154,13 +135,11 @@ class TrainGatesConfig(OfKinds, InUnits):
 
     @model_validator(mode="after")
     def _fitting_method(self) -> TrainGatesConfig:
-        if self.method in (Method.AUTO, Method.L0):
+        if self.method is not Method.REFIT:
             return self
         if self.l0_penalty is not None:
             raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
-        if self.method is Method.GRADUAL and self.objective is Objective.DISTILL:
-            raise ValueError("--objective distill goes with --method l0 or refit")
-        if self.method is Method.REFIT and self.train is not Train.GATES:
+        if self.train is not Train.GATES:
             raise ValueError("--method refit goes with --train gates")
         return self
 

@@ -85,10 +85,9 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
     plan_picture(console, result.plan)
     plan = result.plan
     share = plan.kept_heads / max(plan.query_heads, 1)
-    rounds = f", scored in {result.rounds} rounds" if result.rounds > 1 else ""
     console.print(
         f"{plan.kept_heads} of {plan.query_heads} query heads stay ({share:.1%}), by "
-        f"{result.criterion}{rounds}."
+        f"{result.criterion}."
     )
     if result.spent:
         grid = table("budget", "at most", "plan")

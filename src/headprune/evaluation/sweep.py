@@ -80,7 +80,7 @@ def sweep(
     evaluation = config.part(EvaluateConfig, speed=False)
     scoring, calibration = config.part(ScoreConfig), config.part(CalibrationConfig)
     test, criteria = test or data, config.criterion
-    _refuse(criteria, config.rounds)
+    _refuse(criteria)
     tests = [test] if isinstance(test, DataConfig) else list(test.values())
     further = {} if isinstance(test, DataConfig) else dict(list(test.items())[1:])
     for each in (data, *tests):
@@ -103,7 +103,6 @@ def sweep(
             "further": {name: _told(one) for name, one in further.items()} or None,
             "unit": config.unit and config.unit.value,
             "refit": config.refit,
-            "rounds": config.rounds,
             "calibration": calibration.model_dump(mode="json"),
             "evaluation": evaluation.model_dump(mode="json"),
         }
@@ -165,21 +164,15 @@ def _room(output: Path, overwrite: bool, inputs: Sequence[Input]) -> Iterator[Pa
                 raise
 
 
-def _refuse(criteria: Sequence[str], rounds: int) -> None:
+def _refuse(criteria: Sequence[str]) -> None:
     """Refuses what would fail after hours, before anything is touched.
 
     Raises:
         PlanError: If a criterion is unknown, or is none that a sweep can use.
     """
     for name in criteria:
-        needs = CRITERIA[name].needs
-        if "gates" in needs:
+        if "gates" in CRITERIA[name].needs:
             raise PlanError("A sweep has no trained gates; use another criterion than gates.")
-        if rounds > 1 and not needs:
-            raise PlanError(
-                f"--rounds: the criterion {name} does not look at the model again. Leave out "
-                "--rounds, or use one that does, such as compensated or fisher."
-            )
 
 
 def _told(data: DataConfig) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def collect(
     attentions: Sequence[Attention],
     batches: Iterable[Batch],
     needs: frozenset[Need],
-    gates: Sequence[Tensor] | None = None,
     special_ids: Sequence[int] = (),
     seed: int = 0,
 ) -> list[UnitEvidence]:
@@ -47,7 +46,6 @@ def collect(
         attentions: The attention modules to look at.
         batches: The examples; ``labels`` among the inputs where the task has some.
         needs: What to measure; "gram", "losses" and "gates" are none of this function's business.
-        gates: Gates that the model runs with, per module; None for all open.
         special_ids: Token ids that attention weights are not counted on.
         seed: Seed of the directions that stand for a loss where a model has no head.
 
@@ -60,7 +58,7 @@ def collect(
     backward = bool(needs & {"gradients", "curvature"})
     if not streamed:
         return evidence
-    collector = _Collector(attentions, gates, needs)
+    collector = _Collector(attentions, needs)
     frozen = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
     try:
@@ -91,14 +89,12 @@ class _Collector:
     def __init__(
         self,
         attentions: Sequence[Attention],
-        gates: Sequence[Tensor] | None,
         needs: frozenset[Need],
     ) -> None:
         self.wants_curvature = "curvature" in needs
         self.wants_gradients = bool(needs & {"gradients", "curvature"})
         self.wants_attention = "attention" in needs
         self.attentions = attentions
-        self.gates = gates or [torch.ones(a.query_heads) for a in attentions]
         self.gradients: list[list[Tensor]] = [[] for _ in attentions]
         self.activations: list[Activations | None] = [None for _ in attentions]
         self.weights: list[tuple[Tensor, int]] = [
@@ -186,9 +182,8 @@ class _Collector:
 
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = args[0]
-            gate = self.gates[position].to(x.device, torch.float32)[None]
-            if self.wants_gradients:
-                gate = gate.repeat(len(x), 1).requires_grad_(True)
+            shape = len(x) if self.wants_gradients else 1, attention.query_heads
+            gate = torch.ones(shape, device=x.device, requires_grad=self.wants_gradients)
             if recomputing():
                 return apply_gate(x, gate), *args[1:]
             self.live[position].append(gate)
@@ -196,9 +191,8 @@ class _Collector:
             with torch.no_grad():
                 heads = in_float32(real_tokens(x, mask)).unflatten(-1, (attention.query_heads, -1))
                 self.tokens[position] += len(heads)
-                closed = self.gates[position].to(heads)[:, None].double()
-                sums = heads.sum(0, dtype=torch.float64) * closed
-                squares = heads.square().sum(0, dtype=torch.float64) * closed**2
+                sums = heads.sum(0, dtype=torch.float64)
+                squares = heads.square().sum(0, dtype=torch.float64)
                 new = Activations(sums.cpu(), squares.cpu(), len(heads))
                 seen = self.activations[position]
                 self.activations[position] = new if seen is None else seen + new

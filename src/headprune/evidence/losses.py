@@ -29,7 +29,6 @@ def losses_without(
     attentions: Sequence[Attention],
     units: Sequence[Units],
     batches: Sequence[Batch],
-    gates: Sequence[Tensor] | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Float[Tensor, " units"]]:
@@ -40,7 +39,6 @@ def losses_without(
         attentions: The attention modules.
         units: Per module, its units.
         batches: The examples.
-        gates: Gates that the model runs with, per module; None for all open.
         seed: As for ``collect``.
         progress: Called with units done and units in all.
 
@@ -48,10 +46,10 @@ def losses_without(
         DataError: If an example has nothing to score, or a loss is not finite.
     """
     total, found, done, task = sum(map(len, units)), [], 0, task_of(model)
-    start = gates or [torch.ones(a.query_heads) for a in attentions]
+    open_ = [torch.ones(a.query_heads) for a in attentions]
     reference = None
     if task in BY_EMBEDDING:  # it has no loss that closing a unit could raise
-        with torch.no_grad(), gated(attentions, fixed(start)):
+        with torch.no_grad(), gated(attentions, fixed(open_)):
             reference = [embedding(model, batch) for batch in batches]
 
     def mean(gates: Sequence[Tensor]) -> float:
@@ -63,13 +61,13 @@ def losses_without(
                 losses = [example_losses(model, task, batch, seed) for batch in batches]
         return float(torch.cat(losses).double().mean())
 
-    whole = mean(start)
+    whole = mean(open_)
     for position, of_module in enumerate(units):
         rises = []
         for unit in of_module:
-            gate = start[position].clone()
+            gate = open_[position].clone()
             gate[list(unit)] = 0.0
-            rises.append(mean([*start[:position], gate, *start[position + 1 :]]) - whole)
+            rises.append(mean([*open_[:position], gate, *open_[position + 1 :]]) - whole)
             done += 1
             progress(done, total)
         found.append(torch.tensor(rises, dtype=torch.float64))

@@ -138,7 +138,6 @@ def gather(
     attentions: Sequence[Attention],
     config: ScoreConfig,
     examples: CalibrationSample | None,
-    gates: Sequence[Tensor] | None = None,
     context: Context = Context(),
 ) -> list[UnitEvidence]:
     """Measures what some criteria need, in one streaming pass, and one more for each that asks.
@@ -148,7 +147,6 @@ def gather(
         attentions: The modules to score.
         config: By which criteria, and what one score stands for.
         examples: The data.
-        gates: Gates that the model runs with, per module; None for all open.
         context: What it runs in.
     """
     needs = needs_of(config.criterion)
@@ -156,16 +154,16 @@ def gather(
     asked = needs if examples else needs - NEEDS_DATA
     batches = context.each(examples.batches()) if examples else ()
     special_ids = examples.special_ids if examples else ()
-    streamed = collect(net, attentions, batches, asked, gates, special_ids, config.seed)
+    streamed = collect(net, attentions, batches, asked, special_ids, config.seed)
     if examples is not None and "gram" in needs:
         context.stage("scoring (reconstruction)")
-        streamed = _with_grams(net, attentions, config, streamed, examples, gates, context)
+        streamed = _with_grams(net, attentions, config, streamed, examples, context)
     if examples is not None and "losses" in needs:
         context.stage("leaving heads out")
         unit = config.unit or default_unit(attentions)
         units = [members(unit, a.group_sizes) for a in attentions]
         losses = losses_without(
-            net, attentions, units, examples.batches(), gates, config.seed, context.step
+            net, attentions, units, examples.batches(), config.seed, context.step
         )
         streamed = [replace(e, losses=part) for e, part in zip(streamed, losses, strict=True)]
     return streamed
@@ -217,7 +215,6 @@ def _with_grams(
     config: ScoreConfig,
     evidence: list[UnitEvidence],
     examples: CalibrationSample,
-    gates: Sequence[Tensor] | None,
     context: Context,
 ) -> list[UnitEvidence]:
     """Scores by the criteria that need x x^T of what enters an output projection.
@@ -231,9 +228,6 @@ def _with_grams(
 
     def enter(attention: Attention, x: Tensor) -> Tensor:
         position = by_path[attention.path]
-        if gates is not None:
-            gate = gates[position].to(x)
-            x = (x.unflatten(-1, (len(gate), -1)) * gate[:, None]).flatten(-2)
         rows = real_tokens(x, token_mask(batch, attention.kind))
         refuse_singular(attention, len(rows), rows.shape[1], f"leave out {_listed(needing)}")
         part = replace(evidence[position], gram=outer_sum(rows, rows))

@@ -29,10 +29,10 @@ class GateOptimizer(torch.optim.AdamW):
 
     Args:
         gates: The gates' ``log_alpha``.
-        factors: The gates' ``scale`` and other factors; they get plain Adam.
+        scale: The gates' factors; they get plain Adam.
         weights: Other parameters; they get plain AdamW.
         gate_lr: Learning rate of the gates.
-        scale_lr: Learning rate of the factors.
+        scale_lr: Learning rate of ``scale``.
         weight_lr: Learning rate of the weights.
         betas: Decay of the first and of the second moment.
     """
@@ -40,7 +40,7 @@ class GateOptimizer(torch.optim.AdamW):
     def __init__(
         self,
         gates: nn.Parameter,
-        factors: list[nn.Parameter],
+        scale: nn.Parameter,
         weights: list[nn.Parameter],
         gate_lr: float,
         scale_lr: float,
@@ -49,7 +49,7 @@ class GateOptimizer(torch.optim.AdamW):
     ) -> None:
         groups: list[dict[str, Any]] = [
             {"params": [gates], "lr": gate_lr},
-            {"params": factors, "lr": scale_lr, "weight_decay": 0.0},
+            {"params": [scale], "lr": scale_lr, "weight_decay": 0.0},
         ]
         if weights:
             groups.append({"params": weights, "lr": weight_lr})

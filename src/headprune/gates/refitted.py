@@ -66,7 +66,7 @@ def choose_and_refit(
     Args:
         net: The model; its output projections change.
         attentions: The modules that have gates.
-        gates: Their gates, plain factors.
+        gates: Their gates.
         heads: Query heads that stay.
         examples: Calibration text.
         context: What it runs in.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
 from headprune.declaration import Context
 from headprune.errors import DataError, HeadpruneError
-from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
 from headprune.gates.refitted import (
@@ -40,8 +38,7 @@ from headprune.gates.refitted import (
     original_of,
     output_weights,
 )
-from headprune.gates.rounds import default_count, plan_rounds
-from headprune.gates.sparsity import ConstantPenalty, GradualPruning, HeadTarget, Sparsity
+from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity
 from headprune.gates.trainer import (
     GateCallback,
     GatedModel,
@@ -131,8 +128,7 @@ def train_gates(
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
         context.stage("loading the model")
-        frozen = config.train in (Train.GATES, Train.CHANNELS)
-        kept = frozen and devices.computes_bfloat16()
+        kept = config.train is Train.GATES and devices.computes_bfloat16()
         net, source = load(model, config.dtype, context.allowed, keep_bfloat16=kept)
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(attention_of(net), config.attention)
@@ -144,26 +140,14 @@ def train_gates(
         tokenizer = load_tokenizer(model, trust_remote_code=remote)
         examples = _calibration(net, model, data, config, tokenizer, remote)
         config = config.model_copy(update={"method": _method(config, net, examples)})
-        gates = Gates(
-            attentions,
-            unit,
-            config.init_log_alpha,
-            config.temperature,
-            sampled=config.method is Method.L0,
-        )
+        gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
         gates.to(devices.chosen())  # Trainer moves no model that is in shards
         sparsity = _sparsity(config, sizes, len(attentions))
         objective = _objective(config, net, data)
-        if config.method is Method.GRADUAL and objective is Objective.DISTILL:
-            raise HeadpruneError(
-                "--method gradual weighs heads by the gradient of a loss, and that of the "
-                "objective distill is zero where the model starts. Use --method l0 or refit."
-            )
         rows, collate, _ = batches(objective, net, tokenizer, data, config, running=True)
         steps = _steps(config, len(rows))
         loss = _loss(objective, net, config)
         freeze(net, attentions, config.train)
-        channels = Channels(attentions) if config.train is Train.CHANNELS else None
         if config.gradient_checkpointing:
             recompute_activations(net)
         if not rerun.resume:
@@ -172,8 +156,8 @@ def train_gates(
         trainer = GateTrainer(
             config,
             sparsity,
-            plan_rounds(steps, _round_count(config, sizes), _settle(config)),
-            GatedModel(net, gates, loss, channels, refitted),
+            _choosing(config, steps),
+            GatedModel(net, gates, loss, refitted),
             remedies=_remedies(config, objective),
             args=training_arguments(config, work.checkpoints, steps),
             train_dataset=rows,
@@ -184,11 +168,7 @@ def train_gates(
             _announce(context, examples.tokens, config, steps)
             choose_and_refit(net, attentions, gates, sparsity.heads, examples, context)
         context.stage("training")
-        with (
-            gated(attentions, gates.source),
-            channels.scaling(gates) if channels is not None else nullcontext(),
-            stop_on_interrupt() as stopped,
-        ):
+        with gated(attentions, gates.source), stop_on_interrupt() as stopped:
             callback = GateCallback(trainer, work, context.step, stopped.is_set)
             go_on = "Go on with the same command and --resume."
             train(trainer, work, callback, rerun.resume, go_on, context.stage)
@@ -249,7 +229,7 @@ def _loss(objective: Objective, net: PreTrainedModel, config: TrainGatesConfig) 
         Train.ATTENTION: net.parameters(),
         Train.ALL: net.parameters(),
         Train.GATES: output_weights(attention_of(net)) if refitting else (),
-    }.get(config.train, ())
+    }[config.train]
     own = OWN_SHARE if objective is Objective.LM_DISTILL else 0.0
     whole = config.dtype is Dtype.AUTO and net.dtype is torch.float32
     bf16 = refitting and whole and devices.computes_bfloat16()
@@ -292,7 +272,7 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
     precision = "compute with --dtype float32, " if half else ""
     hidden = "give text with tokens to mask, " if objective is Objective.MLM else ""
     rates = ["--scale-lr"] if config.method is not Method.L0 else ["--gate-lr", "--scale-lr"]
-    rates += ["--weight-lr"] if config.train in (Train.ATTENTION, Train.ALL) else []
+    rates += ["--weight-lr"] if config.train is not Train.GATES else []
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}{hidden}or look at the model with "
         "'headprune evaluate'.",
@@ -302,25 +282,16 @@ def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
 
 def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
     if config.target_heads is not None:
-        kind = GradualPruning if config.method is Method.GRADUAL else HeadTarget
-        return kind(head_budget(config.target_heads, sizes), sizes, config.sparsity_warmup)
+        return HeadTarget(head_budget(config.target_heads, sizes), sizes, config.sparsity_warmup)
     assert config.l0_penalty is not None
     return ConstantPenalty(config.l0_penalty, modules)
 
 
-def _round_count(config: TrainGatesConfig, sizes: list[int]) -> int:
-    # units of unequal size might not add up to the target any more after an earlier round
-    if config.target_heads is None or config.method is not Method.L0 or len(set(sizes)) > 1:
-        return 1
-    return config.rounds or default_count(1 - head_budget(config.target_heads, sizes) / sum(sizes))
-
-
-def _settle(config: TrainGatesConfig) -> float:
+def _choosing(config: TrainGatesConfig, steps: int) -> int:
+    """Steps after which the heads are chosen; none where that comes before the first."""
     if config.method is Method.REFIT:
-        return 1.0  # they are chosen before the first step
-    if config.finetune_fraction is not None:
-        return config.finetune_fraction
-    return 0.6 if config.method is Method.L0 else 0.3
+        return 0
+    return round(steps * (1 - config.finetune_fraction))
 
 
 def _objective(config: TrainGatesConfig, net: PreTrainedModel, data: DataConfig) -> Objective:
@@ -352,11 +323,6 @@ def _finish(
     about: dict[str, Any],
 ) -> GatesMetadata:
     gates, net = trainer.gates.cpu(), trainer.model.model
-    if not gates.chosen:  # settle = 0: the choice falls after the last step
-        gates.choose(trainer.sparsity.choice(gates, trainer.rounds[-1]))
-    if trainer.model.channels is not None:
-        for weight in trainer.model.channels.fold():
-            weight.requires_grad_(True)  # it is a trained weight now
     for weight in trainer.model.refitted:
         weight.requires_grad_(True)
     weights = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from headprune.config import Train, TrainGatesConfig
-from headprune.gates.channels import Channels
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Loss
 from headprune.gates.optimizer import GateOptimizer
-from headprune.gates.rounds import Round, round_at
 from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
 from headprune.runtime.modeling_headprune import Attention
@@ -58,7 +57,7 @@ class GateStep(TrainingStep):
 
 
 class GatedModel(LossModule):
-    """A model, its gates, the factors of its channels if they move, and the loss.
+    """A model, its gates, and the loss.
 
     Attributes:
         refitted: Weights that were changed before the first step, and stay as they are.
@@ -69,13 +68,11 @@ class GatedModel(LossModule):
         model: PreTrainedModel,
         gates: Gates,
         loss: Loss,
-        channels: Channels | None = None,
         refitted: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self.gates = gates
-        self.channels = channels
         self.refitted = refitted
         self._loss = loss
         self.config = model.config
@@ -101,8 +98,17 @@ def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) ->
                 projection.module.requires_grad_(True)
 
 
+def settled_rate(step: int, choosing: int, steps: int) -> float:
+    """Factor of a learning rate: 1 while heads are chosen, then linear to 0."""
+    return 1.0 if step < choosing else max(0.0, 1 - (step - choosing) / max(1, steps - choosing))
+
+
 class GateTrainer(ResumableTrainer):
-    """Trainer with one learning rate for gates and one for weights."""
+    """Trainer with one learning rate for gates and one for weights.
+
+    Attributes:
+        choosing: Steps after which the heads are chosen.
+    """
 
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
@@ -111,14 +117,14 @@ class GateTrainer(ResumableTrainer):
         self,
         config: TrainGatesConfig,
         sparsity: Sparsity,
-        rounds: list[Round],
+        choosing: int,
         model: GatedModel,
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, **kwargs)
         self.gate_config = config
         self.sparsity = sparsity
-        self.rounds = rounds
+        self.choosing = choosing
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
         """Those of AdamW, and of gates what ``GateOptimizer`` has instead."""
@@ -156,10 +162,8 @@ class GateTrainer(ResumableTrainer):
         if self.optimizer is None:
             config, gates = self.gate_config, self.gates
             weights = [p for p in self.model.model.parameters() if p.requires_grad]
-            channels = self.model.channels
-            factors = [gates.scale, *(() if channels is None else channels.parameters())]
             rates = config.gate_lr, config.scale_lr, config.weight_lr
-            self.optimizer = GateOptimizer(gates.log_alpha, factors, weights, *rates)
+            self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -175,25 +179,15 @@ class GateTrainer(ResumableTrainer):
         ]
         return torch.stack(norms).norm() if norms else torch.zeros(())
 
-    def forget_gate_moments(self) -> None:
-        """Lets the optimiser start anew with gates and factors, as their losses are new."""
-        assert self.optimizer is not None
-        gates, factors = self.optimizer.param_groups[:2]
-        for parameter in (*gates["params"], *factors["params"]):
-            self.optimizer.state.pop(parameter, None)
-
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Gates constant; factors linear to zero at the end of every round, weights of the last."""
+        """Gates constant; the rest linear to zero once the heads are chosen."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.create_optimizer()
-            rates = [
-                lambda step: 1.0,
-                lambda step: round_at(self.rounds, step).settled_rate(step),
-                lambda step: self.rounds[-1].settled_rate(step),
-            ]
             count = len(optimizer.param_groups)
+            settled = partial(settled_rate, choosing=self.choosing, steps=num_training_steps)
+            rates: list[Callable[[int], float]] = [lambda step: 1.0, settled, settled]
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates[:count])
         return self.lr_scheduler
 
@@ -205,31 +199,26 @@ class GateCallback(HistoryCallback):
     kind = GateStep
 
     def record(self, state: Any) -> GateStep:
-        """Moves the gates to the target; chooses heads, and begins rounds, when it is time."""
+        """Moves the gates to the target, and chooses heads when it is time."""
         trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
         if first_infinite({"log_alpha": gates.log_alpha, "scale": gates.scale}) is not None:
             raise trainer.broken("the gates are not finite after")
-        now = round_at(trainer.rounds, step - 1)
+        done = min(1.0, step / max(1, trainer.choosing))
         if not gates.chosen:
-            trainer.sparsity.after_step(gates, now, step)
-            if step >= now.choose:
-                gates.choose(trainer.sparsity.choice(gates, now))
-        target = trainer.sparsity.target(gates, now, step)
+            trainer.sparsity.after_step(gates, done)
+            if step >= trainer.choosing:
+                gates.choose(trainer.sparsity.choice(gates))
         snapshot = step % max(1, state.max_steps // SNAPSHOTS) == 0 or step == state.max_steps
         percent = (100 * gates.open_probability()).round().int().tolist() if snapshot else None
-        record = GateStep(
+        return GateStep(
             step=state.global_step,
             steps=state.max_steps,
             loss=trainer.last_loss,
             expected_heads=gates.expected_heads().item(),
-            target_heads=target,
+            target_heads=trainer.sparsity.target(done),
             settled=bool(gates.chosen),
             open_percent=None if percent is None else tuple(percent),
         )
-        if step == now.end and now is not trainer.rounds[-1]:
-            gates.reopen()
-            trainer.forget_gate_moments()
-        return record
 
 
 def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> TrainingArguments:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from collections.abc import Sequence
 
 from headprune.errors import PlanError
 from headprune.registry import did_you_mean
@@ -29,25 +25,6 @@ def leaves_ragged(attentions: Sequence[Attention], unit: Unit) -> bool:
 def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
     """Query heads per unit, for all units of all modules in order."""
     return [len(m) for a in attentions for m in members(unit, a.group_sizes)]
-
-
-def unit_gates(
-    attentions: Sequence[Attention], unit: Unit, kept: Collection[int]
-) -> list[Float[Tensor, " _heads"]]:
-    """Per module, gates of its query heads: 0 for those of units that do not stay.
-
-    Args:
-        attentions: The modules.
-        unit: What a unit is.
-        kept: Units that stay, numbered over all modules.
-    """
-    gates, number = [torch.ones(a.query_heads) for a in attentions], 0
-    for attention, gate in zip(attentions, gates, strict=True):
-        for heads in members(unit, attention.group_sizes):
-            if number not in kept:
-                gate[list(heads)] = 0.0
-            number += 1
-    return gates
 
 
 def modules_of(

@@ -30,15 +30,6 @@ def with_held(values: Tensor, held: frozenset[int]) -> list[float]:
     return [math.inf if at in held else score for at, score in enumerate(values.tolist())]
 
 
-def behind(values: Tensor, allowed: set[int]) -> Tensor:
-    """Scores, of which those of units that went in an earlier round are below all others."""
-    gone = [at for at in range(len(values)) if at not in allowed]
-    ranked = values.clone()
-    if gone:
-        ranked[gone] = float(values.min()) - float(values.max() - values.min()) - 1.0
-    return ranked
-
-
 @dataclass(frozen=True)
 class HeadChoice:
     """A choice of units, within budgets and what engines hold.
@@ -59,10 +50,10 @@ class HeadChoice:
     constraints: Constraints
     held: frozenset[int] = frozenset()
 
-    def of(self, values: Tensor, allowed: set[int], heads: int | None) -> set[int]:
-        """Units to keep, of those that are still there."""
+    def of(self, values: Tensor, heads: int | None) -> set[int]:
+        """Units to keep."""
         attentions, unit, least = self.attentions, self.unit, self.budget.min_per_layer
-        scores = with_held(behind(values, allowed), self.held)
+        scores = with_held(values, self.held)
         if self.constraints.even:
             wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
             return set(even_units(attentions, unit, scores, wanted, self._fits))

@@ -204,7 +204,7 @@ def _chosen(
     """1 for every unit that stays, and their heads: as many as asked for, or the nearest."""
     sizes = unit_sizes(attentions, unit)
     choice = HeadChoice(attentions, unit, BudgetConfig(keep=budget), [], constraints)
-    kept = choice.of(scores, set(range(len(sizes))), budget)
+    kept = choice.of(scores, budget)
     return [float(p in kept) for p in range(len(sizes))], sum(sizes[p] for p in kept)
 
 

@@ -22,13 +22,12 @@ from headprune.model.residency import residency_of
 from headprune.model.speed import measure
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
-from headprune.planning.allocation import BudgetLimit, PerModule, allocate
+from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
-from headprune.planning.choice import HeadChoice, share_of, with_held
+from headprune.planning.choice import HeadChoice, share_of
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
-from headprune.planning.rounds import ScoredAgain, refuse_rounds
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
@@ -46,7 +45,6 @@ class Planned:
         plan: The plan.
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
-        rounds: How often heads were scored.
         scores: What the scores say of themselves.
         kept_of_free: With ``--for`` or ``--tensor-parallel``: the sum of the scores that stay, as a
             share of what stays without; None where shares of scores say nothing.
@@ -56,7 +54,6 @@ class Planned:
     plan: Plan
     criterion: str
     spent: dict[str, tuple[float, float]]
-    rounds: int
     scores: ScoresMetadata
     kept_of_free: float | None = None
     roles_lost: tuple[str, ...] | None = None
@@ -81,9 +78,7 @@ def plan(
     Args:
         model: Folder or hub id; the one that was scored.
         scores: The scores folder.
-        config: What may stay, and how it is chosen. In rounds after the first, the model is scored
-            without the heads that have gone, on the data the scores came from; equally many heads
-            go in every round.
+        config: What may stay, and how it is chosen.
         output: The plan file to write; None for none.
         overwrite: Replace an existing output.
         context: What it runs in.
@@ -91,17 +86,15 @@ def plan(
     Raises:
         HeadpruneError: If model, scores and budgets do not fit together.
     """
-    metadata = read_scores(scores).metadata
-    name, _ = read_scores(scores).of(config.criterion)
-    if config.rounds > 1:
-        refuse_rounds(name, metadata.data)
+    found = read_scores(scores)
+    found.of(config.criterion)
     refuse_target(config.keep)
     asked_roles(config)
     context.stage("loading the model")
-    runs = config.rounds > 1 or config.min_speedup is not None
-    net, source = load(model, metadata.calibration.dtype, context.allowed, weights=runs)
-    found = read_scores(scores, source)
-    planned = make_plan(net, source, model, found, config, context)
+    runs = config.min_speedup is not None
+    dtype = found.metadata.calibration.dtype
+    net, source = load(model, dtype, context.allowed, weights=runs)
+    planned = make_plan(net, source, model, read_scores(scores, source), config, context)
     if output is not None:
         planned.plan.write(output)
     return planned
@@ -115,7 +108,7 @@ def make_plan(
     config: PlanConfig,
     context: Context,
 ) -> Planned:
-    """Makes a plan for a loaded model, whose W_O it may change; arguments as for ``plan``.
+    """Makes a plan for a loaded model; arguments as for ``plan``.
 
     Raises:
         PlanError: If the budgets cannot be kept to.
@@ -131,40 +124,22 @@ def make_plan(
     )
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, config, stored, context)
-    target = None if config.keep is None else head_budget(config.keep, sizes)
-    kept = set(range(len(sizes)))
-    rounds, again = config.rounds, None
-    if rounds > 1:
-        again = ScoredAgain(net, model, scores, attentions, config, context)
-    for number in range(rounds):
-        if number and again is not None:
-            context.stage(f"round {number + 1} of {rounds}")
-            values = again.scores(kept)
-        last = number == rounds - 1
-        heads = target
-        if not last:
-            goal = (
-                target
-                if target is not None
-                else _reached(attentions, unit, with_held(values, held), config, limits)
-            )
-            heads = head_budget(_between(sum(sizes), goal, number + 1, rounds) / sum(sizes), sizes)
-        choice = HeadChoice(attentions, unit, config, limits if last else [], constraints, held)
-        before, kept = kept, choice.of(values, kept, heads)
-        refuse_broken_hold(held, kept, sizes, config.keep_roles)
+    heads = None if config.keep is None else head_budget(config.keep, sizes)
+    choice = HeadChoice(attentions, unit, config, limits, constraints, held)
+    kept = choice.of(values, heads)
+    refuse_broken_hold(held, kept, sizes, config.keep_roles)
     share = None
     if constraints != constraints.free:
         free = replace(choice, constraints=constraints.free)
-        share = share_of(values, kept, free.of(values, before, heads))
+        share = share_of(values, kept, free.of(values, heads))
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
     if constraints != constraints.free:
-        # a refit between rounds has changed the weights that the plan's fingerprint is of
-        constraints.check(resolve(made.model_copy(update={"model": None}), net, ragged=True))
+        constraints.check(resolve(made, net, ragged=True))
     lost = roles_lost(record, made)
-    return Planned(made, name, spent, rounds, scores.metadata, share, lost)
+    return Planned(made, name, spent, scores.metadata, share, lost)
 
 
 def _limits(
@@ -206,30 +181,6 @@ def _limits(
 def _prefill_seconds(nets: Sequence[PreTrainedModel]) -> list[float]:
     speeds = measure(nets, prompt_tokens=PROMPT, decoded=2)
     return [speed.prompt_tokens / speed.prefill_tokens_per_s for speed in speeds]
-
-
-def _reached(
-    attentions: Sequence[Attention],
-    unit: Unit,
-    scores: Sequence[float],
-    budget: BudgetConfig,
-    limits: Sequence[BudgetLimit],
-) -> int:
-    """Heads that the limits would leave by the present scores."""
-    kept = allocate(
-        attentions,
-        unit,
-        scores,
-        None,
-        PerModule(least=[budget.min_per_layer] * len(attentions)),
-        limits,
-    )
-    sizes = unit_sizes(attentions, unit)
-    return sum(sizes[at] for at in kept)
-
-
-def _between(start: int, goal: int, number: int, rounds: int) -> float:
-    return start + (goal - start) * number / rounds
 
 
 def _total(limit: BudgetLimit, attentions: Sequence[Attention], made: Plan) -> float:
