@@ -1,7 +1,7 @@
 """How much memory a command takes for a text of any size: ``python scripts/bench_memory.py [GB]``.
 
 Makes a tiny model and a text of so many gigabytes in a temporary folder (TMPDIR), runs ``headprune
-evaluate --max-windows 20`` on it, as text, as .gz and as JSONL, and prints seconds and the most
+evaluate --max-windows 20`` on it, as JSONL, as text and as .gz, and prints seconds and the most
 resident memory of the process.
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = tiny.save(tiny.model("llama-gqa"), folder / "model")
-        for form in ("text.txt", "text.txt.gz", "rows.jsonl"):
+        for form in ("rows.jsonl", "text.txt", "text.txt.gz"):
             path = folder / form
             with gzip.open(path, "wt", 1) if form.endswith("gz") else path.open("w") as file:
                 for line in lines(size):

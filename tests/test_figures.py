@@ -22,7 +22,7 @@ def texts(path: Path) -> list[str]:
 def every_figure() -> dict[str, Figure]:
     line = Series("gates $a$ <b>", [1, 2], [3.0, 4.0], [2.5, 3.5], [3.5, 4.5])
     return {
-        "map": heat_map(ROWS, ["first", "second", "third"], "Evidence", kept=[{1}, {0}, set()]),
+        "map": heat_map(ROWS, ["first", "second", "third"], "Evidence"),
         "curve": curve([line], "Curve", "size", "perplexity", 2.5, higher_is_better=False),
         "moving": trajectories([line], "Moving", y_label="loss", phases=[(1.5, "chosen")]),
         "bars": bars(["1", "8"], {"model": [1, 2], "original": [3, 4]}, "Bars", "tokens/s"),
@@ -54,15 +54,6 @@ def test_text_is_drawn_as_it_is(tmp_path: Path) -> None:
     figure = curve([Series("$x^2$", [1], [1]), Series("<script>", [1], [2])], "100 $", "x", "y")
     drawn = texts(save(figure, tmp_path / "text.svg"))
     assert {"$x^2$", "<script>", "100 $"} <= set(drawn)
-
-
-def test_kept_heads_are_outlined() -> None:
-    def outlines(kept: list[set[int]] | None) -> int:
-        axes = heat_map(ROWS, ["a", "b", "c"], "Map", kept=kept).axes[0]
-        return sum(not patch.get_fill() for patch in axes.patches)
-
-    assert outlines([{0, 2}, {0}, set()]) == 3
-    assert outlines(None) == 0
 
 
 def test_pareto_front() -> None:

@@ -133,7 +133,7 @@ _PATHS: tuple[Callable[[Path], str], ...] = (
         "sweep/sweep.json",
         '"name": "',
         '"name": "../../outside/',
-        "report evil --output out.md --figures figures",
+        "report evil --output out.md",
     ),
     _renamed("llama/tokenizer_config.json", "{", _FILES, _EVALUATED),
 )

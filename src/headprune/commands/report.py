@@ -32,7 +32,6 @@ class ReportOptions(Replacing):
         metavar="RUN...",
     )
     output: Path = output("The page to write (.html), or a summary for a pull request (.md).")
-    figures: Path | None = option("Folder for all figures, as PNG and SVG files.", None, Panel.MAIN)
 
 
 def run(options: ReportOptions, context: Context) -> Reported:
@@ -40,7 +39,7 @@ def run(options: ReportOptions, context: Context) -> Reported:
     from headprune.reports.report import report
 
     context.stage("drawing")
-    return report(options.runs, options.output, options.figures, options.overwrite)
+    return report(options.runs, options.output, options.overwrite)
 
 
 def show(result: Reported, options: ReportOptions, console: Console) -> None:
@@ -49,9 +48,7 @@ def show(result: Reported, options: ReportOptions, console: Console) -> None:
 
     for one in result.runs:
         console.print(f"[bold]{escape(one.name)}[/]: {escape(one.asked)}")
-    figures = escape(str(options.figures))
-    beside = f", {len(result.figures)} figures to {figures}" if options.figures else ""
-    console.print(f"Written to {escape(str(options.output))}{beside}.")
+    console.print(f"Written to {escape(str(options.output))}.")
 
 
 declare(

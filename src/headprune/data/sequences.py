@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from headprune.data.rows import evenly, stored
 from headprune.data.sources import Examples
-from headprune.data.tokens import CHUNKING, Ids, around, head, token_ids
+from headprune.data.tokens import Ids, around, slices, token_ids
 from headprune.data.unreadable import Seen
 from headprune.errors import DataError
 from headprune.model.loading import class_ids, task_of
 
 Label = int | float | list[float]
-ROWS_AT_ONCE = 1000  # that are tokenized
+_ROWS_AT_ONCE = 1000  # that are tokenized
+_CHARACTERS_AT_ONCE = 1 << 18  # of these rows
 _AT_ONCE = 1 << 18  # tokens that are held before sequences are written
 _FAR = 1 << 21  # tokens of a text that a few sequences are spread over, at least
 _WIDE = 8  # or so many times their own
@@ -56,7 +57,7 @@ def windows(
 
     Every sequence begins as the tokenizer begins a text, with BOS for example. A document ends as
     the tokenizer ends it; where it adds nothing, one of a row format ends with the
-    end-of-sequence token. Text is never held whole.
+    end-of-sequence token. No more text is held than is tokenized together.
 
     Args:
         examples: The documents.
@@ -174,7 +175,7 @@ def tokenized_rows(
 
     def parts() -> Iterator[dict[str, Any]]:
         nonlocal done
-        for some in _batched(_beginnings(examples, tokenizer, seq_len, apart)):
+        for some in _batched(_beginnings(examples, tokenizer, apart)):
             columns = [list(column) for column in zip(*some, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
             _refuse_empty(rows["input_ids"], done)
@@ -226,16 +227,14 @@ def translation_rows(
     return rows
 
 
-def _beginnings(
-    examples: Examples, tokenizer: Any, seq_len: int, apart: bool
-) -> Iterator[tuple[str, ...]]:
-    """The texts; of a long one the beginning, as far as its first tokens need it."""
+def _beginnings(examples: Examples, tokenizer: Any, apart: bool) -> Iterator[tuple[str, ...]]:
+    """The texts; of a file longer than is tokenized together, the beginning."""
     if examples.width > 1 or tokenizer.truncation_side != "right":
         for text in examples.texts:
             yield from ((part,) for part in text) if apart else (text,)
         return
     for document in examples.documents():
-        yield (head(document, tokenizer, seq_len),)
+        yield (next(slices(document), ""),)
 
 
 def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
@@ -245,7 +244,7 @@ def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]
     for text in texts:
         some.append(text)
         size += sum(map(len, text))
-        if len(some) == ROWS_AT_ONCE or size >= CHUNKING.chunk:
+        if len(some) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
             yield some
             some, size = [], 0
     if some:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headprune.data.files import byte_pieces
-from headprune.data.sources import refuse_missing_file
+from headprune.data.files import text_pieces
 from headprune.errors import DataError
 
 Span = tuple[int, int]
@@ -42,14 +41,10 @@ def read_trees(source: str) -> list[Tree]:
     Raises:
         DataError: If the file is missing or damaged, or no such file.
     """
-    refuse_missing_file(source)
     path = Path(source)
     if not path.is_file():
-        raise DataError(f"--trees {source}: give a CoNLL-U file (also .gz), which this is not.")
-    try:
-        lines = b"".join(byte_pieces(path)).decode("utf-8").split("\n")
-    except UnicodeDecodeError:
-        raise _no_tree_file(source, "it is no text in UTF-8") from None
+        raise DataError(f"--trees {source}: there is no such file. Give a CoNLL-U file (also .gz).")
+    lines = "".join(text_pieces(path)).split("\n")
     trees = [_tree(source, rows) for rows in _sentences(lines)]
     found = [tree for tree in trees if tree is not None]
     if not found:

@@ -28,8 +28,6 @@ from headprune.training.resumable import (
     TrainingStep,
 )
 
-SNAPSHOTS = 50  # of all gates, in the history of a run
-
 
 @dataclass(frozen=True)
 class GateStep(TrainingStep):
@@ -39,14 +37,11 @@ class GateStep(TrainingStep):
         expected_heads: Expected number of open query heads.
         target_heads: The number asked for at this step; None with a constant penalty.
         settled: Whether the heads are chosen.
-        open_percent: How likely every gate is open, in percent, at every fiftieth of the run; None
-            at the steps between.
     """
 
     expected_heads: float
     target_heads: float | None
     settled: bool
-    open_percent: tuple[int, ...] | None = None
 
     @property
     def numbers(self) -> str:
@@ -208,8 +203,6 @@ class GateCallback(HistoryCallback):
             trainer.sparsity.after_step(gates, done)
             if step >= trainer.choosing:
                 gates.choose(trainer.sparsity.choice(gates))
-        snapshot = step % max(1, state.max_steps // SNAPSHOTS) == 0 or step == state.max_steps
-        percent = (100 * gates.open_probability()).round().int().tolist() if snapshot else None
         return GateStep(
             step=state.global_step,
             steps=state.max_steps,
@@ -217,7 +210,6 @@ class GateCallback(HistoryCallback):
             expected_heads=gates.expected_heads().item(),
             target_heads=trainer.sparsity.target(done),
             settled=bool(gates.chosen),
-            open_percent=None if percent is None else tuple(percent),
         )
 
 

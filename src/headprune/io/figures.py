@@ -4,14 +4,14 @@ Colours are those of Okabe and Ito, which the colour-blind tell apart, and every
 marker and a dash of its own. Nothing here touches pyplot, so nothing has a global state and no
 display is needed. Text is drawn as it is: a ``$`` in a model's name is no formula.
 
-    figure = heat_map(evidence, ["0", "1"], "Gates", kept=[{0, 2}, {1}])
-    save(figure, Path("gates.svg"))
+    figure = heat_map(scores, ["0", "1"], "Scores")
+    save(figure, Path("scores.svg"))
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -142,17 +142,15 @@ def heat_map(
     rows: Sequence[Sequence[float | None]],
     row_labels: Sequence[str],
     title: str,
-    kept: Sequence[Collection[int]] | None = None,
     value_label: str = "evidence",
     column_label: str = "head",
 ) -> Figure:
-    """Layer by head: darker means more; kept heads are outlined.
+    """Layer by head: darker means more.
 
     Args:
         rows: One row of values per layer, of whatever length; None or NaN where there is no value.
         row_labels: One label per row.
         title: Title.
-        kept: Per row, the positions of the heads that stay; None to outline nothing.
         value_label: What the colours mean.
         column_label: What a column is.
     """
@@ -185,11 +183,6 @@ def heat_map(
         if finite:
             bar = figure.colorbar(image, ax=axes, label=drawable(value_label), shrink=0.8, pad=0.02)
             bar.outline.set_visible(False)
-    for y, heads in enumerate(kept or ()):
-        for x in heads:
-            outline = Rectangle((x - 0.42, y - 0.42), 0.84, 0.84, fill=False)
-            outline.set(edgecolor=SERIES[1], linewidth=1.4)
-            axes.add_patch(outline)
     axes.set_yticks(range(len(rows)), row_labels)
     step = 1 if width <= 16 else 2 if width <= 32 else 4
     axes.set_xticks(range(0, width, step))

@@ -24,7 +24,6 @@ class Chart:
     """A figure with what it says to those who cannot see it.
 
     Attributes:
-        name: Its file name, without suffix.
         title: Its title.
         figure: The drawing, without a title.
         alt: What it shows, in a sentence.
@@ -34,7 +33,6 @@ class Chart:
         wide: Whether it needs the width of the page.
     """
 
-    name: str
     title: str
     figure: Figure
     alt: str
@@ -55,11 +53,11 @@ def quality_charts(runs: Sequence[ShownRun]) -> list[Chart]:
                 base = evaluation.measured_base or evaluation.base or ""
                 key = (main.name, evaluation.data_sha256, base, evaluation.conditions)
                 groups.setdefault(key, []).append((run, evaluation, main))
-    return [_quality_chart(members, i, len(groups)) for i, members in enumerate(groups.values())]
+    return [_quality_chart(members, alone=len(groups) == 1) for members in groups.values()]
 
 
 def _quality_chart(
-    members: Sequence[tuple[ShownRun, ShownEvaluation, Quality]], index: int, count: int
+    members: Sequence[tuple[ShownRun, ShownEvaluation, Quality]], alone: bool
 ) -> Chart:
     _, first, main = members[0]
     assert first.base_size is not None
@@ -89,16 +87,15 @@ def _quality_chart(
     better = "higher" if main.higher_is_better else "lower"
     known = any(quality.interval for _, _, quality in members)
     intervals = "; bars are paired intervals" if known else ""
-    alone = "" if count == 1 else f"; {', '.join(first.conditions)}"
+    conditions = "" if alone else f"; {', '.join(first.conditions)}"
     return Chart(
-        name="quality" if count == 1 else f"quality-{index + 1}",
         title="Quality against size",
         figure=figure,
         alt=f"{name} against the share of attention parameters that is left, for "
         f"{len(series)} models and {first.the_base}.",
         columns=("", "attention parameters", name, "interval"),
         rows=tuple(rows),
-        note=f"{name} on {short_name(first.data)}, {better} is better{intervals}{alone}.",
+        note=f"{name} on {short_name(first.data)}, {better} is better{intervals}{conditions}.",
     )
 
 
@@ -144,7 +141,6 @@ def _sweep_chart(sweep: ShownSweep) -> Chart:
     )
     better = "higher" if sweep.higher_is_better else "lower"
     return Chart(
-        name="sweep",
         title="Quality against size",
         figure=figure,
         alt=f"{name} of {len(sweep.points)} cuts against their parameters, and of the original.",
@@ -176,11 +172,8 @@ def roles_charts(run: ShownRun) -> list[Chart]:
     of = f"{record.model.name}, on {short_name(record.data.source)}"
     scored = pictures.scores_table(record)
     return [
+        Chart("What heads do", figure, f"Heads with a role: {told}.", columns, rows, of, True),
         Chart(
-            "roles", "What heads do", figure, f"Heads with a role: {told}.", columns, rows, of, True
-        ),
-        Chart(
-            "role-scores",
             "Scores of roles",
             pictures.scores_figure(record),
             "One small map of layers by heads for each score.",
@@ -210,7 +203,6 @@ def _heads_chart(history: History) -> Chart | None:
         series.append(Series("asked for", history.steps, history.target))
     figure = figures.trajectories(series, "", "step", "query heads", history.phases)
     return Chart(
-        name="heads",
         title="Open heads while gates are trained",
         figure=figure,
         alt=f"The expected number of open heads goes from {history.expected[0]:.1f} to "
@@ -225,7 +217,6 @@ def _loss_chart(history: History) -> Chart:
     series = [Series("loss", history.steps, history.loss)]
     figure = figures.trajectories(series, "", "step", "loss", history.phases)
     return Chart(
-        name=f"{history.kind}-loss",
         title="Loss while gates are trained" if history.kind == "gates" else "Healing",
         figure=figure,
         alt=f"The loss goes from {history.loss[0]:.4g} to {history.loss[-1]:.4g} in "
@@ -262,7 +253,6 @@ def speed_chart(runs: Sequence[ShownRun]) -> Chart | None:
     values = {name: [of_run[n] for n in names] for name, of_run in ratios.items()}
     figure = figures.bars(names, values, "", "times the original's", baseline=1.0)
     return Chart(
-        name="speed",
         title="Speed, compared with the original",
         figure=figure,
         alt="Ratios of tokens per second to the original, by run.",
@@ -299,7 +289,6 @@ def _absolute_speed(run: ShownRun, evaluation: ShownEvaluation) -> Chart | None:
     figure = figures.bars(list(ours), values, "", "decoded tokens/s", reference=evaluation.beside)
     device = evaluation.size.device or "one machine"
     return Chart(
-        name="speed",
         title="Decoding speed by batch size",
         figure=figure,
         alt="Decoded tokens per second by batch size.",
@@ -340,7 +329,6 @@ def cache_chart(runs: Sequence[ShownRun]) -> Chart | None:
     )
     columns = ("", "bytes per token", *(f"at {length:,}" for length in CONTEXTS), "longest context")
     return Chart(
-        name="kv-cache",
         title="KV cache and context length",
         figure=figure,
         alt=f"KV cache of one sequence of {at:,} tokens, in MiB.",
@@ -363,18 +351,3 @@ def short_name(source: str) -> str:
 def mebibytes(size: float) -> str:
     """Bytes as MiB or GiB."""
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
-
-
-def map_figure(run: ShownRun) -> Figure | None:
-    """The head map, for a file."""
-    drawn = run.head_map
-    if drawn is None:
-        return None
-    known = drawn.evidence is not None
-    rows = [
-        [c.evidence if known else float(c.state == "kept") for c in layer.cells]
-        for layer in drawn.layers
-    ]
-    kept = [{i for i, c in enumerate(x.cells) if c.state == "kept"} for x in drawn.layers]
-    labels = [layer.label for layer in drawn.layers]
-    return figures.heat_map(rows, labels, run.name, kept, drawn.evidence or "stays")

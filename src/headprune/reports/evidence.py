@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.reports.discovery import GatesFolder, ResultFolder, ScoresFolder
 from headprune.reports.heads import HeadEvidence, Row, head_map, known_sizes, rows_of, spread
-from headprune.reports.histories import frames
 from headprune.reports.view import HeadMap
 from headprune.tensors.units import Unit, members
 
@@ -59,8 +58,7 @@ def _gate_evidence(
         scored = scores.scored.metadata
         if (scored.unit, scored.modules) == (trained.metadata.unit, trained.metadata.modules):
             others |= {f"score {n}": values.tolist() for n, values in scores.scored.scores.items()}
-    moved = frames(gates.path / "history.jsonl", len(chances))
-    return HeadEvidence("probability that the gate is open", tuple(rows), chances, others, moved)
+    return HeadEvidence("probability that the gate is open", tuple(rows), chances, others)
 
 
 def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> HeadEvidence:

@@ -38,14 +38,12 @@ class HeadEvidence:
         rows: Where the units are.
         values: That number.
         others: Further numbers, by name, to be told of a head.
-        frames: Step, and a percentage per unit.
     """
 
     label: str
     rows: tuple[Row, ...]
     values: Sequence[float]
     others: Mapping[str, Sequence[float]]
-    frames: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def spread(metadata: GatesMetadata, plan: Plan | None = None) -> tuple[Row, ...]:
@@ -117,14 +115,13 @@ def head_map(
     """
     of_module = {row.path: row.units for row in evidence.rows} if evidence else {}
     labels = short_labels([row.path for row in rows])
-    layers, units = [], list[int | None]()
+    layers = []
     for row, label in zip(rows, labels, strict=True):
         cells = []
         shared = {kv: group for group in groups.get(row.path, ()) for kv in group}
         kv_of = [kv for kv, size in enumerate(row.group_sizes) for _ in range(size)]
         for head in range(max(row.heads, default=-1) + 1):
             unit = of_module.get(row.path, {}).get(head)
-            units.append(unit)
             if head not in row.heads:
                 cells.append(Cell(head, "earlier", None))
                 continue
@@ -139,11 +136,7 @@ def head_map(
         sizes = set(row.group_sizes)
         group = sizes.pop() if len(sizes) == 1 and len(cells) == len(row.heads) else 1
         layers.append(Layer(row.path, label, tuple(cells), group))
-    frames = tuple(
-        (step, tuple(None if unit is None else percent[unit] for unit in units))
-        for step, percent in (evidence.frames if evidence else ())
-    )
-    return HeadMap(tuple(layers), evidence.label if evidence else None, frames)
+    return HeadMap(tuple(layers), evidence.label if evidence else None)
 
 
 def _facts(

@@ -26,7 +26,6 @@ class _Record(BaseModel):
     expected_heads: float | None = None
     target_heads: float | None = None
     settled: bool = False
-    open_percent: tuple[Annotated[int, Field(ge=0, le=100)], ...] | None = None
 
 
 _RECORDS = TypeAdapter(tuple[_Record, ...])
@@ -41,13 +40,6 @@ def _records(path: Path) -> tuple[_Record, ...]:
         raise CheckpointError(
             f"The history '{path}' is damaged: {first_problem(problem)}."
         ) from None
-
-
-def frames(path: Path, units: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The snapshots of all gates in a history; none if no gate moved in it."""
-    snapshots = ((record.step, record.open_percent) for record in _records(path))
-    found = tuple((step, open_) for step, open_ in snapshots if open_ and len(open_) == units)
-    return found if len({open_ for _, open_ in found}) > 1 else ()
 
 
 def history(path: Path, kind: Literal["gates", "heal"]) -> History | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,19 +139,15 @@ def _strength(value: float | None, low: float, high: float) -> float:
 
 
 def map_data(drawn: HeadMap) -> dict[str, Any]:
-    """What the page tells of a head that is pointed at, and how the gates moved."""
+    """What the page tells of a head that is pointed at."""
     names = list(dict.fromkeys(n for x in drawn.layers for c in x.cells for n, _ in c.facts))
     cells = [
         [y, cell.head, cell.state[0], [dict(cell.facts).get(name) for name in names]]
         for y, layer in enumerate(drawn.layers)
         for cell in layer.cells
     ]
-    frames = [
-        [step, base64.b64encode(bytes(255 if p is None else p for p in percent)).decode()]
-        for step, percent in drawn.frames
-    ]
     paths = [layer.path for layer in drawn.layers]
-    return {"paths": paths, "names": names, "cells": cells, "frames": frames}
+    return {"paths": paths, "names": names, "cells": cells}
 
 
 def head_lines(drawn: HeadMap) -> str:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import spec_of
 from headprune.evaluation.report import Difference, ModelReport, Report
-from headprune.io.figures import save
-from headprune.io.outputs import claimed_file, claimed_files
-from headprune.io.ownership import FIGURE, REPORT
+from headprune.io.outputs import claimed_file
+from headprune.io.ownership import REPORT
 from headprune.io.parsing import validated
 from headprune.io.writing import write_whole
 from headprune.regression.baseline import DECISIVE
 from headprune.regression.check import CheckReport
 from headprune.reports import page
-from headprune.reports.charts import map_figure
 from headprune.reports.discovery import discover
 from headprune.reports.reading import assemble
 from headprune.reports.view import (
@@ -30,9 +28,6 @@ from headprune.reports.view import (
     Size,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 MARKDOWN = (".md", ".markdown")
 
 
@@ -43,13 +38,11 @@ class Reported:
     Attributes:
         runs: What it shows.
         output: The page, or the Markdown.
-        figures: The figures written beside it.
         warnings: What is missing on it, as it is not finished.
     """
 
     runs: tuple[ShownRun, ...]
     output: Path
-    figures: tuple[Path, ...]
     warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -58,25 +51,17 @@ class Reported:
             {"name": r.name, "folder": str(r.folder), "source": r.source, "asked": r.asked}
             for r in self.runs
         ]
-        figures = [str(path) for path in self.figures]
-        said = list(self.warnings)
-        return {"output": str(self.output), "runs": runs, "figures": figures, "warnings": said}
+        return {"output": str(self.output), "runs": runs, "warnings": list(self.warnings)}
 
 
-def report(
-    runs: Sequence[str | Path],
-    output: Path,
-    figures: Path | None = None,
-    overwrite: bool = False,
-) -> Reported:
+def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) -> Reported:
     """Writes a report on one run, or on several side by side.
 
     Args:
         runs: Folders that headprune wrote (results, gates, scores, or folders that hold several of
             them and reports of ``evaluate`` and ``check``), or such reports themselves.
         output: The page to write, or with a suffix of Markdown a summary for a pull request.
-        figures: Folder that gets every figure as PNG and SVG.
-        overwrite: Replace an existing page and existing figures, if headprune wrote them.
+        overwrite: Replace an existing page, if headprune wrote it.
 
     Raises:
         HeadpruneError: If there is nothing finished to report on, or the output cannot be written.
@@ -90,12 +75,10 @@ def report(
         )
     places = list(dict.fromkeys(Path(run) for run in runs))
     with claimed_file(output, REPORT, overwrite, places):
-        return _report(places, output, figures, overwrite)
+        return _report(places, output)
 
 
-def _report(
-    places: Sequence[Path], output: Path, figures: Path | None, overwrite: bool
-) -> Reported:
+def _report(places: Sequence[Path], output: Path) -> Reported:
     found = [discover(place) for place in places]
     evaluations = {
         file: read_evaluation(file, content)
@@ -108,12 +91,9 @@ def _report(
     shown = assemble(found, evaluations, checks)
     drawn = page.contents(shown)
     text = page.markdown(drawn) if output.suffix.lower() in MARKDOWN else page.html(drawn)
-    named = {} if figures is None else _figures(drawn, figures)
-    with claimed_files(named, FIGURE, overwrite, places):
-        write_whole(output, text)
-        written = tuple(save(figure, path) for path, figure in named.items())
+    write_whole(output, text)
     left_out = (f"Not in the report: {each}" for place in found for each in place.unfinished)
-    return Reported(tuple(shown), output, written, tuple(left_out))
+    return Reported(tuple(shown), output, tuple(left_out))
 
 
 def read_check(file: Path, content: dict[str, Any]) -> ShownCheck:
@@ -127,23 +107,6 @@ def read_check(file: Path, content: dict[str, Any]) -> ShownCheck:
     return ShownCheck(
         read.id, read.measured, read.model, file, read.verdict.value, read.passed, rows
     )
-
-
-def _figures(drawn: page.Contents, folder: Path) -> dict[Path, Figure]:
-    """Every figure, once for each of its files."""
-    several = len(drawn.runs) > 1
-    named = {chart.name: chart.figure for chart in drawn.shared}
-    for number, (run, charts) in enumerate(zip(drawn.runs, drawn.own, strict=True), 1):
-        prefix = f"run-{number}-" if several else ""
-        heads = map_figure(run)
-        if heads is not None:
-            named[f"{prefix}head-map"] = heads
-        named |= {f"{prefix}{chart.name}": chart.figure for chart in charts}
-    return {
-        folder / f"{name}{suffix}": figure
-        for name, figure in named.items()
-        for suffix in (".svg", ".png")
-    }
 
 
 def read_evaluation(file: Path, content: dict[str, Any]) -> ShownEvaluation:

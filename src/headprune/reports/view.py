@@ -60,13 +60,10 @@ class HeadMap:
     Attributes:
         layers: The attention modules, in order.
         evidence: What the evidence is; None without.
-        frames: How the gates moved: step, and how likely every head of the map was open, in
-            percent, in order; None for heads without a gate.
     """
 
     layers: tuple[Layer, ...]
     evidence: str | None = None
-    frames: tuple[tuple[int, tuple[int | None, ...]], ...] = ()
 
     @property
     def only_scored(self) -> bool:

@@ -203,7 +203,7 @@ class RolesRecord(BaseModel):
         model: The model.
         data: Where the text came from.
         data_sha256: Digest of these files; None of data of the hub.
-        trees_sha256: Digest of the file of trees; None without one, and in older records.
+        trees_sha256: Digest of the file of trees; None without one.
         settings: How it was measured.
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.

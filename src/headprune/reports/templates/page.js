@@ -6,16 +6,12 @@ for (const figure of document.querySelectorAll(".map")) {
   const told = figure.querySelector(".told");
   const states = { k: "stays", r: "removed", e: "gone before this run", s: "scored" };
   const rows = data.paths.map((_, y) => data.cells.flatMap((cell, i) => (cell[0] === y ? [i] : [])));
-  const evidence = cells.map((cell) => cell.style.getPropertyValue("--v"));
   let now = -1;
-  let frame = null;
 
   const tell = (index) => {
     const [layer, head, state, facts] = data.cells[index];
     const known = facts.map((fact, i) => (fact === null ? null : `${data.names[i]} ${fact}`));
-    const moving = frame === null || frame.open[index] === 255 ? null
-      : `open with probability ${(frame.open[index] / 100).toFixed(2)} at step ${frame.step}`;
-    return [`${data.paths[layer]}, head ${head}: ${states[state]}`, ...known, moving]
+    return [`${data.paths[layer]}, head ${head}: ${states[state]}`, ...known]
       .filter(Boolean).join("; ");
   };
   const show = (index) => {
@@ -44,43 +40,6 @@ for (const figure of document.querySelectorAll(".map")) {
     const row = filled[Math.min(Math.max(y + move[0], 0), filled.length - 1)];
     show(row[Math.min(Math.max(x + move[1], 0), row.length - 1)]);
   });
-
-  const slider = figure.querySelector("input[type=range]");
-  if (!slider) continue;
-  const frames = data.frames.map(([step, text]) => ({
-    step, open: Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0)),
-  }));
-  const output = figure.querySelector("output");
-  const button = figure.querySelector(".play");
-  const draw = () => {
-    const place = Number(slider.value);
-    frame = place < frames.length ? frames[place] : null;
-    output.textContent = frame ? frame.step : `${frames[frames.length - 1].step} (evidence)`;
-    cells.forEach((cell, i) => {
-      const moved = frame && frame.open[i] !== 255;
-      cell.style.setProperty("--v", moved ? frame.open[i] / 100 : evidence[i]);
-    });
-    if (now >= 0) told.textContent = tell(now);
-  };
-  let timer = 0;
-  const stop = () => {
-    clearInterval(timer);
-    timer = 0;
-    button.textContent = "Play";
-  };
-  slider.addEventListener("input", () => { stop(); draw(); });
-  button.addEventListener("click", () => {
-    if (timer) return stop();
-    slider.value = 0;
-    draw();
-    button.textContent = "Stop";
-    timer = setInterval(() => {
-      slider.value = Number(slider.value) + 1;
-      draw();
-      if (Number(slider.value) >= frames.length) stop();
-    }, 120);
-  });
-  draw();
 }
 // on paper nothing can be opened: facts are, and closed again
 const facts = [...document.querySelectorAll("details:not([open]):has(.facts)")];
