@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -59,7 +60,7 @@ def _refuse_other_layout(config: PreTrainedConfig, family: Family) -> None:
     Raises:
         FamilyError: Naming what differs.
     """
-    text = getattr(config, "text_config", None)
+    text: Any = getattr(config, "text_config", None)
     if list(family.attention) != ["text"] or getattr(text, "model_type", None) not in FAMILIES:
         return
     part = family_of(text)
