@@ -36,7 +36,7 @@ from headprune.evaluation.report import Report
 from headprune.model.attention import attention_of, identity
 from headprune.model.cost import model_cost
 from headprune.model.loading import load_config, load_tokenizer, native_of
-from headprune.model.sizes import without_weights
+from headprune.model.skeleton import without_weights
 from headprune.model.units import default_unit
 from headprune.runtime.modeling_headprune import pruned_class
 from headprune.schemas.plan import AttentionPlan, Plan

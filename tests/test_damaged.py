@@ -24,7 +24,7 @@ from headprune.model.attention import attention_of, identity
 from headprune.model.loading import load_config, load_tokenizer
 from headprune.model.opening import load
 from headprune.model.reading import damage_is
-from headprune.model.sizes import without_weights
+from headprune.model.skeleton import without_weights
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.runtime import modeling_headprune
@@ -83,7 +83,7 @@ def refusal(error: type[HeadpruneError], call: Callable[[], object]) -> str:
     return text
 
 
-# Configs: what transformers would trip over, or make a model of that no machine can hold
+# Configs: what transformers would trip over
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -96,19 +96,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a pickle": ({"transformers_weights": "adapter_model.bin"}, "is no safetensors file"),
     "a type": ({"vocab_size": "many"}, "could not read its config"),
     "an object": ({"rope_parameters": [1]}, "config"),
-    "an activation": ({"hidden_act": "none"}, "no LlamaForCausalLM can be built from it"),
+    "an activation": ({"hidden_act": "none"}, "does not load as LlamaForCausalLM"),
     "a division": ({"num_attention_heads": 0}, "config"),
     "negative": ({"hidden_size": -48, "head_dim": None}, "config"),
     "packed": ({"quantization_config": {"quant_method": "gptq"}}, "load"),
-    "layers": ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, and this many"),
-    "heads": ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000, and the widest"),
-    "labels": ({"num_labels": 10**10}, "num_labels is 10000000000, and the widest"),
-    "positions": ({"max_position_embeddings": 10**12}, "no model has more than 134,217,728"),
-    "words": ({"vocab_size": 10**12}, "of 9.6e+13 numbers, and its weights hold"),
-    "width": ({"intermediate_size": 10**10}, "numbers, and its weights hold"),
-    "overflow": ({"hidden_size": 10**18}, "config"),
-    "digits": ({"vocab_size": 10**4000}, "config"),
-    "parts": ({"text_config": {"layers": {"depths": [2**40]}}}, "depths is 1099511627776"),
 }
 
 
@@ -136,17 +127,6 @@ def test_a_damaged_config_is_refused_before_anything_is_built(case: str, model: 
 def test_files_that_hold_no_settings(name: str, text: str, model: Path) -> None:
     (model / name).write_text(text)
     assert str(model) in refusal(CheckpointError, lambda: headprune.from_pretrained(model))
-
-
-@pytest.mark.parametrize("count", [8, 80_000], ids=["few", "many"])
-def test_as_many_layers_as_the_weights_are_believed(count: int, model: Path) -> None:
-    weights = {f"layers.{i}": torch.zeros(1) for i in range(600)}
-    save_file(weights, model / "model.safetensors")
-    edit(model / "config.json", lambda config: config.update(num_hidden_layers=count))
-    if count == 8:
-        assert load_config(model).num_hidden_layers == count
-    else:
-        assert "in its weights: 600" in refusal(CheckpointError, lambda: load_config(model))
 
 
 TOKENIZERS: list[tuple[str, str]] = [

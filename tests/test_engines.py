@@ -19,7 +19,7 @@ from headprune.exporting.formats.graph import prove, write_graphs
 from headprune.exporting.graphs import Graph, graphs_of
 from headprune.exporting.source import open_source
 from headprune.model.probes import probe, probe_inputs
-from headprune.model.sizes import without_weights
+from headprune.model.skeleton import without_weights
 from headprune.proof.equivalence import difference
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import json
 import tempfile
@@ -14,21 +13,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
 from headprune.errors import DataError, FamilyError, PlanError, ProofError
 from headprune.evaluation.evaluate import evaluate
 from headprune.exporting.prune import prune
-from headprune.family import COMMON_SETTINGS, FAMILIES
+from headprune.family import FAMILIES
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
 from headprune.model.attention import (
     attention_of,
     family_of,
     of_kinds,
-    refuse_unknown_settings,
 )
 from headprune.model.loading import task_of
 from headprune.planning.from_evidence import CutRequest
@@ -175,26 +173,12 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     assert attention_of(reloaded)[1].group_sizes == (2, 2)
 
 
-@pytest.mark.parametrize("case", tiny.FAMILY_CASES)
-def test_every_setting_of_the_config_is_known(case: str) -> None:
-    config = tiny.config(case)
-    refuse_unknown_settings(config)
-    family = family_of(config)
-    settings = {setting.name for setting in dataclasses.fields(config)}
-    assert settings <= COMMON_SETTINGS | family.knows | set(family.refused)
-
-
-def test_an_unknown_setting_is_refused_by_name(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class NewerLlamaConfig(LlamaConfig):  # type: ignore[misc]
-        heads_per_expert: int = 1
-
-    model = tiny.model("llama-gqa")
-    model.config.__class__ = NewerLlamaConfig
-    refuse_unknown_settings(model.config)  # at its default it changes nothing
-    model.config.heads_per_expert = 2
-    with pytest.raises(FamilyError, match=r"sets heads_per_expert=2.*--assume-supported"):
-        refuse_unknown_settings(model.config)
+def test_a_language_part_that_is_laid_out_otherwise_is_refused() -> None:
+    config = tiny.config("llava")
+    assert family_of(config).model_type == "llava"
+    config.text_config = tiny.config("olmo2")
+    with pytest.raises(FamilyError, match=r"is a olmo2, .* laid out differently \(projections\)"):
+        family_of(config)
 
 
 @pytest.mark.parametrize(

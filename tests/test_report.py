@@ -548,7 +548,6 @@ def test_a_check_is_shown_with_what_it_is_about(tmp_path: Path) -> None:
     [
         ({"step": 10**18}, "0.step: Input should be less than or equal to 9007199254740992"),
         ({"step": -1}, "0.step: Input should be greater than or equal to 0"),
-        ({"step": 10**200}, "digits"),
         ({"loss": None}, "0.loss: Input should be a valid number"),
         ({"loss": float("nan")}, "NaN is no number of JSON"),
         ({"settled": {}}, "0.settled: Input should be a valid boolean"),
@@ -562,17 +561,6 @@ def test_damaged_histories(changed: dict[str, Any], message: str, tmp_path: Path
     with pytest.raises(CheckpointError) as refused:
         report([folder], tmp_path / "page.md")
     assert message in str(refused.value) and "history.jsonl" in str(refused.value)
-
-
-def test_heads_that_no_model_has_are_not_drawn(tmp_path: Path) -> None:
-    model = {"name": "m", "model_type": "llama", "architecture": "L", "fingerprint": "0"}
-    metadata = {"created": "", "versions": {}, "model": model, "unit": "kv-group", "tokens": 0}
-    metadata |= {"modules": ["a"], "units": [2], "criteria": {"x": ""}, "data": None}
-    metadata |= {"calibration": {}, "query_heads": 10**9}
-    save_file({"x": torch.ones(2)}, tmp_path / "scores.safetensors")
-    (tmp_path / "scores.json").write_text(json.dumps(metadata))
-    with pytest.raises(CheckpointError, match="1,000,000,000 heads, more than any model has"):
-        report([tmp_path], tmp_path / "page.md")
 
 
 def test_figures_draw_whatever_numbers_and_names_they_get(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Attacks by what a stranger may send: code, paths, links, and strings that are commands.
+"""Attacks by what a stranger may send: code, paths, and strings that are commands.
 
 A canary tells whether code ran: whatever is smuggled in makes the file ``pwned`` where it runs.
 """
@@ -27,7 +27,7 @@ def cases(seed: int, short: bool) -> list[Case]:
     """The attacks of a seed; what depends on nothing drawn is shared out among seeds."""
     numbers = {
         **{"code": range(4 * len(CARRIERS)), "resume": range(8)},
-        **{"paths": range(seed % 3, len(_PATHS), 3), "links": range(seed % 3, len(_LINKS), 3)},
+        "paths": range(seed % 3, len(_PATHS), 3),
         **{"strings": range(2 * len(STRINGS)), "pages": range(len(PAGES))},
         "actions": range(len(ACTIONS)),
     }
@@ -73,7 +73,7 @@ def _without_annotations(done: Outcome) -> Outcome:
     return dataclasses.replace(done, out=meant.sub("", done.out), err=meant.sub("", done.err))
 
 
-# ---- paths and links that lead out of where they are
+# ---- paths that lead out of where they are
 
 
 def _index(name: str) -> Callable[[Path], str]:
@@ -143,40 +143,6 @@ def _paths(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     return _expecting(_PATHS[case.number], here, originals)
 
 
-def _link(original: str, target: str, line: str) -> Callable[[Path], str]:
-    """A copy of an original, with a link in the place of a file."""
-
-    def attack(here: Path) -> str:
-        source, file = original.split("/")
-        shutil.copytree(here / source, here / "evil")
-        (here / "evil" / file).unlink()
-        where = target.replace("OUTSIDE", str(here.parent / "outside"))
-        (here / "evil" / file).symlink_to(where)
-        return line
-
-    return attack
-
-
-_LINKS: tuple[Callable[[Path], str], ...] = (
-    _link("llama/model.safetensors", "OUTSIDE/model.safetensors", "!inspect evil"),
-    _link("llama/model.safetensors", "../../outside/model.safetensors", "!inspect evil"),
-    _link("llama/config.json", "OUTSIDE/config.json", "!inspect evil"),
-    _link("llama/config.json", "/dev/zero", "!inspect evil"),
-    _link("llama/tokenizer.json", "OUTSIDE/tokenizer.json", f"!{_EVALUATED}"),
-    _link("llama/tokenizer.json", _SECRET, "!convert-gqa evil --kv-heads 1 --output out"),
-    _link("llama/tokenizer_config.json", _SECRET, f"!{_EVALUATED}"),
-    _link("llama/tokenizer_config.json", "tokenizer_config.json", f"!{_EVALUATED}"),
-    _link("llama/generation_config.json", "/proc/self/environ", f"!{_EVALUATED}"),
-    _link("result/modeling_headprune.py", "OUTSIDE/modeling_headprune.py", "!verify evil"),
-    _link("result/plan.json", "OUTSIDE/plan.json", "!verify evil --against llama"),
-    _link("result/README.md", _SECRET, f"!{_CUT}"),
-)
-
-
-def _links(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
-    return _expecting(_LINKS[case.number], here, originals)
-
-
 def _expecting(attack: Callable[[Path], str], here: Path, originals: Path) -> tuple[str, Outcome]:
     link_originals(here, originals)
     line = attack(here)
@@ -187,6 +153,6 @@ def _expecting(attack: Callable[[Path], str], here: Path, originals: Path) -> tu
 
 
 _ATTACKS = {
-    **{"code": code, "resume": resume, "paths": _paths, "links": _links},
+    **{"code": code, "resume": resume, "paths": _paths},
     **{"strings": strings, "pages": pages, "actions": actions},
 }

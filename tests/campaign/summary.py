@@ -25,11 +25,11 @@ _RULES = {
     "faults": "File-size limits, full disks, folders that are closed, environments without HOME, "
     "names of all kinds, outputs that are links, files, somebody's folder, the input or inside it, "
     "two writers of one output: a sentence, nothing half-written, nothing of anybody's changed.",
-    "fuzz": "One file of those that a command reads is damaged: bits, pieces, keys, types, sizes, "
+    "fuzz": "One file of those that a command reads is damaged: bits, pieces, keys, types, "
     "depth, tensors' headers. It is read, or refused in one line of at most 400 characters, within "
     "30 s and 4 GiB, and a refusal leaves nothing behind.",
-    "security": "Code in folders and checkpoints; paths and links that lead out; strings "
-    "that are commands to a terminal, a CI runner or a browser, in every text of every file.",
+    "security": "Code in folders and checkpoints; paths that lead out; strings that "
+    "are commands to a terminal, a CI runner or a browser, in every text of every file.",
     "numeric": "NaN, infinity, overflow, layers of zeros, odd sizes, one token, text without "
     "variety, settings out of range: refused in a sentence, or numbers; never a NaN and exit 0.",
 }

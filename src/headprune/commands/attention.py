@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Placed, output
+from headprune.commands.shared import Loading, OneModel, Placed, output
 from headprune.config import Names, Replacing
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headprune.reports.attention import AttentionPicture
 
 
-class AttentionOptions(OneModel, Replacing, Cutting, Placed):
+class AttentionOptions(OneModel, Replacing, Loading, Placed):
     """Show what every head attends to in a sentence, on one page."""
 
     text: str = option("The sentence; at most 40 tokens of it are shown.", panel=Panel.MAIN)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from headprune.commands.shared import (
     DATA,
     Columns,
-    Cutting,
+    Loading,
     OneModel,
     Placed,
     of_text,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headprune.compression.compress import Compressed, Outline
 
 
-class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Cutting, Placed):
+class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Loading, Placed):
     """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
 
     data: AnyDomains = option(

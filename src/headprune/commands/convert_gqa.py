@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headprune.commands.shared import (
     Columns,
-    Cutting,
+    Loading,
     OneModel,
     Placed,
     of_text,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _HEAL = HealConfig(steps=1)  # for its other settings
 
 
-class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Cutting, Placed):
+class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Loading, Placed):
     """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
 
     renamed: ClassVar = {"shape": "layout"}

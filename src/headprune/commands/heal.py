@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headprune.commands.shared import (
     DATA,
     Columns,
-    Cutting,
+    Loading,
     OnDevice,
     OneModel,
     output,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
 
 
-class HealOptions(OneModel, HealConfig, Columns, Resuming, Cutting, OnDevice):
+class HealOptions(OneModel, HealConfig, Columns, Resuming, Loading, OnDevice):
     """Train a cut or converted model to match the model it came from, on plain text."""
 
     teacher: Place = option("The model it came from: a folder or a hub id.", panel=Panel.MAIN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Cutting, OneModel, Placed
+from headprune.commands.shared import Loading, OneModel, Placed
 from headprune.config import COMPUTED, Dtype, Writing
 from headprune.declaration import Chapter, Command, Context, Panel, declare, option
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headprune.exporting.publish import Pruned
 
 
-class MigrateOptions(OneModel, Writing, Cutting, Placed):
+class MigrateOptions(OneModel, Writing, Loading, Placed):
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
 
     output: Path = option(

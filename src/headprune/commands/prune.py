@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from headprune.commands.shared import Columns, Cutting, OneModel, Placed, of_text, output
+from headprune.commands.shared import Columns, Loading, OneModel, Placed, of_text, output
 from headprune.config import (
     CalibrationConfig,
     Kept,
@@ -38,7 +38,7 @@ _REFITS = "refit | scores & !no_refit"
 _AS_SCORED = ("calibration_tokens", "seq_len")  # of a refit, as the scores reckon with it
 
 
-class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Cutting, Placed):
+class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Loading, Placed):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
 
     renamed: ClassVar = {"shape": "layout"}

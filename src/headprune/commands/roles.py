@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headprune.commands.shared import (
     DATA,
     Columns,
-    Cutting,
+    Loading,
     OneModel,
     Placed,
     output,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headprune.schemas.roles import RolesRecord
 
 
-class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Cutting, Placed):
+class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Loading, Placed):
     """Say what every head does, such as induction, with controls and intervals."""
 
     data: Place = option(DATA, panel=Panel.MAIN)

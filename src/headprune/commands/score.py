@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Columns, Cutting, Placed, model, of_text, output
+from headprune.commands.shared import Columns, Loading, Placed, model, of_text, output
 from headprune.config import Place, Replacing, ScoreConfig
 from headprune.declaration import (
     Allowed,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headprune.schemas.scores import Scores
 
 
-class ScoreOptions(ScoreConfig, Columns, Replacing, Cutting, Placed):
+class ScoreOptions(ScoreConfig, Columns, Replacing, Loading, Placed):
     """Score every head by one or more criteria, without training."""
 
     model: Place | None = model(None, "[MODEL]")

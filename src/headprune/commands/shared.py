@@ -98,21 +98,11 @@ class Trust(Options):
 
 
 class Loading(Trust):
-    """What a model may bring to be measured."""
+    """What a model may bring."""
 
     drop_unexpected: bool = option(
         "Go on where the checkpoint has tensors that the model's class does not take; they will be "
         "missing from a result.",
-        False,
-    )
-
-
-class Cutting(Loading):
-    """What a model may bring to be looked into."""
-
-    assume_supported: bool = option(
-        "Go on where the model's config has settings that headprune's table does not know. The "
-        "risk: heads may mean something else there, and the proof sees only its probe inputs.",
         False,
     )
 

@@ -9,7 +9,7 @@ from headprune.commands.shared import (
     DATA,
     NAMED,
     Columns,
-    Cutting,
+    Loading,
     OneModel,
     Placed,
     output,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headprune.schemas.sweeps import Sweep
 
 
-class SweepOptions(OneModel, SweepConfig, Columns, Replacing, Cutting, Placed):
+class SweepOptions(OneModel, SweepConfig, Columns, Replacing, Loading, Placed):
     """Cut a model to several sizes and measure each: the curve of quality against size."""
 
     data: Place = option(DATA, panel=Panel.MAIN)

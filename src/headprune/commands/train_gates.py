@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import DATA, Columns, Cutting, OnDevice, OneModel, output
+from headprune.commands.shared import DATA, Columns, Loading, OnDevice, OneModel, output
 from headprune.config import (
     Place,
     Resuming,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headprune.gates.train_gates import GatesRun
 
 
-class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Cutting, OnDevice):
+class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Loading, OnDevice):
     """Train a gate on every head, towards an exact number of heads."""
 
     data: Place = option(DATA, panel=Panel.MAIN)

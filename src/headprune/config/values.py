@@ -177,7 +177,7 @@ def kv_head_counts(value: object) -> object:
         numbers = content if isinstance(content, list) else list(map(int, content.split(",")))
         if not all(type(number) is int for number in numbers):
             raise ValueError
-    except (ValueError, OSError, RecursionError):
+    except (ValueError, OSError):
         raise ValueError(
             "give a number such as 2, a list such as 4,4,2,2 with one per attention module, or a "
             "JSON file that holds such a list"

@@ -1,4 +1,4 @@
-"""Files of text as streams: gzip is unpacked as it is read, up to a bound, and all is UTF-8."""
+"""Files of text as streams: gzip is unpacked as it is read, and all is UTF-8."""
 
 from __future__ import annotations
 
@@ -10,18 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-import numpy as np
-
 from headprune.errors import DataError
 
 PIECE = 1 << 18  # bytes that are read at once
-MOST_RATIO = 100  # gzip makes text 3 to 20 times smaller, and zeros a thousand times
-ANY_RATIO = 1 << 26  # bytes that a file may unpack to whatever its ratio: they harm nobody
-MOST_DEPTH = 500  # of JSON; pyarrow needs a part of the stack for each level, and dies without
-_STEP = np.zeros(256, np.int8)
-_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
-_QUOTE, _NEWLINE, _OF_NULL = b'"\nn'
-_IDLE = bytes(set(range(256)) - set(b'[]{}"\nn'))
 
 
 @dataclass(frozen=True)
@@ -55,8 +46,7 @@ def text_pieces(file: Path) -> Iterator[str]:
     """The text of a file, a piece at a time.
 
     Raises:
-        DataError: If it cannot be read, is damaged, unpacks to far more than text does, or is no
-            UTF-8.
+        DataError: If it cannot be read, is damaged, or is no UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     at = 0
@@ -78,22 +68,11 @@ def byte_pieces(file: Path) -> Iterator[bytes]:
     """The bytes of a file, a piece at a time; those of a .gz as they were before it was packed.
 
     Raises:
-        DataError: If it cannot be read, is damaged, or unpacks to far more than text does.
+        DataError: If it cannot be read, or is damaged.
     """
-    packed = file.suffix == ".gz"
     try:
-        most = max(ANY_RATIO, MOST_RATIO * file.stat().st_size) if packed else None
-        total = 0
-        with gzip.open(file) if packed else file.open("rb") as stream:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             while piece := stream.read(PIECE):
-                total += len(piece)
-                if most is not None and total > most:
-                    raise DataError(
-                        f"'{file}' unpacks to more than {MOST_RATIO} times its size (over "
-                        f"{most:,} bytes). Text packs 3 to 20 times smaller, so this file may be "
-                        "made to fill a machine. If it is what you want, unpack it and give the "
-                        "file in it."
-                    )
                 yield piece
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"'{file}' is not readable ({error}).") from None
@@ -108,7 +87,7 @@ def unpacked(file: Path, folder: Path, number: int) -> Path:
         number: What tells it from others of its name.
 
     Raises:
-        DataError: If it is damaged or unpacks to far more than text does.
+        DataError: If it is damaged.
     """
     if file.suffix != ".gz":
         return file
@@ -119,33 +98,13 @@ def unpacked(file: Path, folder: Path, number: int) -> Path:
     return whole
 
 
-def refuse_fatal_json(file: Path) -> None:
-    """Refuses JSON, one value or one a line, of which pyarrow dies.
+def refuse_nulls(file: Path) -> None:
+    """Refuse JSON that holds nothing but null, of which pyarrow dies; jq writes it.
 
     Raises:
-        DataError: If a row is null, lists and objects are nested too deeply, or the file cannot be
-            read.
+        DataError: If there is no other row.
     """
-    cut, level, quotes = b"", 0, 0
-    for piece in byte_pieces(file):
-        plain, cut = cut + piece, b""
-        if b"\\" in plain:
-            plain = plain.replace(rb"\\", b"")
-            cut = b"\\" if plain.endswith(b"\\") else b""
-            plain = plain.replace(rb"\"", b"")
-        found = np.frombuffer(plain.translate(None, _IDLE), np.uint8)
-        if not len(found):
-            continue
-        quoted = quotes + np.cumsum(found == _QUOTE)
-        # no string spans lines, so that a lone quote spoils its own line only
-        until_line = np.maximum.accumulate(np.where(found == _NEWLINE, quoted, 0))
-        outside = (quoted - until_line) % 2 == 0
-        levels = level + np.cumsum(_STEP[found] * outside)
-        if levels.max() > MOST_DEPTH:
-            raise DataError(
-                f"'{file}' is not readable: it has lists or objects in one another, more than "
-                f"{MOST_DEPTH} deep."
-            )
-        if np.any(outside & (levels == 0) & (found == _OF_NULL)):
-            raise DataError(f"'{file}' is not readable: a row of it is null. Leave it out.")
-        level, quotes = int(levels[-1]), int(quoted[-1] - until_line[-1])
+    with file.open("rb") as stream:
+        rows = (line.strip() for line in iter(lambda: stream.readline(PIECE), b""))
+        if next(filter(None, rows), b"") == b"null" and all(row in (b"", b"null") for row in rows):
+            raise DataError(f"'{file}' holds nothing but null.")

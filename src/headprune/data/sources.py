@@ -26,7 +26,7 @@ from datasets.data_files import FILES_TO_IGNORE
 from numpy.typing import NDArray
 
 from headprune.config import DataConfig
-from headprune.data.files import TextFiles, byte_pieces, refuse_fatal_json, text_pieces, unpacked
+from headprune.data.files import TextFiles, byte_pieces, refuse_nulls, text_pieces, unpacked
 from headprune.data.rows import evenly, let_go
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.io import hub
@@ -323,7 +323,7 @@ def _of_files(files: list[Path], builder: str) -> Dataset:
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         plain = [unpacked(file, Path(folder), i) for i, file in enumerate(files)]
         for file in plain if builder == "json" else ():
-            refuse_fatal_json(file)
+            refuse_nulls(file)
         cache = str(Path(folder) / "cache")
         told = datasets.logging.get_verbosity()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all

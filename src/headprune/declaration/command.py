@@ -79,12 +79,10 @@ class Allowed:
 
     Attributes:
         trust_remote_code: Code that comes with it.
-        assume_supported: Settings in its config that the family's row does not know.
         drop_unexpected: Tensors of the checkpoint that its class does not take; they are left out.
     """
 
     trust_remote_code: bool = False
-    assume_supported: bool = False
     drop_unexpected: bool = False
 
     @classmethod

@@ -19,7 +19,7 @@ from headprune.engines.spec import DECODER, ENCODER, ENGINES, MODEL, PAST, PRESE
 from headprune.errors import CheckpointError
 from headprune.io.ownership import EXPORTED
 from headprune.model.loading import load_config, native_of
-from headprune.model.sizes import without_weights
+from headprune.model.skeleton import without_weights
 from headprune.runtime.modeling_headprune import pruned_class
 
 

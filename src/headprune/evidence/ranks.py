@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def ranks(model: str, data: DataConfig, config: RanksConfig, context: Context) -
     refuse_missing_file(data.source)
     tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
     context.stage(f"loading '{model}'")
-    net, _ = load(model, config.dtype, replace(context.allowed, assume_supported=True))
+    net, _ = load(model, config.dtype, context.allowed)
     refuse_without_text(net, "ranks")
     taken = config.part(CalibrationConfig)
     rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken)

@@ -16,7 +16,7 @@ from headprune.exporting.engines import serving
 from headprune.exporting.role_rows import ROLE_COLUMNS, role_rows
 from headprune.io import hub
 from headprune.io.markup import inert, printable, xml_safe
-from headprune.io.parsing import MOST_YAML, parse_yaml
+from headprune.io.parsing import parse_yaml
 from headprune.io.writing import write_whole
 from headprune.schemas.manifest import CARD, BeforeAfter, LineageStep, Manifest, read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
@@ -24,7 +24,6 @@ from headprune.schemas.records import Evidence, Healing, Merging, Migration, Mod
 from headprune.schemas.roles import RolesRecord
 
 KEPT, ZERO, GONE = "■", "□", "·"  # a zero head is in the weights and computes nothing
-_MOST_DRAWN = 4_096  # heads of a layer
 
 _CARD = """---
 {metadata}library_name: transformers
@@ -229,8 +228,6 @@ def heads_line(part: AttentionPlan) -> str:
     kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
     # ids are those of the model before any cut, so they can lie above the present count
     count = max([part.query_heads, *(head + 1 for head in kept)])
-    if count > _MOST_DRAWN:
-        return f"{len(kept):,} of {part.query_heads:,}"
     signs = [ZERO if head in zero else KEPT if head in kept else GONE for head in range(count)]
     if group == 1:
         return "".join(signs)
@@ -301,10 +298,10 @@ def inherit_metadata(source: Path, folder: Path, origin: str | Path) -> None:
 
 def _metadata(text: str) -> dict[str, Any]:
     """What the front matter of a card says that holds for results as well."""
-    found = re.match(r"---\s*?\n(.*?)^---\s*?$", text[:MOST_YAML], re.MULTILINE | re.DOTALL)
+    found = re.match(r"---\s*?\n(.*?)^---\s*?$", text, re.MULTILINE | re.DOTALL)
     try:
         content = parse_yaml(found[1]) if found else {}
-    except (ValueError, RecursionError, yaml.YAMLError):
+    except (ValueError, yaml.YAMLError):
         content = {}  # nobody can read it
     content = content if isinstance(content, dict) else {}
     return {name: content[name] for name in _INHERITED if name in content}

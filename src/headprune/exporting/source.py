@@ -23,7 +23,7 @@ from headprune.model.loading import (
     uneven_heads_are_known,
 )
 from headprune.model.refusals import refuse_quantised
-from headprune.model.sizes import without_weights
+from headprune.model.skeleton import without_weights
 from headprune.runtime.modeling_headprune import Attention, pruned_class
 
 

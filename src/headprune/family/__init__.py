@@ -2,10 +2,10 @@
 
 from headprune.errors import FamilyError
 from headprune.family import bert, gpt, llama, perception, seq2seq, vision_language
-from headprune.family.spec import COMMON_SETTINGS, Family, Projection
+from headprune.family.spec import Family, Projection
 from headprune.registry import Registry
 
-__all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Projection"]
+__all__ = ["FAMILIES", "Family", "Projection"]
 
 FAMILIES: Registry[Family] = Registry("family", FamilyError, listed_by="headprune families")
 for _module in (llama, gpt, bert, seq2seq, perception, vision_language):

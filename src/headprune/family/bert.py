@@ -30,7 +30,6 @@ ALBERT = replace(
     attention={"self": "encoder.albert_layer_groups.*.albert_layers.*.attention"},
     projections=(*BERT.projections[:3], Projection("dense", "o")),
     headless_output="LayerNorm",
-    knows=frozenset({"num_hidden_groups", "inner_group_num", "classifier_dropout_prob"}),
 )
 
 DISTILBERT = Family(
@@ -45,9 +44,6 @@ DISTILBERT = Family(
     head_dim="attention_head_size",
     size_attributes={"n_heads": "query_heads", "dim": "query_width"},
     query_heads_key="n_heads",
-    knows=frozenset(
-        {"sinusoidal_pos_embds", "dim", "hidden_dim", "qa_dropout", "seq_classif_dropout"}
-    ),
 )
 
 DEBERTA_V2 = replace(
@@ -64,17 +60,6 @@ DEBERTA_V2 = replace(
     ),
     fewer_kv_heads="its disentangled attention scores Q and K head by head and has no repeat",
     refused={},
-    knows=frozenset(
-        {
-            "relative_attention",
-            "max_relative_positions",
-            "position_biased_input",
-            "pos_att_type",
-            "pooler_dropout",
-            "pooler_hidden_act",
-            "legacy",
-        }
-    ),
 )
 
 MODERNBERT = Family(
@@ -82,24 +67,6 @@ MODERNBERT = Family(
     attention={"self": "layers.*.attn"},
     projections=(Projection("Wqkv", "qkv"), Projection("Wo", "o")),
     expects_one_kv_per_query=True,
-    knows=frozenset(
-        {
-            "initializer_cutoff_factor",
-            "norm_eps",
-            "norm_bias",
-            "cls_token_id",
-            "sep_token_id",
-            "local_attention",
-            "mlp_dropout",
-            "decoder_bias",
-            "classifier_pooling",
-            "classifier_bias",
-            "classifier_activation",
-            "deterministic_flash_attn",
-            "sparse_prediction",
-            "sparse_pred_ignore_index",
-        }
-    ),
 )
 
 MPNET = Family(
@@ -115,7 +82,6 @@ MPNET = Family(
     size_attributes={"num_attention_heads": "query_heads", "all_head_size": "query_width"},
     head_arguments={"position_bias": 1},
     expects_one_kv_per_query=True,
-    knows=frozenset({"relative_attention_num_buckets"}),
 )
 
 ESM = replace(
@@ -126,17 +92,6 @@ ESM = replace(
         "is_folding_model": "its folding trunk has attention of its own; cut the language model "
         "(EsmModel) without it",
     },
-    knows=frozenset(
-        {
-            "mask_token_id",
-            "rope_theta",
-            "position_embedding_type",
-            "emb_layer_norm_before",
-            "token_dropout",
-            "esmfold_config",
-            "vocab_list",
-        }
-    ),
 )
 
 NOMIC_BERT = Family(
@@ -155,9 +110,9 @@ ROWS = (
     replace(BERT, model_type="roberta-prelayernorm"),
     replace(BERT, model_type="xlm-roberta"),
     replace(BERT, model_type="xlm-roberta-xl"),
-    replace(BERT, model_type="ernie", knows=frozenset({"task_type_vocab_size", "use_task_id"})),
+    replace(BERT, model_type="ernie"),
     ESM,
-    replace(BERT, model_type="electra", knows=frozenset({"summary_last_dropout"})),
+    replace(BERT, model_type="electra"),
     ALBERT,
     DISTILBERT,
     DEBERTA_V2,
@@ -166,5 +121,5 @@ ROWS = (
     NOMIC_BERT,
     replace(NOMIC_BERT, model_type="gte"),
     replace(NOMIC_BERT, model_type="jina_embeddings_v3"),
-    llama_like("eurobert", {"mask_token_id", "classifier_pooling"}),
+    llama_like("eurobert"),
 )

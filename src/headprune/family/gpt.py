@@ -14,7 +14,6 @@ _SEPARATE = (
     Projection("v_proj", "v"),
     Projection("out_proj", "o"),
 )
-_SUMMARY = {"summary_proj_to_labels", "summary_first_dropout"}
 
 GPT2 = Family(
     model_type="gpt2",
@@ -26,10 +25,6 @@ GPT2 = Family(
     query_heads_key="n_head",
     expects_one_kv_per_query=True,
     refused={"add_cross_attention": _CROSS},
-    knows=frozenset(
-        _SUMMARY
-        | {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}
-    ),
 )
 
 GPT_BIGCODE = Family(
@@ -51,14 +46,6 @@ GPT_BIGCODE = Family(
     query_heads_key="n_head",
     fewer_kv_heads="one KV head is what multi_query stands for, and it knows no other number",
     refused={"add_cross_attention": _CROSS},
-    knows=frozenset(
-        {
-            "scale_attn_weights",
-            "multi_query",
-            "attention_softmax_in_fp32",
-            "scale_attention_softmax_in_fp32",
-        }
-    ),
 )
 
 GPT_NEO = Family(
@@ -68,17 +55,6 @@ GPT_NEO = Family(
     size_attributes={"num_heads": "query_heads"},
     query_heads_key="num_heads",
     expects_one_kv_per_query=True,
-    knows=frozenset(
-        {
-            "attention_types",
-            "attention_layers",
-            "window_size",
-            "resid_dropout",
-            "embed_dropout",
-            "summary_proj_to_labels",
-            "summary_first_dropout",
-        }
-    ),
 )
 
 GPTJ = Family(
@@ -88,7 +64,6 @@ GPTJ = Family(
     size_attributes={"num_attention_heads": "query_heads"},
     query_heads_key="n_head",
     expects_one_kv_per_query=True,
-    knows=frozenset({"rotary_dim"}),
 )
 
 GPT_NEOX = Family(
@@ -105,16 +80,6 @@ OPT = Family(
     projections=_SEPARATE,
     size_attributes={"num_heads": "query_heads"},
     expects_one_kv_per_query=True,
-    knows=frozenset(
-        {
-            "ffn_dim",
-            "do_layer_norm_before",
-            "_remove_final_layer_norm",
-            "word_embed_proj_dim",
-            "enable_bias",
-            "layer_norm_elementwise_affine",
-        }
-    ),
 )
 
 BLOOM = Family(
@@ -130,7 +95,6 @@ BLOOM = Family(
         "slow_but_exact": "it multiplies slices of W_O of a fixed width; set it to false in "
         "config.json, which changes the outputs by rounding only"
     },
-    knows=frozenset({"apply_residual_connection_post_layernorm"}),
 )
 
 MPT = Family(
@@ -141,19 +105,6 @@ MPT = Family(
     head_arguments={"position_bias": 0},
     query_heads_key="n_heads",
     expects_one_kv_per_query=True,
-    knows=frozenset(
-        {
-            "expansion_ratio",
-            "max_seq_len",
-            "emb_pdrop",
-            "learned_pos_emb",
-            "attn_config",
-            "init_device",
-            "no_bias",
-            "embedding_fraction",
-            "norm_type",
-        }
-    ),
 )
 
 FALCON = Family(
@@ -167,18 +118,6 @@ FALCON = Family(
     fewer_kv_heads="the old layouts have no place for it, and the new one caches K and V of every "
     "query head, so nothing is saved",
     caches_query_heads="new_decoder_architecture",
-    knows=frozenset(
-        {
-            "multi_query",
-            "num_ln_in_parallel_attn",
-            "num_kv_heads",
-            "alibi",
-            "new_decoder_architecture",
-            "parallel_attn",
-            "bias",
-            "ffn_hidden_size",
-        }
-    ),
 )
 
 BIOGPT = Family(
@@ -196,7 +135,6 @@ XGLM = Family(
     query_heads_key="attention_heads",
     expects_one_kv_per_query=True,
     refused={"add_cross_attention": _CROSS},
-    knows=frozenset({"ffn_dim", "attention_heads"}),
 )
 
 PERSIMMON = Family(
@@ -205,7 +143,6 @@ PERSIMMON = Family(
     projections=_QUERY_KEY_VALUE,
     size_attributes={"num_heads": "query_heads"},
     expects_one_kv_per_query=True,
-    knows=frozenset({"qk_layernorm"}),
 )
 
 ROWS = (

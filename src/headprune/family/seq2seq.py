@@ -41,7 +41,6 @@ T5 = Family(
     shares_position_bias=True,
     query_heads_key="num_heads",
     min_transformers="5.15",
-    knows=frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"}),
 )
 
 ROWS = (
@@ -49,27 +48,9 @@ ROWS = (
     replace(BART, model_type="mbart"),
     replace(BART, model_type="pegasus"),
     replace(BART, model_type="m2m_100"),  # NLLB-200 says so as well
-    replace(BART, model_type="blenderbot", knows=frozenset({"encoder_no_repeat_ngram_size"})),
-    replace(
-        BART,
-        model_type="marian",
-        knows=frozenset({"decoder_vocab_size", "share_encoder_decoder_embeddings"}),
-    ),
-    replace(
-        BART,
-        model_type="whisper",
-        expects_one_kv_per_query=True,
-        knows=frozenset(
-            {
-                "num_mel_bins",
-                "max_source_positions",
-                "max_target_positions",
-                "suppress_tokens",
-                "begin_suppress_tokens",
-                "median_filter_width",
-            }
-        ),
-    ),
+    replace(BART, model_type="blenderbot"),
+    replace(BART, model_type="marian"),
+    replace(BART, model_type="whisper", expects_one_kv_per_query=True),
     T5,
     replace(T5, model_type="mt5"),
 )

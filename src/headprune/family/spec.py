@@ -1,10 +1,10 @@
 """What headprune must know of a model family, as data.
 
 A family is one row. Most models of today are laid out like Llama, and then the row is one line in
-``llama.py``: its name, and the settings of its own that do not touch heads, if it has any. OLMo
-adds one to Llama, and reads
+``llama.py``: its name, and what differs from Llama, if anything. GPT-OSS adds a sink per head, and
+reads
 
-    llama_like("olmo", {"clip_qkv"}),
+    llama_like("gpt_oss", per_head={"sinks": "q"}),
 
 The registry-parametrised tests pick the row up, build a tiny random model from the family's config
 class, and prove gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted
@@ -25,11 +25,6 @@ Role = Literal["q", "k", "v"]
 
 def _nothing() -> Any:
     return field(default_factory=lambda: MappingProxyType({}))
-
-
-def settings(names: str) -> frozenset[str]:
-    """Settings of a config, from a text of their names."""
-    return frozenset(names.split())
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,6 @@ class Family:
             for the lowest that headprune runs on.
         refused: Config attributes that make a model of the family unsupported when they are
             truthy, with the reason.
-        knows: Config attributes, beyond the common ones, that were checked not to touch what this
-            row says. Any other that differs from its default is refused by name.
     """
 
     model_type: str
@@ -120,7 +113,6 @@ class Family:
     caches_query_heads: str | None = None
     min_transformers: str | None = None
     refused: Mapping[str, str] = _nothing()
-    knows: frozenset[str] = field(default_factory=frozenset)
 
     def for_runtime(self) -> dict[str, Any]:
         """The part of the row that travels in config.json: all that rebuilding a model needs.
@@ -151,33 +143,3 @@ class Family:
             "shares_by_runtime": self.fewer_kv_heads == "runtime",
             "without_heads": self.headless_output,
         }
-
-
-# Settings that many families share and that never touch heads: sizes of other parts, vocabulary,
-# dropout, norms, initialisation, rotary parameters, windows, heads on top. Head counts and head_dim
-# are read off the weights, so their names stand here as well.
-COMMON_SETTINGS = settings(
-    """
-    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings type_vocab_size embedding_size
-    pad_token_id eos_token_id bos_token_id decoder_start_token_id forced_eos_token_id
-    tie_word_embeddings initializer_range initializer_factor init_std use_cache
-    hidden_act hidden_activation activation_function activation feed_forward_proj
-    attention_dropout hidden_dropout dropout dropout_rate activation_dropout resid_pdrop embd_pdrop
-    attn_pdrop hidden_dropout_prob attention_probs_dropout_prob embedding_dropout classifier_dropout
-    encoder_layerdrop decoder_layerdrop layerdrop layer_norm_eps layer_norm_epsilon rms_norm_eps
-    rope_parameters attention_bias mlp_bias qkv_bias sliding_window use_sliding_window layer_types
-    max_window_layers is_decoder pretraining_tp d_model d_ff d_kv encoder_layers encoder_ffn_dim
-    encoder_attention_heads decoder_layers decoder_ffn_dim decoder_attention_heads scale_embedding
-    num_layers num_heads num_decoder_layers n_layer n_head n_layers n_heads n_positions n_embd
-    n_inner use_parallel_residual logit_scale final_logit_softcapping attn_logit_softcapping
-    query_pre_attn_scalar num_experts_per_tok num_local_experts moe_intermediate_size
-    output_router_logits router_aux_loss_coef norm_topk_prob image_size patch_size num_channels
-    encoder_stride pooler_output_size pooler_act projection_dim summary_type summary_use_proj
-    summary_activation use_weighted_layer_sum classifier_proj_size apply_spec_augment mask_time_prob
-    mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length
-    mask_feature_min_masks
-    architectures chunk_size_feed_forward dtype id2label is_encoder_decoder label2id
-    output_hidden_states problem_type return_dict transformers_version
-    """
-)

@@ -1,4 +1,4 @@
-"""Reading JSON and YAML that nobody vouches for: bounded, finite, and wrong in one sentence.
+"""Reading JSON and YAML: finite numbers, and one sentence for what is wrong.
 
 Every file is read once, where it is needed, into an object with types; what lies behind trusts it.
 """
@@ -9,7 +9,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -21,38 +21,12 @@ from headprune.errors import CheckpointError, HeadpruneError
 M = TypeVar("M", bound=BaseModel)
 Error = type[HeadpruneError]
 
-MOST_BYTES = 100_000_000  # the samples of a baseline are the largest that headprune writes
-MOST_YAML = 1_000_000  # written by hand, and read slowly
-MOST_DIGITS = 100  # products of such numbers still are finite
-MOST_DEPTH = 64
-MOST_KEYS, MOST_ITEMS = 10_000, 1_000_000  # of YAML, whose aliases grow without end
-
 # escapes that may stand for what is no character of a text: NUL, or half of a pair of UTF-16
 _ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
 _ODD = re.compile("[\0\ud800-\udfff]")
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, 60, 60
-
-
-class Loader(yaml.SafeLoader):
-    """YAML of plain values, with numbers that can be computed with."""
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Builds a whole number."""
-        number = int(super().construct_yaml_int(node))
-        if abs(number) >= 10**MOST_DIGITS:
-            raise ValueError(f"the number {node.value[:20]}... is too large")
-        return number
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Puts what is merged ("<<") into a mapping."""
-        super().flatten_mapping(node)
-        if len(node.value) > MOST_KEYS:  # merges of merges grow without end
-            raise ValueError("a mapping has far too many keys")
-
-
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
 def read_json(
@@ -70,7 +44,7 @@ def read_json(
         any_text: Take texts with NUL as well, which a token may be, but no name of a file.
 
     Raises:
-        error: If it cannot be read, is too large, or is no JSON; ``FileNotFoundError`` passes.
+        error: If it cannot be read, or is no JSON; ``FileNotFoundError`` passes.
     """
     return _read(path, lambda text: parse_json(text, distinct, any_text), "JSON", error)
 
@@ -99,13 +73,13 @@ def read_json_lines(path: Path, error: Error = CheckpointError) -> list[Any]:
     return list(lines)
 
 
-def read_yaml(path: Path, error: Error = CheckpointError, loader: type[Loader] = Loader) -> Any:
+def read_yaml(path: Path, error: Error = CheckpointError) -> Any:
     """The content of a YAML file; tags make no objects.
 
     Raises:
-        error: If it cannot be read, is too large, or is no YAML; ``FileNotFoundError`` passes.
+        error: If it cannot be read, or is no YAML; ``FileNotFoundError`` passes.
     """
-    return _read(path, lambda text: parse_yaml(text, loader), "YAML", error, MOST_YAML)
+    return _read(path, parse_yaml, "YAML", error)
 
 
 def read_as(model: type[M], path: Path, error: Error = CheckpointError) -> M:
@@ -141,8 +115,6 @@ def validated(
         return model.model_validate(content)
     except ValidationError as problem:
         raise error(f"'{path}' is not valid: {first_problem(problem)}.") from None
-    except RecursionError:
-        raise error(f"'{path}' is damaged: it is nested too deeply.") from None
 
 
 def refuse_later(
@@ -180,18 +152,17 @@ def parse_json(text: str, distinct: bool = False, any_text: bool = False) -> Any
     """The content of JSON text.
 
     Raises:
-        ValueError: If it is none, a number in it is not finite or without end, a text holds what
-            is no character, or it is nested too deeply.
+        ValueError: If it is none, a number in it is not finite, or a text holds what is no
+            character.
         RecursionError: If it is nested too deeply.
     """
     content = json.loads(
         text,
         parse_constant=_refuse_constant,
         parse_float=_finite,
-        parse_int=_whole,
         object_pairs_hook=_distinct if distinct else None,
     )
-    return _sound(content, text, any_text=any_text)
+    return content if any_text else _sound(content, text)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -203,20 +174,20 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def parse_yaml(text: str, loader: type[Loader] = Loader) -> Any:
+def parse_yaml(text: str) -> Any:
     """The content of YAML text.
 
     Raises:
-        ValueError: As for ``parse_json``, or if it grows beyond measure by its aliases.
+        ValueError: If a text holds what is no character.
         RecursionError: If it is nested too deeply.
         yaml.YAMLError: If it is no YAML.
     """
     try:
-        content = yaml.load(text, loader)
+        content = yaml.safe_load(text)
     except (LookupError, AttributeError, TypeError, OverflowError):
         # what PyYAML raises where a value is not of its tag: "!!timestamp x", "!!bool x"
         raise yaml.YAMLError("a value does not fit its tag") from None
-    return _sound(content, text, MOST_ITEMS)
+    return _sound(content, text)
 
 
 def _parse_lines(text: str) -> list[Any]:
@@ -230,48 +201,30 @@ def _finite(text: str) -> float:
     return number
 
 
-def _whole(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"the number {text[:20]}... has {len(text)} digits")
-    return int(text)
-
-
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _sound(content: Any, text: str, most_items: float = math.inf, any_text: bool = False) -> Any:
-    """The content, if what works on it need not fear its depth, its size or its characters."""
-    level, items = [content], 0
-    odd = not any_text and _ODD_ESCAPE.search(text) is not None
-    for _ in range(MOST_DEPTH):
-        inside: list[Any] = []
-        for outer in level:
-            if odd and isinstance(outer, str) and _ODD.search(outer):
-                raise ValueError(f"the text {ascii(outer)[:40]} holds what is no character")
-            if isinstance(outer, dict | list | tuple | set):
-                items += len(outer)
-                if items > most_items:
-                    raise ValueError("it holds far too many values")
-                members = [*outer, *outer.values()] if isinstance(outer, dict) else outer
-                inside += members if odd else [m for m in members if not _is_plain(m)]
-        level = inside
-        if not level:
-            return content
-    raise ValueError("it is nested too deeply")
+def _sound(content: Any, text: str) -> Any:
+    """The content, if all its texts are of characters."""
+    odd = _ODD_ESCAPE.search(text) and next(filter(_ODD.search, _texts(content)), None)
+    if odd:
+        raise ValueError(f"the text {ascii(odd)[:40]} holds what is no character")
+    return content
 
 
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float)
+def _texts(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        yield from _texts([*content, *content.values()])
+    elif isinstance(content, list | tuple | set):
+        for inside in content:
+            yield from _texts(inside)
 
 
-def _read(
-    path: Path, parse: Callable[[str], Any], form: str, error: Error, most: int = MOST_BYTES
-) -> Any:
+def _read(path: Path, parse: Callable[[str], Any], form: str, error: Error) -> Any:
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise error(f"'{path}' has {size:,} bytes, far more than such a file can need.")
         return parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise

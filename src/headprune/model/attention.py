@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import FamilyError
-from headprune.family import COMMON_SETTINGS, FAMILIES, Family
+from headprune.family import FAMILIES, Family
 from headprune.model.ids import with_restored_ids
 from headprune.model.placement import refuse_spread, whole_class
 from headprune.model.skeleton import sample_of
-from headprune.model.unknown import why_unknown
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention, find_attention
 from headprune.schemas.plan import ModelIdentity
@@ -30,10 +29,14 @@ def family_of(config: PreTrainedConfig) -> Family:
     """The row of a config's family.
 
     Raises:
-        FamilyError: If there is none, or the config has a setting that the row refuses.
+        FamilyError: If there is none, the config has a setting that the row refuses, or its
+            language part is laid out otherwise.
     """
     if config.model_type not in FAMILIES:
-        raise FamilyError(why_unknown(config))
+        raise FamilyError(
+            f"headprune has no row for model type '{config.model_type}', which would say where its "
+            f"attention heads are; 'headprune families' lists the {len(FAMILIES)} that have one."
+        )
     family = FAMILIES[config.model_type]
     lowest = family.min_transformers
     if lowest and Version(transformers.__version__) < Version(lowest):
@@ -47,48 +50,25 @@ def family_of(config: PreTrainedConfig) -> Family:
                 f"This {config.model_type} model sets {attribute}={getattr(config, attribute)}: "
                 f"{reason}."
             )
+    _refuse_other_layout(config, family)
     return family
 
 
-def refuse_unknown_settings(config: PreTrainedConfig) -> None:
-    """Refuses a config, or one of its parts, with a setting that nobody has checked.
+def _refuse_other_layout(config: PreTrainedConfig, family: Family) -> None:
+    """Refuse a language part whose attention the row of the whole does not describe.
 
     Raises:
-        FamilyError: Naming the first such setting that differs from its default; or a language part
-            that is not laid out as the whole's row says.
+        FamilyError: Naming what differs.
     """
-    _refuse_unknown_settings(config)
-    family, text = family_of(config), getattr(config, "text_config", None)
-    if "text" not in family.attention or text is None or text.model_type not in FAMILIES:
+    text: Any = getattr(config, "text_config", None)
+    if list(family.attention) != ["text"] or getattr(text, "model_type", None) not in FAMILIES:
         return
     part = family_of(text)
     for name in ("projections", "full_width_norms", "per_head"):
-        if list(family.attention) == ["text"] and getattr(part, name) != getattr(family, name):
+        if getattr(part, name) != getattr(family, name):
             raise FamilyError(
                 f"The language part of this {config.model_type} model is a {text.model_type}, "
                 f"whose attention is laid out differently ({name}). Cut that model on its own."
-            )
-    _refuse_unknown_settings(text)
-
-
-def _refuse_unknown_settings(config: PreTrainedConfig) -> None:
-    # settings come with newer versions of transformers, and a class might do with heads what no row
-    # says
-    family = family_of(config)
-    for setting in dataclasses.fields(config):
-        name = setting.name
-        if name in COMMON_SETTINGS or name in family.knows or name in family.refused:
-            continue
-        default = setting.default
-        if setting.default_factory is not dataclasses.MISSING:
-            default = setting.default_factory()
-        value = getattr(config, name, default)
-        if value != default:
-            raise FamilyError(
-                f"This {config.model_type} model sets {name}={value!r}, which headprune's table "
-                f"does not know (default: {default!r}): it might change what a head is. "
-                "--assume-supported goes on regardless; the proof then says whether the cut model "
-                "computes the same, on its probe inputs only."
             )
 
 

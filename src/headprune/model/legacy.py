@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
 from headprune.model.attention import attention_of, family_of
-from headprune.model.sizes import without_weights
+from headprune.model.skeleton import without_weights
 from headprune.runtime.modeling_headprune import SCHEMA
 from headprune.schemas.plan import Number
 

@@ -34,17 +34,10 @@ from headprune.model.refusals import (
     conversion,
     quantised_by,
     refuse_adapter,
-    refuse_edited_runtime,
     refuse_foreign_layers,
-    refuse_links,
     refuse_pickles,
     refuse_pickles_among,
     refuse_unexpected,
-)
-from headprune.model.sizes import (
-    refuse_large_counts,
-    refuse_larger_than_weights,
-    without_weights,
 )
 from headprune.model.skeleton import Unmapped, built, widening
 from headprune.model.stored import stored_tensors, weight_files
@@ -93,11 +86,8 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     if "variant" not in kwargs:
         refuse_pickles(folder)
         _refuse_incomplete(model, where)
-    refuse_links(folder)
     refuse_damaged_json(folder, "generation_config.json")
     record = read_record(folder)
-    if not kwargs.get("trust_remote_code"):
-        refuse_edited_runtime(folder, record)
     native = native_of(config, auto_class)
     if has_pruned_heads(config):
         layout_of_pruned_heads(config, native)
@@ -106,8 +96,6 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
         config.headprune = checked_description(model, config, record)
         cls = modeling_headprune.pruned_class(native)
     tensors = {} if "variant" in kwargs else stored_tensors(model, **where)
-    if tensors:
-        refuse_larger_than_weights(model, without_weights(cls, config), tensors)
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     refused = damage_is(lambda why: _does_not_load(model, config, cls, why))
     with refused, hub.asked_once(model), uneven_heads_are_known():
@@ -238,7 +226,6 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     if path.is_dir():
         content = read_config_file(path / "config.json")
         refuse_foreign_layers(path, content)
-        refuse_large_counts(path, content)
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
         config = AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})

@@ -12,7 +12,7 @@ from headprune import devices
 from headprune.config import Dtype
 from headprune.declaration import Allowed
 from headprune.errors import CheckpointError
-from headprune.model.attention import identity, refuse_unknown_settings
+from headprune.model.attention import identity
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.placement import placed, reshard
 from headprune.model.precision import (
@@ -71,8 +71,6 @@ def load(
     else:
         net = from_pretrained(model, dtype=computing, weights=False, **options)
     net.headprune_checkpoint_dtype = held  # where files of the hub's cache are not found again
-    if not allowed.assume_supported:
-        refuse_unknown_settings(net.config)
     if weights:
         refuse_not_finite(net, model)
         reshard(net)

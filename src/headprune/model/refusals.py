@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ from headprune.model.base_names import below_base
 from headprune.model.batch import own_padding_id
 from headprune.model.stored import find_file, weight_files
 from headprune.model.tasks import CLASSIFIERS, task_of
-from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
+from headprune.runtime import MANIFEST, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
 # what becomes of a quantised model
@@ -145,50 +144,6 @@ def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
     method = quantised_by(config)
     if method is not None:
         raise CheckpointError(f"'{model}' is quantised ({method}): {PACKED}")
-
-
-def refuse_links(model: str | Path) -> None:
-    """Refuses a folder with links that lead out of it; the hub's own cache is built of such.
-
-    Raises:
-        CheckpointError: Naming the first one.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        return
-    allowed = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":
-        allowed.append(folder.resolve().parent.parent / "blobs")
-    for file in sorted(file for file in folder.rglob("*") if file.is_symlink()):
-        try:
-            target = file.resolve()
-        except (OSError, RuntimeError):  # whichever this Python raises
-            raise CheckpointError(f"'{file}' is a link that leads in a circle.") from None
-        if not any(target.is_relative_to(place) for place in allowed):
-            raise CheckpointError(
-                f"'{file}' is a link that leads out of the model folder, to '{target}'. Put the "
-                "file itself there."
-            )
-
-
-def refuse_edited_runtime(model: str | Path, record: Recorded | None) -> None:
-    """Refuses a result whose code is not what headprune wrote.
-
-    Args:
-        model: The folder.
-        record: What its manifest says; None without one.
-
-    Raises:
-        CheckpointError: If the hash of the runtime file is not that of the manifest.
-    """
-    file = Path(model) / RUNTIME
-    if record is None or not file.is_file():
-        return
-    if record.files.get(RUNTIME) != hashlib.sha256(file.read_bytes()).hexdigest():
-        raise CheckpointError(
-            f"'{file}' was edited after headprune wrote it: its hash is not the one in {MANIFEST}. "
-            "Put the original back, or allow it with --trust-remote-code (trust_remote_code=True)."
-        )
 
 
 def checked_description(

@@ -6,6 +6,7 @@ and finds superfluous is the same as when it reads the numbers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from headprune.errors import HeadpruneError
 from headprune.family import FAMILIES
 from headprune.io.shards import StoredTensor, converted, first_numbers, same_bytes
 from headprune.model.base_names import either_way
+from headprune.model.reading import damage_is, needs_package
 from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
 
@@ -30,6 +33,22 @@ _SAMPLE = "headprune_sample"  # of a weight that is not there: these numbers
 
 class Unmapped(HeadpruneError):
     """A tensor of a model that is no tensor of its checkpoint, but made of several."""
+
+
+def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Builds a model that takes no memory.
+
+    Raises:
+        CheckpointError: If the class cannot be built from this config.
+    """
+    name = config.name_or_path
+    refusal = f"The config of '{name}' is damaged, as no {cls.__name__} can be built from it"
+    refused = damage_is(lambda why: needs_package(name, why) or f"{refusal}: {why}.")
+    with refused, torch.device("meta"):
+        with no_init_weights():  # half of the time, for numbers that nothing holds
+            net = cls(copy.deepcopy(config))
+        net.tie_weights(recompute_mapping=False)  # it would have been a part of that
+        return net
 
 
 def built(

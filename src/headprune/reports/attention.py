@@ -168,7 +168,7 @@ def attention_picture(
         layers: Only the heads of these.
         target: What the decoder of an encoder-decoder reads; by default what the model writes.
         attention: Kinds of attention: encoder, decoder or cross; by default all.
-        **loading: ``trust_remote_code``, ``assume_supported`` and ``drop_unexpected``.
+        **loading: ``trust_remote_code`` and ``drop_unexpected``.
 
     Raises:
         HeadpruneError: If model, text and heads do not fit together.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,6 @@ from headprune.schemas.scores import Scores, read_scores
 from headprune.schemas.sweeps import SWEEP, Sweep
 from headprune.training.work import unfinished
 
-MOST_HEADS = 65_536  # the largest models have a quarter of it
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
 
@@ -161,11 +160,14 @@ def _folders(place: Path, depth: int) -> Iterator[Path]:
 
 def _look_into(folder: Path, found: Found) -> None:
     if (folder / MANIFEST).is_file():
-        found.results.append(_result(folder))
+        found.results.append(
+            ResultFolder(folder, read_manifest(folder), read_plan(folder / "plan.json", {}))
+        )
     elif (folder / gates_folder.METADATA).is_file():
-        found.gates.append(_gates(folder))
+        model = read_metadata(folder).model
+        found.gates.append(GatesFolder(folder, read_gates(folder, model)))
     elif (folder / SCORES).is_file():
-        found.scores.append(_scores(folder))
+        found.scores.append(ScoresFolder(folder, read_scores(folder)))
     elif (folder / SWEEP).is_file():
         found.sweeps[folder] = read_as(Sweep, folder / SWEEP)
     elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
@@ -178,53 +180,13 @@ def _look_into(folder: Path, found: Found) -> None:
             "the folder."
         )
     if (folder / ROLES_FILE).is_file():
-        found.roles[folder] = _roles(folder)
+        found.roles[folder] = read_as(RolesRecord, folder / ROLES_FILE)
     for file in sorted(folder.glob("*.json")):
         try:
             _add_report(file, found)
         except (OSError, CheckpointError):
             if file.name.startswith("report"):
                 raise
-
-
-def _result(folder: Path) -> ResultFolder:
-    manifest = read_manifest(folder)
-    for step in manifest.steps:
-        _refuse_absurd(folder / MANIFEST, [left.query_heads for left in step.layout.values()])
-    plan = read_plan(folder / "plan.json", {})
-    parts = plan.attentions.values()
-    _refuse_absurd(folder / "plan.json", [(*p.keep, p.query_heads, p.kv_heads) for p in parts])
-    return ResultFolder(folder, manifest, plan)
-
-
-def _gates(folder: Path) -> GatesFolder:
-    metadata = read_metadata(folder)
-    sizes = ((metadata.query_heads,), *((sum(sizes),) for sizes in metadata.group_sizes))
-    _refuse_absurd(folder / gates_folder.METADATA, [*metadata.heads, *sizes])
-    return GatesFolder(folder, read_gates(folder, metadata.model))
-
-
-def _scores(folder: Path) -> ScoresFolder:
-    read = read_scores(folder)
-    _refuse_absurd(folder / SCORES, [(read.metadata.query_heads,)])
-    return ScoresFolder(folder, read)
-
-
-def _roles(folder: Path) -> RolesRecord:
-    read = read_as(RolesRecord, folder / ROLES_FILE)
-    modules = (*read.modules, *read.original)
-    _refuse_absurd(folder / ROLES_FILE, [[head.head for head in m.heads] for m in modules])
-    return read
-
-
-def _refuse_absurd(path: Path, modules: Sequence[Sequence[int]]) -> None:
-    """Refuses to draw heads that no model has, by the largest id or count of every module."""
-    heads = sum(max(numbers, default=0) for numbers in modules)
-    if max(heads, len(modules)) > MOST_HEADS:
-        raise CheckpointError(
-            f"'{path}' is damaged: it tells of {max(heads, len(modules)):,} heads, more than any "
-            "model has."
-        )
 
 
 def _add_report(file: Path, found: Found) -> bool:

@@ -177,7 +177,7 @@ class Work:
                     raise ValueError
             if len(kept) < step:
                 raise ValueError
-        except (OSError, ValueError, RecursionError):  # pydantic's are ValueErrors
+        except (OSError, ValueError):  # pydantic's are ValueErrors
             raise CheckpointError(
                 f"'{self.history}' is damaged: it needs a record of every step up to {step}. "
                 "Bring it back from a copy, or start anew with --overwrite."
