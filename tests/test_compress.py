@@ -208,7 +208,7 @@ def test_healing_is_kept_only_if_it_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     healing = HealConfig(steps=30, seq_len=16, learning_rate=learning_rate)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[6:7])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[5:6])
     monkeypatch.setattr(_Compression, "_healing", lambda self: healing)
     result = compressed(encoder, sentences, tmp_path / "out", keep=0.75, heal_steps=30)
     names = [one.name for one in result.choice.contenders]
@@ -254,7 +254,7 @@ def test_healing_that_breaks_down_leaves_the_best_unhealed(
     def broken(*arguments: Any, **settings: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[6:7])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[5:6])
     monkeypatch.setattr("headprune.compression.compress.heal", broken)
     if told is None:  # whatever it is, it is not healing's alone
         with pytest.raises(RuntimeError, match="something else"):
@@ -499,7 +499,7 @@ def test_a_name_says_that_a_refit_was_left_out(
     def leaving(*arguments: Any) -> JudgedRefit:
         return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     monkeypatch.setattr("headprune.exporting.prune.judged_refit", leaving)
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.chosen.name == "KV groups, fisher, refit (left out)"
@@ -563,7 +563,7 @@ def bytes_model(folder: Path) -> Path:
 def test_without_data_the_text_that_ships_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     model = bytes_model(tmp_path / "model")
     result = compressed(model, [], tmp_path / "out", keep=0.75, heal_steps=2)
     texts_of = set(result.choice.original.by_text)
