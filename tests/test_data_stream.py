@@ -43,7 +43,7 @@ def flat(parts: Iterable[list[int]]) -> list[int]:
 
 
 def test_a_text_within_the_limit_is_tokenized_as_a_whole() -> None:
-    assert WHOLE == 16 * 1024**2
+    assert WHOLE == 4 * 1024**2
     of, text = tiny.tokenizer(), f"{PROSE}\n\n\n{PROSE}"
     (ids,) = token_ids(pieces(text), of)
     assert ids.tolist() == whole(text, of)

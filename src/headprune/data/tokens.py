@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headprune.errors import DataError
 
 Ids = NDArray[np.int32]
-WHOLE = 1 << 24  # characters that are tokenized together
+WHOLE = 1 << 22  # characters that are tokenized together
 _LARGEST_ID = np.iinfo(np.int32).max
 _CUTS = ("\n\n", "\n\r\n", "\n")  # blank lines, else the end of a line
 
