@@ -423,11 +423,11 @@ def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:
-    made_by = {"command": "prune", "options": {"keep": 0.5, "shape": "auto", "plan": None}}
+    made_by = {"command": "prune", "options": {"keep": 0.5, "layout": "ragged", "plan": None}}
     edit(home / "half" / "headprune.json", lambda m: m.update(made_by=made_by))
     manifest = read_manifest(home / "half")
     page = report([home / "half"], tmp_path / "page.html").output.read_text()
-    for told in (manifest.id, manifest.parent, "headprune prune, keep 0.5, shape auto"):
+    for told in (manifest.id, manifest.parent, "headprune prune, keep 0.5, layout ragged"):
         assert str(told) in page
 
 

@@ -133,7 +133,8 @@ _NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999
 _OPTIONS: dict[str, tuple[str, ...]] = {
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out": (
         *("--target-heads", "--gate-lr", "--scale-lr", "--temperature", "--init-log-alpha"),
-        *("--seed", "--settle", "--warmup", "--rounds", "--save-every", "--batch-size"),
+        *("--finetune-fraction", "--sparsity-warmup"),
+        *("--seed", "--rounds", "--save-every", "--batch-size"),
     ),
     f"train-gates m {_D} --target-heads 0.5 --batch-size 2 --seq-len 16 --steps 2 --train all "
     "--output out": ("--weight-lr", "--seq-len"),

@@ -25,21 +25,16 @@ from headprune.config.values import (
     listed,
     one_or_all,
 )
-from headprune.declaration import Choice, Options, Panel, option
+from headprune.declaration import Options, Panel, option
 
 
-class LayoutOption(Choice):
+class LayoutOption(str, Enum):
     """What a cut may look like."""
 
     PER_LAYER = "per-layer"  # other counts in every layer; equal groups within a layer
     UNIFORM = "uniform"  # the same counts everywhere, so that a plain config holds the result
     RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
     PADDED = "padded"  # the same, and zero heads make groups equal and fill layers without heads
-
-    @classmethod
-    def earlier(cls) -> dict[str, str]:
-        """Values of earlier releases."""
-        return {"auto": "per-layer", "native": "uniform"}
 
 
 class Target(str, Enum):
@@ -70,7 +65,7 @@ class Targeted(Options):
     )
 
 
-class ProofOption(Choice):
+class ProofOption(str, Enum):
     """What shows that a result is right."""
 
     AUTO = "auto"  # outputs where the model fits into memory, else tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -21,7 +21,7 @@ from headprune.config.values import (
     Steps,
     one_or_all,
 )
-from headprune.declaration import Choice, Options, Panel, option
+from headprune.declaration import Options, Panel, option
 
 
 class Objective(str, Enum):
@@ -44,18 +44,13 @@ class Train(str, Enum):
     ALL = "all"
 
 
-class Method(Choice):
+class Method(str, Enum):
     """How training chooses the heads that go."""
 
     AUTO = "auto"
     REFIT = "refit"  # by scores, before any step; W_O is refitted, and factors are trained
     L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
     GRADUAL = "gradual"  # gates are plain factors; what costs least to close goes, bit by bit
-
-    @classmethod
-    def earlier(cls) -> dict[str, str]:
-        """Values of earlier releases."""
-        return {"cheapest": "gradual"}
 
 
 OF_L0 = (
@@ -71,8 +66,6 @@ OF_L0 = (
 
 class TrainGatesConfig(OfKinds, InUnits):
     """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
-
-    renamed: ClassVar = {"warmup": "sparsity_warmup", "settle": "finetune_fraction"}
 
     target_heads: Kept | None = option(
         "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",
