@@ -172,7 +172,7 @@ def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
     data = DataConfig(source=str(tmp_path / "text.txt"))
     if model.config.is_encoder_decoder:
         data = DataConfig(source=str(tmp_path / "pairs.tsv"), text_column="a,b")
-    small = CalibrationConfig(tokens=600, seq_len=16)
+    small = CalibrationConfig(calibration_tokens=600, seq_len=16)
     plan = plan.model_copy(update={"model": None})
     done = prune(folder, tmp_path / "out", CutRequest(plan=plan), refit=data, calibration=small)
     record = done.manifest.refit

@@ -16,7 +16,6 @@ from headprune.config.values import (
     CommaNames,
     Count,
     Dtype,
-    Few,
     Kept,
     KvHeads,
     Length,
@@ -57,12 +56,6 @@ class Targeted(Options):
         Panel.CUT,
         flags="--for",
     )
-    tensor_parallel: Few = option(
-        "Devices that the result is split over: in every layer, they share its query heads and its "
-        "KV heads equally.",
-        1,
-        Panel.CUT,
-    )
 
 
 class ProofOption(str, Enum):
@@ -90,7 +83,9 @@ class ConvertConfig(Targeted, OfKinds):
         Panel.MAIN,
     )
     kv_budget: Annotated[float, Field(gt=0, le=1), NUMBER] | None = option(
-        "Instead: the share of all KV heads to keep, spread over the layers.", None, Panel.MAIN
+        "Instead: the share of all KV heads to keep; --calibrate measures each layer.",
+        None,
+        Panel.MAIN,
     )
     merge: str | None = option(
         "How the heads of a group become one: mean, procrustes, lowrank. Default: lowrank with "

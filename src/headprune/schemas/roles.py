@@ -203,14 +203,14 @@ class RolesRecord(BaseModel):
         model: The model.
         data: Where the text came from.
         data_sha256: Digest of these files; None of data of the hub.
-        trees_sha256: Digest of the file of trees; None without one, and in older records.
+        trees_sha256: Digest of the file of trees; None without one.
         settings: How it was measured.
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.
         modules: The attention modules, first layer first.
         sets: By role, what the loss says of its heads together; empty where it was not asked.
         against: The original that it was compared with.
-        original: What its heads do; empty without one, and in files of earlier versions.
+        original: What its heads do; empty without one.
         changes: By role, what became of it; empty without an original.
     """
 
