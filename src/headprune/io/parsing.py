@@ -89,41 +89,40 @@ def refuse_pointer(file: Path) -> None:
             )
 
 
-def read_json_lines(path: Path, error: Error = CheckpointError) -> list[Any]:
+def read_json_lines(path: Path) -> list[Any]:
     """The content of every line of a JSONL file that is not empty.
 
     Raises:
-        error: As for ``read_json``; ``FileNotFoundError`` passes.
+        CheckpointError: As for ``read_json``; ``FileNotFoundError`` passes.
     """
-    lines = _read(path, _parse_lines, "JSON lines", error)
+    lines = _read(path, _parse_lines, "JSON lines", CheckpointError)
     return list(lines)
 
 
-def read_yaml(path: Path, error: Error = CheckpointError, loader: type[Loader] = Loader) -> Any:
+def read_yaml(path: Path, error: Error = CheckpointError) -> Any:
     """The content of a YAML file; tags make no objects.
 
     Raises:
         error: If it cannot be read, is too large, or is no YAML; ``FileNotFoundError`` passes.
     """
-    return _read(path, lambda text: parse_yaml(text, loader), "YAML", error, MOST_YAML)
+    return _read(path, parse_yaml, "YAML", error, MOST_YAML)
 
 
-def read_as(model: type[M], path: Path, error: Error = CheckpointError) -> M:
+def read_as(model: type[M], path: Path) -> M:
     """Reads a JSON file that headprune wrote.
 
     Args:
         model: What it holds; its ``schema_version`` is the latest that is known.
         path: The file.
-        error: What is raised.
 
     Raises:
-        error: If it is missing, damaged, or of a later schema.
+        CheckpointError: If it is missing, damaged, or of a later schema.
     """
     try:
-        content = read_json(path, error)
+        content = read_json(path)
     except FileNotFoundError:
-        raise error(f"There is no file '{path}'.") from None
-    return validated(model, content, path, error)
+        raise CheckpointError(f"There is no file '{path}'.") from None
+    return validated(model, content, path)
 
 
 def validated(
@@ -203,7 +202,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def parse_yaml(text: str, loader: type[Loader] = Loader) -> Any:
+def parse_yaml(text: str) -> Any:
     """The content of YAML text.
 
     Raises:
@@ -212,7 +211,7 @@ def parse_yaml(text: str, loader: type[Loader] = Loader) -> Any:
         yaml.YAMLError: If it is no YAML.
     """
     try:
-        content = yaml.load(text, loader)
+        content = yaml.load(text, Loader)
     except (LookupError, AttributeError, TypeError, OverflowError):
         # what PyYAML raises where a value is not of its tag: "!!timestamp x", "!!bool x"
         raise yaml.YAMLError("a value does not fit its tag") from None
