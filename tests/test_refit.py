@@ -394,7 +394,7 @@ def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(
         gate: torch.Tensor,
         states: torch.Tensor,
         goal: torch.Tensor,
-        text: Any,
+        text: Batch,
     ) -> FittedOutput:
         goals[attention.path] = goal, project_output(attention, states)
         return fit_output(attention, gate, states, goal, text)
