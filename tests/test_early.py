@@ -79,7 +79,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     metadata = ScoresMetadata(
         created="", versions={}, model=scored, unit=Unit.HEAD, modules=("m",), units=(2,),
         query_heads=2, criteria={"fisher": "", "magnitude": ""}, data=None,
-        calibration=CalibrationConfig(), calibration_tokens=0,
+        calibration=CalibrationConfig(), tokens=0,
     )  # fmt: skip
     values = tiny.torch.ones(2).double()
     write_scores(Path("scores"), Scores(metadata, {"fisher": values, "magnitude": values.clone()}))
