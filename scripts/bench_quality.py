@@ -36,7 +36,7 @@ from headprune.config import (
 from headprune.data.sequences import packed_sequences
 from headprune.data.sources import Examples, read_examples
 from headprune.declaration import Context
-from headprune.evaluation.last_words import last_word_columns, rows_of
+from headprune.evaluation.last_words import last_words, passages, rows_of
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
 from headprune.evaluation.samples import Samples
@@ -71,7 +71,8 @@ class Protocol:
         if self.other is None:
             return found
         found["other_perplexity"] = self._perplexity(model, self._packed(self.other))
-        words = last_word_columns(model, self.tokenizer, rows_of(self.other), LAST_WORDS)
+        given = passages(rows_of(self.other), LAST_WORDS)
+        words = last_words(model, self.tokenizer, given)
         samples = Samples(words)
         for name in samples.metrics():
             found[name] = samples.value(name)

@@ -560,16 +560,6 @@ def test_needles_in_other_contexts_are_no_baseline(folders: Path, tmp_path: Path
     check(config(folders, **absolute, needle_lengths=(64,)))  # nothing of needles is compared
 
 
-def test_bytes_that_were_counted_otherwise_are_no_baseline(folders: Path, tmp_path: Path) -> None:
-    content = json.loads((folders / "b.json").read_text())
-    content["samples"]["utf8_bytes"][0] += len("</s>")
-    path = tmp_path / "b.json"
-    path.write_text(json.dumps(content))
-    limits = {"limits": ("bits_per_byte <= +0.1",), "baseline": str(path)}
-    refused(config(folders, **limits), "counts other bytes", CheckpointError)
-    assert check(config(folders, **limits | {"limits": ("perplexity <= +2 %",)})).passed
-
-
 def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> None:
     model = tiny.model("bert-base")
     tiny.save(model, tmp_path / "base")
@@ -588,7 +578,7 @@ def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> N
     refused(beside("other"), "measured otherwise: the original was", DataError)
     path = tmp_path / "b.json"
     content = json.loads(path.read_text())
-    del content["against"]  # older ones do not tell
+    del content["against"]  # as of a hub model that is not in the cache
     path.write_text(json.dumps(content))
     check(beside("other"))
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from pydantic import ValidationError
 
 import headprune
 from headprune.cli import app as cli
@@ -22,17 +21,13 @@ from headprune.cli.adapter import values_of
 from headprune.cli.settings import read_settings
 from headprune.declaration import (
     COMMANDS,
-    Choice,
     Command,
     Context,
     Door,
-    Options,
     Panel,
     appearance,
     build,
     flags,
-    option,
-    warn_of_old_names,
 )
 from headprune.errors import HeadpruneError
 from tests import tiny
@@ -164,47 +159,6 @@ def test_true_is_no_number(name: str) -> None:
                 build(command.options, {**needed(command), setting: True}, Door.KEY)
 
 
-@pytest.mark.parametrize(
-    ("name", "earlier"),
-    [
-        ("prune", {"shape": "layout", "tokens": "calibration_tokens"}),
-        ("convert-gqa", {"shape": "layout"}),
-        ("train-gates", {"warmup": "sparsity_warmup", "settle": "finetune_fraction"}),
-        ("score", {"tokens": "calibration_tokens"}),
-    ],
-)
-def test_earlier_names_go_on_with_a_warning(name: str, earlier: dict[str, str]) -> None:
-    command, words = COMMANDS[name], at_the_command_line(name)
-    assert command.options.renamed == earlier
-    for old, new in earlier.items():
-        hidden = words[f"old_{old}"]
-        assert (hidden.hidden, hidden.opts) == (True, [f"--{old}"])
-        assert new in command.options.model_fields
-        with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
-            warn_of_old_names(command.options, {old: 1}, Door.KEY)
-    if "shape" in earlier:
-        options = build(command.options, {**needed(command), "shape": "native"})
-        assert options.layout == "uniform"
-
-
-class Renamed(Options):
-    """Options of which one had another name, in a section of its own."""
-
-    renamed = {"old_name": "name"}  # noqa: RUF012
-    flattened = ("section",)
-
-    name: int = option("A number.", 1)
-
-
-def test_old_names_are_read_and_new_ones_told() -> None:
-    assert Renamed(old_name=3).name == 3
-    assert Renamed(section={"old_name": 4}).name == 4
-    with pytest.raises(ValidationError):
-        Renamed(older_name=3)
-    with pytest.raises(HeadpruneError, match="Did you mean 'name'?"):
-        build(Renamed, {"old_nam": 3})
-
-
 def test_an_error_names_the_setting_as_its_door_calls_it() -> None:
     options = COMMANDS["prune"].options
     said = "cut with --refit DATA, or --keep less; --nothing is meant by --other"
@@ -212,14 +166,6 @@ def test_an_error_names_the_setting_as_its_door_calls_it() -> None:
     for door in (Door.KEY, Door.ARGUMENT):
         told = door.translate(said, options)
         assert told == "cut with refit DATA, or keep less; --nothing is meant by --other"
-
-
-def test_both_names_of_a_setting_are_refused() -> None:
-    with pytest.raises(HeadpruneError, match="shape is called layout now, and both were given"):
-        headprune.prune("m", shape="native", layout="ragged")
-    prune = COMMANDS["prune"].options
-    with pytest.warns(FutureWarning, match="tokens is called calibration_tokens"):
-        warn_of_old_names(prune, {"calibration": {"tokens": 1}}, Door.KEY)
 
 
 def test_a_flag_that_is_no_name_leads_to_the_setting() -> None:
@@ -239,15 +185,6 @@ def test_what_is_required_may_come_from_a_file(
         2,
         True,
     )
-
-
-def test_no_description_has_an_earlier_value() -> None:
-    for command in COMMANDS.values():
-        for info in command.options.model_fields.values():
-            kind = info.annotation
-            earlier = kind.earlier() if isinstance(kind, type) and issubclass(kind, Choice) else {}
-            for old in earlier:
-                assert f"{old}:" not in (info.description or ""), (command.name, old)
 
 
 def test_python_is_told_what_happens(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit, members
 from tests import tiny
 
-SMALL = CalibrationConfig(tokens=256, seq_len=16)
+SMALL = CalibrationConfig(calibration_tokens=256, seq_len=16)
 SEE_ZEROS = [
     *("gradient", "fisher", "fluctuation", "wanda", "reconstruction", "compensated"),
     *("leave-one-out", "magnitude"),

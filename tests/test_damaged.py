@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headprune
-from headprune.config import Dtype, ScoreConfig
+from headprune.config import Dtype, Method, ScoreConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
 from headprune.exporting.preview import preview
@@ -326,7 +326,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "none": (lambda m: logits(m).update(values=[], positions=[]), "positions"),
     "files": (lambda m: m.update(files={"../x": "0" * 64}), "no file that it can vouch for"),
     "hash": (lambda m: m["files"].update({"config.json": "x"}), "files.config.json"),
-    "lineage": (lambda m: m.update(lineage=[{"source": {"name": 3}}]), "lineage.0.created: Field"),
+    "lineage": (lambda m: m.update(lineage=[{"source": {"name": 3}}]), "lineage.0.id: Field"),
     "layout": (lambda m: m.update(layout={"x": {"query_heads": [0]}}), "layout.x.kv_heads"),
 }
 
@@ -370,6 +370,7 @@ def gates(model: Path, tmp_path: Path) -> Path:
         headprune_version="0",
         model=identity(net, model),
         unit=Unit.KV_GROUP,
+        method=Method.L0,
         temperature=2 / 3,
         modules=tuple(a.path for a in attentions),
         heads=tuple(a.query_ids for a in attentions),
@@ -381,6 +382,7 @@ def gates(model: Path, tmp_path: Path) -> Path:
         data="text.txt",
         final_loss=2.0,
         trained_weights=True,
+        seed=0,
     )
     tensors = {"log_alpha": torch.arange(len(units)).float(), "kept": kept}
     tensors["value"] = torch.rand(len(units)) * kept
@@ -388,12 +390,6 @@ def gates(model: Path, tmp_path: Path) -> Path:
     (tmp_path / "gates").mkdir()
     write_gates(tmp_path / "gates", metadata, tensors, weights)
     return tmp_path / "gates"
-
-
-def without_geometry(metadata: dict[str, Any]) -> None:
-    """As older files were, which only the model can contradict."""
-    metadata.pop("heads")
-    metadata.pop("group_sizes")
 
 
 def tensors_of(name: str, change: Change) -> Callable[[Path], None]:
@@ -422,18 +418,9 @@ def three(tensors: dict[str, Any]) -> None:
         tensors[name] = tensor[:3].clone()
 
 
-three_old = tensors_of("gates.safetensors", three)
 GATES: dict[str, tuple[Callable[[Path], object], str]] = {
     "3 gates": (tensors_of("gates.safetensors", three), "has the shape [3] for 12 gates"),
-    "3 gates, old": (
-        lambda folder: (three_old(folder), gates_json(without_geometry)(folder)),
-        "there are 3 for units of 'kv-group', of which the model has 12",
-    ),
     "unit": (gates_json(lambda m: m.update(unit="head")), "has the shape [12] for 24 gates"),
-    "unit, old": (
-        gates_json(lambda m: m.update(unit="head"), without_geometry),
-        "there are 12 for units of 'head', of which the model has 24",
-    ),
     "order": (gates_json(lambda m: m["modules"].reverse()), "modules in another order"),
     "foreign": (
         gates_json(lambda m: m["modules"].__setitem__(0, "model.layers.9.self_attn")),
@@ -450,10 +437,7 @@ GATES: dict[str, tuple[Callable[[Path], object], str]] = {
         "of 'model.layers.3.self_attn' in groups of 2, 1, 3; the model has",
     ),
     "kept": (gates_json(lambda m: m.update(kept_heads=8)), "kept_heads is 8, and 16 heads have"),
-    "kept, old": (
-        gates_json(lambda m: m.update(kept_heads=8), without_geometry),
-        "by gates.json they keep 8 of 24 heads, on this model 16 of 24",
-    ),
+    "no heads": (gates_json(lambda m: m.pop("heads")), "heads: Field required"),
     "too many": (gates_json(lambda m: m.update(kept_heads=1000)), "1000 of 24 query heads"),
     "truth": (gates_json(lambda m: m.update(kept_heads=True)), "kept_heads"),
     "nan": (
@@ -488,16 +472,9 @@ GATES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_sound_gates_are_taken_old_ones_as_well(gates: Path, model: Path) -> None:
-    def drop_names(metadata: dict[str, Any]) -> None:
-        without_geometry(metadata)
-        del metadata["weights"]
-
+def test_sound_gates_are_taken(gates: Path, model: Path) -> None:
     cut = preview(model, CutRequest(gates=gates)).plan
     assert (cut.kept_heads, cut.query_heads) == (16, 24)
-    gates_json(drop_names)(gates)
-    tensors_of("weights.safetensors", lambda t: t.pop("lm_head.weight"))(gates)
-    assert preview(model, CutRequest(gates=gates)).plan == cut
 
 
 @pytest.mark.parametrize("case", GATES)

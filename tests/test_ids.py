@@ -45,7 +45,7 @@ from headprune.schemas.scores import read_scores
 from tests import tiny
 
 EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, speed=False)
-SMALL = CalibrationConfig(tokens=600, seq_len=16)
+SMALL = CalibrationConfig(calibration_tokens=600, seq_len=16)
 LIMITS = ("perplexity <= 1e6",)
 
 
@@ -360,12 +360,12 @@ def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
     runs = report(places, tmp_path / "b.md").runs
     assert perplexities(runs) == [wanted[0], [], wanted[1]]
     assert "Which result" not in runs[2].asked
-    # and where an older headprune wrote it, nobody knows
+    # and where the files were not at hand, nobody knows
     edit(file, lambda r: r["model"].pop("id"))
     runs = report(places, tmp_path / "c.md").runs
     assert perplexities(runs) == [wanted[0], [], wanted[1]]
-    assert "Which result that is, is unknown: an earlier headprune" in runs[2].asked
-    assert "an earlier headprune" in (tmp_path / "c.md").read_text()
+    assert "Which result that is, is unknown: its files were not" in runs[2].asked
+    assert "its files were not at hand" in (tmp_path / "c.md").read_text()
 
 
 def test_an_evaluation_is_shown_once_and_the_newest_first(
@@ -404,7 +404,7 @@ def test_checks_belong_to_the_result_that_was_checked(made: Path, tmp_path: Path
     edit(tmp_path / "check.json", lambda c: c.pop("measured"))
     runs = report(places, tmp_path / "b.md").runs
     assert [len(run.checks) for run in runs] == [0, 0, 1]
-    assert "is unknown: an earlier headprune" in runs[2].asked
+    assert "is unknown: its files were not at hand" in runs[2].asked
 
 
 def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
@@ -423,63 +423,15 @@ def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:
-    made_by = {"command": "prune", "options": {"keep": 0.5, "shape": "auto", "plan": None}}
+    made_by = {"command": "prune", "options": {"keep": 0.5, "layout": "ragged", "plan": None}}
     edit(home / "half" / "headprune.json", lambda m: m.update(made_by=made_by))
     manifest = read_manifest(home / "half")
     page = report([home / "half"], tmp_path / "page.html").output.read_text()
-    for told in (manifest.id, manifest.parent, "headprune prune, keep 0.5, shape auto"):
+    for told in (manifest.id, manifest.parent, "headprune prune, keep 0.5, layout ragged"):
         assert str(told) in page
 
 
-# Older ones, and damaged ones
-
-
-def as_earlier(manifest: dict[str, Any]) -> None:
-    """Turns a manifest into what headprune wrote before results knew what they are."""
-    done = manifest.pop("done")
-    kind = done.pop("kind")
-    for name in ("id", "parent", "made_by"):
-        manifest.pop(name)
-    for name in ("seed", "teacher_id"):
-        done.pop(name, None)
-    trained = kind != "pruning" or manifest["refit"] is not None or done["trained_weights"]
-    manifest["trained_weights"] = trained
-    manifest["sharing"] = done if kind == "merging" else None
-    manifest["healing"] = done if kind == "healing" else None
-    for step in manifest.get("lineage", ()):
-        as_earlier(step)
-
-
-@pytest.fixture
-def earlier(home: Path, tmp_path: Path) -> Path:
-    """A chain that an earlier headprune made: cut, merged, healed."""
-    convert_gqa(home / "half", tmp_path / "run" / "merged", ConvertConfig(kv_heads=1))
-    training = HealConfig(steps=1, batch_size=2, seq_len=16)
-    heal(tmp_path / "run/merged", home / "base", text_of(home), tmp_path / "run/healed", training)
-    shutil.copytree(home / "half", tmp_path / "run" / "half")
-    for name in ("half", "merged", "healed"):
-        edit(tmp_path / "run" / name / "headprune.json", as_earlier)
-    return tmp_path / "run"
-
-
-def test_earlier_results_are_read_as_the_same(earlier: Path) -> None:
-    healed = read_manifest(earlier / "healed")
-    kinds = [type(step.done) for step in healed.steps]
-    assert kinds == [Pruning, Merging, Healing]
-    assert healed.lineage[0].evidence is None
-    assert [step.id for step in healed.lineage] == [None, None]
-    assert healed.id == healed.digest() == id_of_model(earlier / "healed")
-    verified = verify(earlier / "healed")
-    assert verified.passed
-    edit(earlier / "healed" / "headprune.json", lambda m: m.update(healing=[1]))
-    with pytest.raises(CheckpointError, match="done: Input should be a valid dictionary"):
-        read_manifest(earlier / "healed")
-
-
-def test_of_earlier_results_the_page_says_what_is_unknown(earlier: Path, tmp_path: Path) -> None:
-    runs = report([earlier], tmp_path / "page.md").runs
-    assert [run.folder.name for run in runs] == ["half", "healed", "merged"]
-    assert "what that was made of is unknown: an earlier headprune" in runs[0].asked
+# Damaged ones
 
 
 def test_verify_tells_when_the_record_was_edited(home: Path) -> None:

@@ -18,7 +18,6 @@ from headprune.evaluation import measured
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.last_words import (
     Passage,
-    last_word_columns,
     last_words,
     passages,
     rows_of,
@@ -186,7 +185,7 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     config = EvaluateConfig(**fast, resamples=200, last_words=20)
     report = evaluate(tmp_path / "model", data, config, tmp_path / "model")
     found = {one.name: one for one in report.model.metrics}
-    columns = last_word_columns(model, tokenizer(), text, 20)
+    columns = last_words(model, tokenizer(), passages(text, 20))
     assert found["last_word_accuracy"].n == 20
     assert found["last_word_accuracy"].value == columns["last_word_hits"].mean()
     assert found["repeated_passage_nll"].n == 16

@@ -97,7 +97,7 @@ def test_calibration_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path)
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
         sample = calibration(model, folder, data, CalibrationConfig(), "score")
     assert sample.whole()["input_ids"].shape[1] == LONGEST
-    few = CalibrationConfig(tokens=64)  # fewer than the model takes: nothing to warn of
+    few = CalibrationConfig(calibration_tokens=64)  # fewer than the model takes: nothing to warn of
     assert calibration(model, folder, data, few, "score").whole()["input_ids"].shape == (1, 64)
 
 
@@ -129,7 +129,7 @@ def test_a_report_names_the_length_that_was_used(
 def test_a_sweep_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     data = DataConfig(source=str(text_file))
-    small = SweepConfig(tokens=1024, keep=[0.5], criterion="magnitude")
+    small = SweepConfig(calibration_tokens=1024, keep=[0.5], criterion="magnitude")
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
         found = sweep(folder, data, tmp_path / "sweep", small)
     assert [point.keep for point in found.points] == [0.5]

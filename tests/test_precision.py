@@ -57,7 +57,7 @@ from tests.marks import slow_unless
 from tests.test_verify import PRUNED, old_folder
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL = CalibrationConfig(tokens=600, seq_len=16)
+SMALL = CalibrationConfig(calibration_tokens=600, seq_len=16)
 CONVERT = ConvertConfig(kv_heads=1, calibration_tokens=600, seq_len=16)
 
 

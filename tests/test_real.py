@@ -124,7 +124,7 @@ def first_layers_of_smollm2(dtype: str, folder: Path) -> Path:
 def test_every_job_on_the_first_layers(dtype: str, tmp_path: Path) -> None:
     first_layers = first_layers_of_smollm2(dtype, tmp_path / "smollm2-first-layers")
     text = DataConfig(source=str(TEXT))
-    short = CalibrationConfig(tokens=2048, seq_len=128)
+    short = CalibrationConfig(calibration_tokens=2048, seq_len=128)
     score(
         first_layers,
         tmp_path / "scores",

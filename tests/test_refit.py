@@ -25,8 +25,9 @@ from headprune.model.batch import Batch
 from headprune.model.heads import project_output, read_heads, read_output, write_heads
 from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import Attention
+from headprune.surgery import refit as refits
 from headprune.surgery.cut import cut_heads, resolve
-from headprune.surgery.refit import refit
+from headprune.surgery.refit import FittedOutput, fit_output, refit
 from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
 from tests import tiny
@@ -106,12 +107,15 @@ def test_products_in_float32_serve_as_well(
     assert (gap < 1e-4) == (rounded is torch.float32)
 
 
-def test_the_cost_of_the_first_removal_is_that_of_least_squares() -> None:
+def test_the_cost_of_the_first_removal_is_that_of_least_squares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(200, 6).double(), torch.randn(4, 6).double()
     x[:, 2:4] = x[:, :2] + 0.3 * x[:, 2:4]  # the first two blocks say nearly the same
     blocks = [[0, 1], [2, 3], [4, 5]]
-    costs = removal_costs(x.T @ x, weight, blocks, ridge=1e-12)
+    monkeypatch.setattr(least_squares, "REMOVAL_RIDGE", 1e-12)
+    costs = removal_costs(x.T @ x, weight, blocks)
     direct = []
     for block in blocks:
         rest = [c for c in range(6) if c not in block]
@@ -172,7 +176,7 @@ def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
     data = DataConfig(source=str(tmp_path / "text.txt"))
     if model.config.is_encoder_decoder:
         data = DataConfig(source=str(tmp_path / "pairs.tsv"), text_column="a,b")
-    small = CalibrationConfig(tokens=600, seq_len=16)
+    small = CalibrationConfig(calibration_tokens=600, seq_len=16)
     plan = plan.model_copy(update={"model": None})
     done = prune(folder, tmp_path / "out", CutRequest(plan=plan), refit=data, calibration=small)
     record = done.manifest.refit
@@ -372,7 +376,9 @@ def test_moments_are_taken_of_a_few_sequences_at_a_time(
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
-def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(case: str) -> None:
+def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.randint(5, 60, (60, 12), generator=torch.Generator().manual_seed(0))
     model = tiny.model(case)
     attentions = attention_of(model)
@@ -383,12 +389,20 @@ def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(case: 
     hook.remove()
     goals = {}
 
-    def keep(attention: Attention, states: torch.Tensor, goal: torch.Tensor) -> None:
+    def keep(
+        attention: Attention,
+        gate: torch.Tensor,
+        states: torch.Tensor,
+        goal: torch.Tensor,
+        text: Batch,
+    ) -> FittedOutput:
         goals[attention.path] = goal, project_output(attention, states)
+        return fit_output(attention, gate, states, goal, text)
 
+    monkeypatch.setattr(refits, "fit_output", keep)
     gates = [torch.ones(a.query_heads) for a in attentions]
     gates[0][1:] = 0.0
-    refit(model, attentions, gates, {"input_ids": ids}, on_states=keep)
+    refit(model, attentions, gates, {"input_ids": ids})
     goal, own = goals[attentions[1].path]
     torch.testing.assert_close(goal, (given[0] + own) / 2, rtol=1e-4, atol=1e-5)
     for alone in (given[0], own):

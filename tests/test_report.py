@@ -20,6 +20,7 @@ from headprune.config import (
     DataConfig,
     EvaluateConfig,
     HealConfig,
+    Method,
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
@@ -361,6 +362,7 @@ def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_
         headprune_version="0",
         model=ModelIdentity(name="large", model_type="llama", architecture="L", fingerprint="0"),
         unit=Unit.HEAD,
+        method=Method.L0,
         temperature=2 / 3,
         modules=tuple(f"model.layers.{layer}.self_attn" for layer in range(layers)),
         heads=(tuple(range(heads)),) * layers,
@@ -372,6 +374,7 @@ def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_
         data="text.txt",
         final_loss=2.0,
         trained_weights=False,
+        seed=0,
     )
     tensors = {"log_alpha": torch.randn(units, generator=generator), "kept": kept}
     tensors["value"] = torch.rand(units, generator=generator) * kept

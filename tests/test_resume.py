@@ -125,11 +125,11 @@ def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
 # after the last step
 
 
-@pytest.mark.parametrize("settle", [0.6, 0.0])
+@pytest.mark.parametrize("finetune_fraction", [None, 0.0])
 def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
-    settle: float, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune_fraction: float | None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"train": Train.ATTENTION, "settle": settle}
+    settings: dict[str, Any] = {"train": Train.ATTENTION, "finetune_fraction": finetune_fraction}
     gates(home, tmp_path / "whole", **settings)
 
     def dead(*arguments: object) -> None:
@@ -552,7 +552,7 @@ INF, NAN = float("inf"), float("nan")
         *((TrainGatesConfig, {"target_heads": 0.5, name: INF}) for name in ("gate_lr", "epochs")),
         *(
             (TrainGatesConfig, {"target_heads": 0.5, name: INF})
-            for name in ("temperature", "warmup")
+            for name in ("temperature", "sparsity_warmup")
         ),
         (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": NAN}),
         (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": 1e30}),
@@ -567,7 +567,7 @@ INF, NAN = float("inf"), float("nan")
         (HealConfig, {"steps": 1, "lora_rank": 10**12}),
         (HealConfig, {"steps": 1, "save_every": 10**30}),
         (cfg.ConvertConfig, {"kv_heads": 1, "seed": -1}),
-        (cfg.CalibrationConfig, {"tokens": 10**30}),
+        (cfg.CalibrationConfig, {"calibration_tokens": 10**30}),
         (cfg.CalibrationConfig, {"seq_len": 10**30}),
         (cfg.EvaluateConfig, {"confidence": NAN}),
         (cfg.EvaluateConfig, {"resamples": 10**15}),

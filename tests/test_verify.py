@@ -414,17 +414,6 @@ def test_what_rounding_explains_is_measured_where_it_matters(
     assert 0 < equivalence.allowed(model, inputs, outputs, 1.0) < 1e-3
 
 
-def test_an_older_result_says_less_of_its_proof(result: Path) -> None:
-    def older(manifest: dict[str, Any]) -> None:
-        for name in ("rounding", "cast", "seed"):
-            del manifest["proof"][name]
-        for name in ("layout", "auto_class", "dtype", "weight_bytes", "refit"):
-            del manifest[name]
-
-    edit_manifest(older)(result)
-    assert verify(result).passed
-
-
 def test_a_converted_result_says_why_it_is_compared_with_nothing(
     llama_folder: Path, tmp_path: Path
 ) -> None:

@@ -299,7 +299,7 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
         tmp_path / "out",
         CutRequest(plan=uneven_plan(headprune.from_pretrained(llama_folder))),
         refit=DataConfig(source=str(text_file)),
-        calibration=CalibrationConfig(seq_len=16, tokens=512),
+        calibration=CalibrationConfig(seq_len=16, calibration_tokens=512),
         context=Context(step=lambda done, total: told.append((done, total))),
     )
     tensors = len(load_file(tmp_path / "out" / "model.safetensors"))

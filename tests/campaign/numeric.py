@@ -111,7 +111,8 @@ COMMANDS: tuple[str, ...] = (
         for name in ("lowrank", "procrustes", "mean")
     ),
     "convert-gqa m --kv-heads 1 --merge mean --output out",
-    "convert-gqa m --kv-budget 0.5 --grouping similar --output out",
+    f"convert-gqa m --kv-budget 0.5 --grouping similar --calibrate text.txt {REFITTING} "
+    "--output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --train attention --output out",
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method refit --output out",
@@ -132,14 +133,16 @@ _NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999
 _OPTIONS: dict[str, tuple[str, ...]] = {
     f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out": (
         *("--target-heads", "--gate-lr", "--scale-lr", "--temperature", "--init-log-alpha"),
-        *("--seed", "--settle", "--warmup", "--save-every", "--batch-size"),
+        *("--finetune-fraction", "--sparsity-warmup"),
+        *("--seed", "--save-every", "--batch-size"),
     ),
     f"train-gates m {_D} --target-heads 0.5 --batch-size 2 --seq-len 16 --steps 2 --train all "
     "--output out": ("--weight-lr", "--seq-len"),
     f"train-gates m {_D} --batch-size 2 --seq-len 16 --steps 2 --output out": ("--l0-penalty",),
     f"heal m --teacher m {_D} {_TRAIN} --output out": ("--learning-rate", "--seed", "--batch-size"),
     f"score m {_D} --criterion fisher {SCORING} --output out": ("--calibration-tokens", "--seed"),
-    "convert-gqa m --output out": ("--kv-heads", "--kv-budget"),
+    "convert-gqa m --output out": ("--kv-heads",),
+    f"convert-gqa m --calibrate text.txt {REFITTING} --output out": ("--kv-budget",),
     "plan m --scores scores --criterion fisher --output out.json": (
         *("--keep", "--max-params", "--max-kv-bytes", "--min-speedup"),
     ),

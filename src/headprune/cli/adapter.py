@@ -16,18 +16,10 @@ from typer.core import TyperCommand
 
 from headprune.cli import terminal
 from headprune.cli.settings import read_settings
-from headprune.declaration import (
-    Command,
-    Door,
-    Options,
-    appearance,
-    flags,
-    retold,
-    warn_of_old_names,
-)
+from headprune.declaration import Command, Door, Options, appearance, flags, retold
 from headprune.errors import HeadpruneError
 
-_CONFIG, _JSON, _OLD = "config_file", "json_", "old_"  # parameters that are no options of a command
+_CONFIG, _JSON = "config_file", "json_"  # parameters that are no options of a command
 
 
 def add(app: typer.Typer, command: Command[Any, Any]) -> None:
@@ -78,10 +70,6 @@ def parameters_of(command: Command[Any, Any]) -> Iterator[inspect.Parameter]:
     described = typer.Option("--json", help="Print machine-readable JSON on stdout.")
     described.rich_help_panel = "Output"
     yield _named(_JSON, bool, False, described)
-    for old, new in command.options.renamed.items():
-        kind, _ = kind_of(command.options.model_fields[new])
-        spelt = f"--{old.replace('_', '-')}"
-        yield _named(_OLD + old, kind | None, None, typer.Option(spelt, hidden=True))
 
 
 def _named(name: str, kind: Any, default: Any, described: Any) -> inspect.Parameter:
@@ -189,7 +177,7 @@ def _words(context: typer.Context, given: Mapping[str, Any]) -> dict[str, Any]:
         source = context.get_parameter_source(name)
         if source is None or source.name == "DEFAULT":
             continue
-        words[name.removeprefix(_OLD)] = value
+        words[name] = value
     return words
 
 
@@ -197,7 +185,6 @@ def _options(command: Command[Any, Any], words: Mapping[str, Any], file: Path | 
     """What was given at the command line, else in the file; the rest has its default."""
     try:
         by_file = {} if file is None else read_settings(file, command)
-        warn_of_old_names(command.options, words, Door.OPTION)
     except HeadpruneError as error:
         command.refused(words, error)
         raise

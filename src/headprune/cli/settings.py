@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headprune.declaration import Command, Door, warn_of_old_names
+from headprune.declaration import Command
 from headprune.errors import HeadpruneError
 from headprune.io.parsing import read_yaml
 from headprune.registry import did_you_mean
@@ -35,9 +35,7 @@ def read_settings(path: Path, command: Command[Any, Any]) -> dict[str, Any]:
         raise HeadpruneError(f"--config {path}: it has no section '{name}' with settings.{near}")
     settings = {str(key): value for key, value in section.items() if value is not None}
     _refuse_unknown(settings, command)
-    warn_of_old_names(command.options, settings, Door.KEY)
-    renamed = command.options.renamed
-    return {renamed.get(key, key): value for key, value in settings.items()}
+    return settings
 
 
 def _refuse_unknown(settings: dict[str, Any], command: Command[Any, Any]) -> None:
@@ -46,7 +44,6 @@ def _refuse_unknown(settings: dict[str, Any], command: Command[Any, Any]) -> Non
             "A file cannot allow code that comes with a model: leave out 'trust_remote_code', and "
             "give --trust-remote-code if you trust that code."
         )
-    known = [*command.options.model_fields, *command.options.renamed]
     for key in settings:
-        if key not in known:
+        if key not in command.options.model_fields:
             raise HeadpruneError(f"There is no setting '{key}'.{command.options.near(key)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headprune.commands.shared import (
     Columns,
@@ -52,8 +52,6 @@ _HEAL = HealConfig(steps=1)  # for its other settings
 
 class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Loading, Placed):
     """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
-
-    renamed: ClassVar = {"shape": "layout"}
 
     calibrate: Place | None = option(
         "Text that shows what the heads do; as --data elsewhere.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Columns, Loading, OneModel, Placed, of_text, output
 from headprune.config import (
@@ -40,9 +40,6 @@ _AS_SCORED = ("calibration_tokens", "seq_len")  # of a refit, as the scores reck
 
 class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Loading, Placed):
     """Remove heads from the weights, verify the result against the gated model, and write it."""
-
-    renamed: ClassVar = {"shape": "layout"}
-    flattened = ("calibration",)
 
     gates: Path | None = option("Folder from train-gates.", None, Panel.MAIN)
     scores: Path | None = option("Folder from score; needs --keep.", None, Panel.MAIN)

@@ -157,9 +157,7 @@ class _Compression:
         context.stage("loading the model")
         self.net, _ = load(model, config.dtype, context.allowed)
         refuse_without_text(self.net, "compress")
-        constraints_of(  # refuses what none takes
-            self.net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
-        )
+        constraints_of(self.net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
         task = task_of(self.net)
         _refuse_unfit(task, list(data.values()))
         remote = context.allowed.trust_remote_code

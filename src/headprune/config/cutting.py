@@ -16,7 +16,6 @@ from headprune.config.values import (
     CommaNames,
     Count,
     Dtype,
-    Few,
     Kept,
     KvHeads,
     Length,
@@ -25,21 +24,16 @@ from headprune.config.values import (
     listed,
     one_or_all,
 )
-from headprune.declaration import Choice, Options, Panel, option
+from headprune.declaration import Options, Panel, option
 
 
-class LayoutOption(Choice):
+class LayoutOption(str, Enum):
     """What a cut may look like."""
 
     PER_LAYER = "per-layer"  # other counts in every layer; equal groups within a layer
     UNIFORM = "uniform"  # the same counts everywhere, so that a plain config holds the result
     RAGGED = "ragged"  # any head, also where that leaves KV heads with unequal numbers of queries
     PADDED = "padded"  # the same, and zero heads make groups equal and fill layers without heads
-
-    @classmethod
-    def earlier(cls) -> dict[str, str]:
-        """Values of earlier releases."""
-        return {"auto": "per-layer", "native": "uniform"}
 
 
 class Target(str, Enum):
@@ -62,15 +56,9 @@ class Targeted(Options):
         Panel.CUT,
         flags="--for",
     )
-    tensor_parallel: Few = option(
-        "Devices that the result is split over: in every layer, they share its query heads and its "
-        "KV heads equally.",
-        1,
-        Panel.CUT,
-    )
 
 
-class ProofOption(Choice):
+class ProofOption(str, Enum):
     """What shows that a result is right."""
 
     AUTO = "auto"  # outputs where the model fits into memory, else tensors
@@ -95,7 +83,9 @@ class ConvertConfig(Targeted, OfKinds):
         Panel.MAIN,
     )
     kv_budget: Annotated[float, Field(gt=0, le=1), NUMBER] | None = option(
-        "Instead: the share of all KV heads to keep, spread over the layers.", None, Panel.MAIN
+        "Instead: the share of all KV heads to keep; --calibrate measures each layer.",
+        None,
+        Panel.MAIN,
     )
     merge: str | None = option(
         "How the heads of a group become one: mean, procrustes, lowrank. Default: lowrank with "

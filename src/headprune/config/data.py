@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -107,8 +107,6 @@ def sequences_per_pass(batch_size: int, length: int) -> int:
 
 class CalibrationConfig(Options):
     """Which part of the data shows what the heads do."""
-
-    renamed: ClassVar = {"tokens": "calibration_tokens"}
 
     calibration_tokens: Annotated[Count, Field(ge=2)] = option(
         "How much of the text is used, spread evenly.", 16_384, Panel.CALIBRATION

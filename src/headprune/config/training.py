@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -63,8 +63,6 @@ OF_L0 = (
 
 class TrainGatesConfig(OfKinds, InUnits):
     """How gates are trained. One of ``target_heads`` and ``l0_penalty`` is set."""
-
-    renamed: ClassVar = {"warmup": "sparsity_warmup", "settle": "finetune_fraction"}
 
     target_heads: Kept | None = option(
         "Heads to keep, hit exactly: a share (0.75; 1.0 is all) or a count (202; 1 is one).",

@@ -59,7 +59,6 @@ def preview(console: Console, preview: Preview) -> None:
     roles_lost(console, preview.roles_lost)
     _costs(console, "--layout", preview.shapes)
     _costs(console, "--for", preview.engines)
-    _costs(console, "--tensor-parallel", preview.devices)
     counts = {len(part.keep) for part in preview.plan.attentions.values()}
     console.print(f"{_stored(preview.shape, len(counts) > 1)} Nothing was written (--dry-run).")
 
@@ -131,13 +130,11 @@ def kv_preview(console: Console, preview: KvPreview) -> None:
     _ways(console, preview.planned)
     console.print(before_after([("KV heads", *preview.kv_heads)]))
     free = preview.free or 1.0
-    for option, costs in (("--for", preview.engines), ("--tensor-parallel", preview.devices)):
-        grid = table(option, "expected cost", numbers_from=2)
-        for name, cost in costs.items():
-            x = escape(cost) if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's"
-            grid.add_row(name, x)
-        if costs:
-            console.print(grid)
+    grid = table("--for", "expected cost", numbers_from=2)
+    for name, cost in preview.engines.items():
+        x = escape(cost) if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's"
+        grid.add_row(name, x)
+    console.print(grid)
     console.print("Nothing was written (--dry-run).")
 
 

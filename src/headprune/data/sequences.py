@@ -30,6 +30,7 @@ _CHARACTERS_AT_ONCE = 1 << 18  # of these rows
 _AT_ONCE = 1 << 18  # tokens that are held before sequences are written
 _FAR = 1 << 21  # tokens of a text that a few sequences are spread over, at least
 _WIDE = 8  # or so many times their own
+_MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
 def packed_sequences(
@@ -339,17 +340,14 @@ def _label_id(label: str, label_ids: dict[str, int]) -> int:
     )
 
 
-def masked(
-    input_ids: Tensor, tokenizer: Any, seed: int, share: float = 0.15
-) -> tuple[Tensor, Tensor]:
-    """Masks tokens for masked-language modelling, reproducibly.
+def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor]:
+    """Masks 15 % of the tokens for masked-language modelling, reproducibly.
 
     Args:
         input_ids: Token ids, shape (batch, length).
         tokenizer: Must have a mask token.
         seed: With the ids themselves, decides which tokens are masked, so that a sequence is
             masked the same way in whichever batch it comes.
-        share: Share of the tokens to mask.
 
     Returns:
         The masked ids, and labels: the original id where masked, -100 elsewhere.
@@ -367,7 +365,7 @@ def masked(
         draw = torch.rand(ids.shape[0], generator=generator)
         draw[torch.isin(ids.cpu(), special)] = 2.0
         allowed = int((draw < 2.0).sum())
-        count = min(allowed, max(1, round(share * allowed)))
+        count = min(allowed, max(1, round(_MASKED * allowed)))
         chosen[row, draw.argsort()[:count]] = True
     labels = torch.where(chosen, input_ids, torch.full_like(input_ids, -100))
     return torch.where(chosen, tokenizer.mask_token_id, input_ids), labels

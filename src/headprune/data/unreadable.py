@@ -95,13 +95,13 @@ def refuse_beyond(ids: Iterable[int | None], tokenizer: Any, vocabulary: int | N
         )
 
 
-def _unknown_words(texts: Iterable[str], tokenizer: Any, most: int = 3) -> list[str]:
-    """The first words with an unknown token, cut off where a script has no spaces."""
+def _unknown_words(texts: Iterable[str], tokenizer: Any) -> list[str]:
+    """The first three words with an unknown token, cut off where a script has no spaces."""
     found: dict[str, None] = {}
     for word in (word for text in texts for word in text.split()):
         ids = tokenizer(word, add_special_tokens=False, verbose=False)["input_ids"]
         if tokenizer.unk_token_id in ids:
             found[word[:20]] = None
-        if len(found) == most:
+        if len(found) == 3:
             break
     return list(found)

@@ -16,7 +16,6 @@ from headprune.declaration.command import (
 )
 from headprune.declaration.options import (
     Appearance,
-    Choice,
     Door,
     Options,
     Panel,
@@ -24,7 +23,6 @@ from headprune.declaration.options import (
     build,
     flags,
     option,
-    warn_of_old_names,
 )
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "Allowed",
     "Appearance",
     "Chapter",
-    "Choice",
     "Command",
     "Context",
     "Door",
@@ -45,5 +42,4 @@ __all__ = [
     "flags",
     "option",
     "retold",
-    "warn_of_old_names",
 ]

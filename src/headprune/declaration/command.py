@@ -28,7 +28,6 @@ from headprune.declaration.options import (
     appearance,
     build,
     flags,
-    warn_of_old_names,
 )
 
 _TAKE_MEMORY = ("batch_size", "seq_len", "calibration_tokens")
@@ -187,7 +186,6 @@ class Command(Generic[Asked, Result]):
                 f"{self.name}: {len(arguments)} arguments without a name were given; name them, "
                 f"as in {next(reversed(self.options.model_fields))}=..."
             ) from None
-        warn_of_old_names(self.options, settings, Door.ARGUMENT)
         twice = next((name for name in bound.arguments if name in settings), None)
         if twice is not None:
             raise HeadpruneError(f"{self.name}: {twice} was given twice; give it once.")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from headprune.errors import HeadpruneError
@@ -59,53 +58,10 @@ def option(
     return info
 
 
-class Choice(str, Enum):
-    """One of a few values."""
-
-    @classmethod
-    def earlier(cls) -> dict[str, str]:
-        """Values of earlier releases, with those of today."""
-        return {}
-
-    @classmethod
-    def _missing_(cls, value: object) -> Choice | None:
-        today = cls.earlier().get(str(value))
-        return None if today is None else cls(today)
-
-
 class Options(BaseModel):
-    """Settings of a command, or a part of them that several commands share.
-
-    Attributes:
-        renamed: Names that settings had before, with those that they have.
-        flattened: Sections that settings were in before.
-    """
+    """Settings of a command, or a part of them that several commands share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
-
-    renamed: ClassVar[Mapping[str, str]] = {}
-    flattened: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
-        """Takes over the earlier names of the parts that it is made of."""
-        for kind in cls.__mro__[1:]:
-            cls.renamed = {**getattr(kind, "renamed", {}), **cls.renamed}
-            cls.flattened = (
-                *cls.flattened,
-                *set(getattr(kind, "flattened", ())) - {*cls.flattened},
-            )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_present_names(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for section in cls.flattened:
-            if isinstance(values.get(section), dict):
-                values = {**values[section], **values}
-                del values[section]
-        return {cls.renamed.get(name, name): value for name, value in values.items()}
 
     @classmethod
     def near(cls, name: str) -> str:
@@ -117,9 +73,7 @@ class Options(BaseModel):
         }
         if name in by_flag:
             return f" It is called '{by_flag[name]}' there."
-        said = did_you_mean(name, [*cls.model_fields, *cls.renamed])
-        old = next((old for old in cls.renamed if f"'{old}'" in said), None)
-        return said if old is None else f" Did you mean '{cls.renamed[old]}'?"
+        return did_you_mean(name, [*cls.model_fields])
 
     def part(self, kind: type[Asked], **others: Any) -> Asked:
         """The settings that belong to a stage of the command.
@@ -202,25 +156,3 @@ def _sentence(error: ValidationError, options: type[Options], door: Door) -> str
     if not name:  # of several settings; all that was given would say nothing more
         return f"These settings: {message}."
     return f"{called}: {message} (got {shown(first['input'])})."
-
-
-def warn_of_old_names(options: type[Options], given: Mapping[str, Any], door: Door) -> None:
-    """Warns of settings, and of values of theirs, that are called otherwise today."""
-    within = [given[name] for name in options.flattened if isinstance(given.get(name), dict)]
-    for section in within:
-        warn_of_old_names(options, section, door)
-    for old, value in given.items():
-        name = options.renamed.get(old, old)
-        called = door.spell(name, options)
-        if name != old and name in given:
-            raise HeadpruneError(
-                f"{old} is called {called} now, and both were given; give {called} alone."
-            )
-        if name != old:
-            spelt = f"--{old.replace('_', '-')}" if door is Door.OPTION else old
-            warnings.warn(f"{spelt} is called {called} now.", FutureWarning, stacklevel=3)
-        info = options.model_fields.get(name)
-        kind = None if info is None else info.annotation
-        if isinstance(kind, type) and issubclass(kind, Choice) and str(value) in kind.earlier():
-            today = kind.earlier()[str(value)]
-            warnings.warn(f"{called} {value} is called {today} now.", FutureWarning, stacklevel=3)

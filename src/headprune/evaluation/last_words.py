@@ -106,13 +106,6 @@ def last_words(
     return dict(list(found.items())[: 3 if seen.any() else 1 if len(hits) else 0])
 
 
-def last_word_columns(
-    model: PreTrainedModel, tokenizer: Any, texts: Iterable[str], count: int = 200
-) -> dict[str, Floats]:
-    """Predicts the last words of passages of a text; see ``passages`` and ``last_words``."""
-    return last_words(model, tokenizer, passages(texts, count))
-
-
 def rows_of(examples: Examples) -> Iterator[str]:
     """The rows of data as passages are cut from them; of text files, which are apart, the lines."""
     for document in examples.documents():

@@ -138,9 +138,9 @@ class Loaded:
         if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
             used["prefix_ids"] = before
         settings = config.model_dump(mode="json")
-        for later in ("copying", "last_words", "tasks"):
-            if not settings[later]:  # nor does a record say so that is older than the setting
-                del settings[later]
+        for optional in ("copying", "last_words", "tasks"):
+            if not settings[optional]:  # it was not measured
+                del settings[optional]
         if not settings["needle"]:
             settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
         return {**settings, **used}

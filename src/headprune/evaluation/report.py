@@ -122,7 +122,7 @@ class ModelReport(_ReportPart):
     """One model's numbers.
 
     Attributes:
-        id: Id of the model; None in older reports, and where its files are not at hand.
+        id: Id of the model; None where its files are not at hand.
         name: Folder or hub id.
         architecture: Its class.
         task: What was evaluated: causal-lm, masked-lm, classification or features.

@@ -89,8 +89,9 @@ def _step(step: LineageStep) -> str:
     if isinstance(done, Migration):
         return "rewritten for transformers 5"
     before, after = step.query_heads
-    chosen = f", chosen by {chosen_by(done.evidence)}" if done.evidence else ""
-    return f"cut to {after} of its {before} attention heads ({after / max(before, 1):.1%}){chosen}"
+    share = f"{after / max(before, 1):.1%}"
+    chosen = chosen_by(done.evidence)
+    return f"cut to {after} of its {before} attention heads ({share}), chosen by {chosen}"
 
 
 def chosen_by(evidence: Evidence) -> str:
@@ -102,19 +103,17 @@ def chosen_by(evidence: Evidence) -> str:
 def sizes(steps: Sequence[LineageStep]) -> list[tuple[str, int, int]]:
     """What was counted, before the first of some steps and after the last."""
     first, last = _counted(steps[0]), _counted(steps[-1])
-    # bytes of weights are of one element type, and older versions did not record them
+    # bytes of weights are of one element type
     return [(name, first[name][0], after) for name, (_, after) in last.items() if name in first]
 
 
 def _counted(step: LineageStep) -> dict[str, BeforeAfter]:
-    counts = {
+    return {
         "query heads": step.query_heads,
         "KV heads": step.kv_heads,
         "parameters": step.parameters,
+        f"bytes of weights ({step.dtype})": step.weight_bytes,
     }
-    if step.weight_bytes is not None:
-        counts[f"bytes of weights ({step.dtype})"] = step.weight_bytes
-    return counts
 
 
 def chosen_part(choice: ModelChoice | None) -> str:
@@ -145,8 +144,6 @@ def size_cells(rows: Sequence[tuple[str, int, int]]) -> list[tuple[str, str, str
 def load_code(manifest: Manifest, folder: str) -> str:
     """Python that loads the result."""
     quoted = '"' + printable(folder.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-    if manifest.auto_class is None:
-        return f"import headprune\n\nmodel = headprune.from_pretrained({quoted})"
     remote = ", trust_remote_code=True" if manifest.shape is Shape.RUNTIME else ""
     auto = manifest.auto_class
     return f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained({quoted}{remote})"
@@ -194,8 +191,7 @@ def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
     rows = [(f"{original} - reloaded from disk", f"{proof.gated_vs_reloaded:.1e}")]
     if proof.gated_vs_cut is not None:
         rows.insert(0, (f"{original} - {result} in memory", f"{proof.gated_vs_cut:.1e}"))
-    if proof.rounding is not None:
-        rows.append(("gates moved by one bit: rounding alone", f"{proof.rounding:.1e}"))
+    rows.append(("gates moved by one bit: rounding alone", f"{proof.rounding:.1e}"))
     rows.append((f"allowed in {proof.dtype}", f"{proof.tolerance:.0e}"))
     if proof.control is not None:
         rows.append(("negative control: one head misplaced", f"{proof.control:.1e}"))

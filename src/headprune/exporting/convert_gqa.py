@@ -27,8 +27,8 @@ from headprune.model.attention import attention_of, family_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.model.opening import result_dtypes
 from headprune.model.residency import residency_of
-from headprune.planning.constraints import Constraints, constraints_of, device_counts
-from headprune.planning.kv_counts import equal_counts, fitting, spread_counts, stated_counts
+from headprune.planning.constraints import Constraints, constraints_of
+from headprune.planning.kv_counts import equal_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
@@ -79,7 +79,6 @@ class KvPreview:
         planned: The way every module goes, and the others that were measured.
         free: What the choice among all ways is expected to cost.
         engines: Per ``--for``, the expected cost of what it leaves to choose from, or why nothing.
-        devices: The same per ``--tensor-parallel``.
     """
 
     plan: Plan
@@ -87,7 +86,6 @@ class KvPreview:
     planned: KvPlan
     free: float
     engines: Mapping[str, float | str]
-    devices: Mapping[str, float | str]
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -96,7 +94,6 @@ class KvPreview:
             "kv_heads": list(self.kv_heads),
             "expected_cost": self.planned.cost,
             "engines": dict(self.engines),
-            "tensor_parallel": dict(self.devices),
             "ways": {path: way.model_dump(mode="json") for path, way in ways.items()},
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -135,12 +132,12 @@ def convert_gqa(  # noqa: PLR0913  (the last is for compress, and no option)
     stored = result_dtypes(net, model, config.out_dtype)
     settings: dict[str, MergeContext] = {}
     compares = merger.name == "procrustes" or config.grouping is Grouping.SIMILAR
-    if sample is None and (compares or config.kv_budget is not None):
+    if sample is None and compares:
         settings = geometry(net, attentions, probes.probe_inputs(net))
     ways = {} if planned is None else planned.chosen
     wanted = {path: way.kv_heads for path, way in ways.items()}
     if planned is None:
-        wanted = _wanted(opened, config, settings, context)
+        wanted = _wanted(config, attentions)
     _check_native(opened.constraints, net, wanted)
     if has_twin(net) and set(wanted.values()) == {1} and residency_of(net) is not None:
         raise PlanError(
@@ -214,7 +211,7 @@ def preview(
     if not weighs(config, calibrate, layout):
         raise PlanError(
             "--dry-run shows how a budget is spent: give --kv-budget and --calibrate, and neither "
-            "--merge nor --layout, which leave nothing to choose."
+            "--merge nor --layout uniform, which leave nothing to choose."
         )
     opened = open_for_merging(model, config, calibrate, layout, context)
     assert opened.planned is not None
@@ -227,69 +224,33 @@ def preview(
     assert config.kv_budget is not None
     budget = round(config.kv_budget * before)
     free = choose(opened.planned.ways, budget, "the budget").cost
-    engines = {target.value: ((target,), config.tensor_parallel) for target in Target}
-    several = sorted({*device_counts(opened.net), config.tensor_parallel} - {1})
-    devices = {str(n): (config.targets, n) for n in several}
-    costs = (_costs_for(opened, budget, asked) for asked in (engines, devices))
-    return KvPreview(plan, (before, after), opened.planned, free, *costs)
+    engines = _costs_for(opened, budget)
+    return KvPreview(plan, (before, after), opened.planned, free, engines)
 
 
-def _costs_for(
-    opened: Opened, budget: int, asked: Mapping[str, tuple[Sequence[Target], int]]
-) -> dict[str, float | str]:
-    """What the choice would cost if it was made for engines and numbers of devices."""
+def _costs_for(opened: Opened, budget: int) -> dict[str, float | str]:
+    """What the choice would cost if it was made for an engine."""
     assert opened.planned is not None
     found: dict[str, float | str] = {}
-    for name, (targets, devices) in asked.items():
+    for target in Target:
         try:
-            constraints = constraints_of(opened.net, LayoutOption.PER_LAYER, targets, devices)
+            constraints = constraints_of(opened.net, LayoutOption.PER_LAYER, (target,))
             chosen = choose(opened.planned.ways, budget, "the budget", constraints)
             wanted = {path: way.kv_heads for path, way in chosen.chosen.items()}
             _check_native(constraints, opened.net, wanted)
-            found[name] = chosen.cost
+            found[target.value] = chosen.cost
         except PlanError as error:
-            found[name] = str(error).split(". ")[0] + "."
+            found[target.value] = str(error).split(". ")[0] + "."
     return found
 
 
-def _wanted(
-    opened: Opened,
-    config: ConvertConfig,
-    settings: dict[str, MergeContext],
-    context: Context,
-) -> dict[str, int]:
-    """KV heads per module: as they were given, equal, or spread by what merging costs in each."""
-    attentions, share = opened.attentions, config.kv_budget or 1.0
-    devices = opened.constraints.tensor_parallel
+def _wanted(config: ConvertConfig, attentions: Sequence[Attention]) -> dict[str, int]:
+    """KV heads per module, where nothing was weighed: as they were given, or equal."""
     if config.kv_heads is not None:
-        counts = stated_counts(config.kv_heads, attentions, devices)
-    elif opened.constraints.even_kv_heads:
-        counts = equal_counts(share, attentions, devices)
+        counts = stated_counts(config.kv_heads, attentions)
     else:
-        context.stage("spreading the budget over the layers")
-        counts = spread_counts(share, attentions, _costs(opened, settings))
+        counts = equal_counts(config.kv_budget or 1.0, attentions)
     return dict(zip((a.path for a in attentions), counts, strict=True))
-
-
-def _costs(opened: Opened, settings: dict[str, MergeContext]) -> list[dict[int, float]]:
-    """Per module, what every possible number of KV heads costs."""
-    costs: dict[str, dict[int, float]] = {}
-    merger = opened.merger
-
-    def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        cost = merger.cost(heads, setting)
-        costs[attention.path] = {
-            count: sum(cost(tuple(group)) for group in merger.groups(heads, setting, count))
-            for count in fitting(attention, opened.constraints.tensor_parallel)
-        }
-        return heads
-
-    if opened.sample is not None:
-        convert_in_sequence(opened.net, opened.attentions, opened.sample.whole(), measured)
-    else:
-        for attention in opened.attentions:
-            measured(attention, read_heads(attention), settings[attention.path])
-    return [costs[attention.path] for attention in opened.attentions]
 
 
 def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:

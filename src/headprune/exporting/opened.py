@@ -19,7 +19,7 @@ from headprune.model.attention import attention_of, family_of, of_kinds, refuse_
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.opening import load
 from headprune.planning.constraints import Constraints, constraints_of
-from headprune.planning.kv_counts import fitting, stated_counts
+from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity
@@ -52,7 +52,7 @@ class Opened:
 def weighs(config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOption) -> bool:
     """Whether every module may go its own way: nothing was asked for but a budget."""
     free = config.kv_budget is not None and config.merge is None
-    return free and calibrate is not None and layout is LayoutOption.PER_LAYER
+    return free and calibrate is not None and layout is not LayoutOption.UNIFORM
 
 
 def open_for_merging(
@@ -76,23 +76,26 @@ def open_for_merging(
             "Without text there is procrustes, or mean with training afterwards (--heal)."
         )
     refuse_unknown_kinds(config.attention)
+    weighing = weighs(config, calibrate, layout)
+    if not weighing:
+        _refuse_unmeasured(config, layout is LayoutOption.UNIFORM or bool(config.targets))
     if calibrate is not None:
         refuse_missing_file(calibrate.source)
     context.stage("loading the model")
     net, source = load(model, config.dtype, context.allowed)
-    constraints = constraints_of(net, layout, config.targets, config.tensor_parallel)
+    constraints = constraints_of(net, layout, config.targets)
     if not empty_layers:
         constraints = replace(constraints, shapes=constraints.shapes - {EMPTY})
     attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
     _refuse(net, attentions)
     if config.kv_heads is not None:
-        stated_counts(config.kv_heads, attentions, config.tensor_parallel)
-    elif not weighs(config, calibrate, layout):
-        _refuse_unshared(attentions, config.tensor_parallel)
+        stated_counts(config.kv_heads, attentions)
+    if not weighing:
+        _refuse_unmeasured(config, constraints.even_kv_heads)
     sample, planned, remote = None, None, context.allowed.trust_remote_code
     if calibrate is not None and merger.calibrates:
         sample = merge_calibration(net, model, calibrate, config, remote)
-        if weighs(config, calibrate, layout):
+        if weighing:
             scored = None
             if _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
@@ -102,15 +105,13 @@ def open_for_merging(
     return Opened(net, source, attentions, merger, sample, planned, constraints)
 
 
-def _refuse_unshared(attentions: Sequence[Attention], devices: int) -> None:
-    """Refuses a merge after which devices cannot share the KV heads of a layer."""
-    for attention in attentions:
-        if not fitting(attention, devices):
-            raise PlanError(
-                f"--tensor-parallel {devices}: '{attention.path}' has {attention.kv_heads} KV "
-                "heads, and so many devices share no number that they merge to. With --kv-budget, "
-                "--calibrate and no --merge, some can be removed instead."
-            )
+def _refuse_unmeasured(config: ConvertConfig, even: bool) -> None:
+    """Refuses a budget of layers that may differ, where nothing says what each may lose."""
+    if config.kv_budget is not None and not even:
+        raise PlanError(
+            "--kv-budget is spent by what the text says of every layer: give --calibrate DATA and "
+            "no --merge, or --kv-heads."
+        )
 
 
 def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:

@@ -17,7 +17,6 @@ from headprune.errors import PlanError
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.opening import load
 from headprune.model.units import unit_sizes
-from headprune.planning.constraints import device_counts
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
@@ -33,7 +32,7 @@ class ShapeCost:
     """What a shape would cost.
 
     Attributes:
-        shape: The value of ``--layout``, of ``--for`` or of ``--tensor-parallel``.
+        shape: The value of ``--layout`` or of ``--for``.
         heads: Query heads that it keeps, zero heads not among them; None where it is not possible.
         evidence: Share that it keeps of the expected open heads, by gates, or of the scores; None
             where scores are not such that shares of them say anything.
@@ -59,7 +58,6 @@ class Preview:
         kv_heads: KV heads before and after.
         shapes: With gates or scores: what every layout would keep of the evidence.
         engines: The same of every ``--for``.
-        devices: The same of numbers of devices (``--tensor-parallel``).
         roles_lost: Roles of which no head stays; None without a record of roles.
         warnings: What zero heads are for, and cost, a sentence each.
     """
@@ -70,7 +68,6 @@ class Preview:
     kv_heads: tuple[int, int]
     shapes: tuple[ShapeCost, ...] = ()
     engines: tuple[ShapeCost, ...] = ()
-    devices: tuple[ShapeCost, ...] = ()
     roles_lost: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
 
@@ -83,7 +80,6 @@ class Preview:
             "parameters": list(self.parameters),
             "shapes": [asdict(cost) for cost in self.shapes],
             "engines": [asdict(cost) for cost in self.engines],
-            "tensor_parallel": [asdict(cost) for cost in self.devices],
             "roles_lost": self.roles_lost,
             "warnings": list(self.warnings),
             "plan": self.plan.model_dump(mode="json"),
@@ -109,12 +105,12 @@ def preview(
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
-    layouts, engines, devices = (
+    layouts, engines = (
         tuple(cost for (option, _), cost in costs.items() if option == name)
-        for name in ("layout", "for", "tensor parallel")
+        for name in ("layout", "for")
     )
     lost = roles_lost(record, chosen.unpadded)
-    return Preview(chosen.plan, stored, *sizes, layouts, engines, devices, lost, chosen.padding)
+    return Preview(chosen.plan, stored, *sizes, layouts, engines, lost, chosen.padding)
 
 
 @dataclass(frozen=True)
@@ -154,20 +150,11 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _U
 def _costs(
     net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
 ) -> dict[tuple[str, str], ShapeCost]:
-    """What every layout would keep of the evidence; and every engine, and number of devices, with
-    all else as it was asked for.
-    """
-    units, costs, devices = _units(net, source, asked), {}, asked.tensor_parallel
+    """What every layout would keep of the evidence, and every engine."""
+    units, costs = _units(net, source, asked), {}
     rows: list[tuple[str, str, CutRequest]] = [
-        *(
-            ("layout", each.value, replace(asked, layout=each, targets=(), tensor_parallel=1))
-            for each in LayoutOption
-        ),
+        *(("layout", each.value, replace(asked, layout=each, targets=())) for each in LayoutOption),
         *(("for", target.value, replace(asked, targets=(target,))) for target in Target),
-        *(
-            ("tensor parallel", str(number), replace(asked, tensor_parallel=number))
-            for number in sorted({*device_counts(net), devices} - {1})
-        ),
     ]
     for option, name, other in rows:
         try:

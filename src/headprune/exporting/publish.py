@@ -268,7 +268,7 @@ def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Itera
             f"Not in the result: {len(left_out)} of the checkpoint's tensors, which the class of "
             f"transformers passes over by design ('{left_out[0]}' is the first)."
         )
-    before, after = manifest.weight_bytes or (0, 0)
+    before, after = manifest.weight_bytes
     if 0 < before < after:
         yield (
             f"The weights take {after:,} bytes, and those of the original {before:,}: they are "

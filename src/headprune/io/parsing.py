@@ -63,13 +63,13 @@ def refuse_pointer(file: Path) -> None:
             )
 
 
-def read_json_lines(path: Path, error: Error = CheckpointError) -> list[Any]:
+def read_json_lines(path: Path) -> list[Any]:
     """The content of every line of a JSONL file that is not empty.
 
     Raises:
-        error: As for ``read_json``; ``FileNotFoundError`` passes.
+        CheckpointError: As for ``read_json``; ``FileNotFoundError`` passes.
     """
-    lines = _read(path, _parse_lines, "JSON lines", error)
+    lines = _read(path, _parse_lines, "JSON lines", CheckpointError)
     return list(lines)
 
 
@@ -82,22 +82,21 @@ def read_yaml(path: Path, error: Error = CheckpointError) -> Any:
     return _read(path, parse_yaml, "YAML", error)
 
 
-def read_as(model: type[M], path: Path, error: Error = CheckpointError) -> M:
+def read_as(model: type[M], path: Path) -> M:
     """Reads a JSON file that headprune wrote.
 
     Args:
         model: What it holds; its ``schema_version`` is the latest that is known.
         path: The file.
-        error: What is raised.
 
     Raises:
-        error: If it is missing, damaged, or of a later schema.
+        CheckpointError: If it is missing, damaged, or of a later schema.
     """
     try:
-        content = read_json(path, error)
+        content = read_json(path)
     except FileNotFoundError:
-        raise error(f"There is no file '{path}'.") from None
-    return validated(model, content, path, error)
+        raise CheckpointError(f"There is no file '{path}'.") from None
+    return validated(model, content, path)
 
 
 def validated(

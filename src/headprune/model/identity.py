@@ -9,7 +9,6 @@ from pathlib import Path
 from headprune.io.folders import digest_of, hashing
 from headprune.model.reading import read_record
 from headprune.model.stored import model_files
-from headprune.schemas.manifest import read_manifest
 
 
 def id_of_model(model: str | Path) -> str | None:
@@ -50,8 +49,8 @@ def identifying(model: str | Path) -> Iterator[Callable[[], str | None]]:
         yield lambda: _id_of(folder, hashes())
 
 
-def _id_of(folder: Path, files: dict[str, str]) -> str | None:
+def _id_of(folder: Path, files: dict[str, str]) -> str:
     record = read_record(folder)
     if record is not None and files.items() <= record.files.items():
-        return record.id or read_manifest(folder).id
+        return record.id
     return digest_of(files)

@@ -173,7 +173,7 @@ def checked_description(
             f"The description of heads in the config of '{model}' ('headprune') is damaged "
             f"({first_problem(problem)}). Get the folder again."
         ) from None
-    if record is not None and record.layout and record.layout != sound.layout:
+    if record is not None and record.layout != sound.layout:
         differing = sorted(
             path
             for path in {*record.layout, *sound.layout}

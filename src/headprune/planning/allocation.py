@@ -55,17 +55,15 @@ class PerModule:
     Attributes:
         heads: Query heads of each, exactly; None for as many as come of it.
         least: Query heads that each keeps at least; none for no such demand.
-        multiple: What the query heads and the KV heads of each are multiples of.
     """
 
     heads: Sequence[int] | None = None
     least: Sequence[int] = ()
-    multiple: int = 1
 
     @property
     def free(self) -> bool:
         """Whether nothing is asked for."""
-        return self.heads is None and not any(self.least) and self.multiple == 1
+        return self.heads is None and not any(self.least)
 
 
 def allocate(
@@ -98,15 +96,13 @@ def allocate(
     sizes = np.array([len(u) for _, u in flat], dtype=float)
     kv = [(m, k) for m, a in enumerate(attentions) for k in range(a.kv_heads)]
     count, modules = len(flat), len(attentions)
-    multiple = per_module.multiple
-    times = 2 * modules if multiple > 1 else 0  # how many times the multiple, of queries and of KV
-    width = count + len(kv) + modules + times
+    width = count + len(kv) + modules
     kv_at = {key: count + i for i, key in enumerate(kv)}
     module_at = {m: count + len(kv) + m for m in range(modules)}
     rows: list[_Row] = []
-    owners_of = [{kv_of_query(attentions[m], query) for query in u} for m, u in flat]
-    for at, (m, _) in enumerate(flat):
-        for owner in owners_of[at]:  # a unit needs its KV heads, and they the module
+    for at, (m, u) in enumerate(flat):
+        # a unit needs its KV heads, and they the module
+        for owner in {kv_of_query(attentions[m], query) for query in u}:
             rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
     for (m, _), at in kv_at.items():
         rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
@@ -121,15 +117,6 @@ def allocate(
             rows.append((own, per_module.heads[m], per_module.heads[m]))
         elif any(per_module.least) and own:
             rows.append((own, per_module.least[m], np.inf))
-        if times:
-            own_kv = {kv_at[m, k]: 1.0 for k in range(attentions[m].kv_heads)}
-            for number, part in enumerate((own, own_kv)):
-                at = width - times + 2 * m + number
-                rows.append(({**part, at: -multiple}, 0, 0))
-            for kv_head, at in kv_at.items():  # and none is counted that no query needs
-                if kv_head[0] == m:
-                    used = {u: -1.0 for u in own if kv_head[1] in owners_of[u]}
-                    rows.append(({at: 1, **used}, -np.inf, 0))
     for limit in limits:
         spent = _spent(limit.prices, flat, sizes, kv_at, module_at)
         scale = max(map(abs, spent.values()), default=0.0) or 1.0  # the solver's tolerance is 1e-6
@@ -140,7 +127,6 @@ def allocate(
         for at, value in row.items():
             matrix[number, at] = value
     gain, stays, most = np.zeros(width), np.zeros(width), np.ones(width)
-    most[width - times :] = np.inf
     values = np.asarray(scores, dtype=float)
     stays[:count] = held = np.isinf(values)
     gain[:count] = _gains(
@@ -208,8 +194,6 @@ def _impossible(
         f"{least} in each of {modules} modules (--min-per-layer, or --for)"
         for least, modules in floors_of.items()
     ]
-    if per_module.multiple > 1:
-        asked.append(f"heads that --tensor-parallel {per_module.multiple} divides in every module")
     asked += [f"--keep-roles (query heads held: {held})"] if held else []
     asked += [limit.said for limit in limits]
     floors = [

@@ -57,16 +57,14 @@ class HeadChoice:
         if self.constraints.even:
             wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
             return set(even_units(attentions, unit, scores, wanted, self._fits))
-        layers, devices = range(len(attentions)), self.constraints.tensor_parallel
+        layers = range(len(attentions))
         at_least = [max(least, int(self.constraints.keeps_a_head(layer))) for layer in layers]
-        if heads is not None and devices > 1:
-            heads = nearest_shared(attentions, unit, heads, at_least, devices)
         of_module = None
         if self.budget.per_layer:
             assert heads is not None
-            of_module = equal_shares(attentions, unit, heads, least, devices)
+            of_module = equal_shares(attentions, unit, heads, least)
             heads = None
-        per_module = PerModule(of_module, at_least, devices)
+        per_module = PerModule(of_module, at_least)
         return set(allocate(attentions, unit, scores, heads, per_module, self.limits))
 
     def _fits(self, queries: int, kv_heads: int) -> bool:
@@ -74,56 +72,15 @@ class HeadChoice:
         present = [(queries, kv_heads)] * len(self.attentions)
         return (
             config_holds(self.constraints.net.config, queries, kv_heads)
-            and self.constraints.shares(queries, kv_heads)
             and queries >= self.budget.min_per_layer
             and all(limit.prices.total(present) <= limit.most for limit in self.limits)
         )
 
 
-def shared_counts(attention: Attention, unit: Unit, devices: int) -> range:
-    """Query heads that a module may keep, so that devices share them and their KV heads equally."""
-    size = max(attention.group_sizes, default=1)
-    most = attention.kv_heads // devices * devices * size
-    if unit is Unit.QUERY_SLOT:  # every KV head stays, or none
-        return range(0, most + 1 if most == attention.query_heads else 1, attention.kv_heads or 1)
-    return range(0, most + 1, devices * size if unit is Unit.KV_GROUP else devices)
-
-
-def nearest_shared(
-    attentions: Sequence[Attention],
-    unit: Unit,
-    heads: int,
-    at_least: Sequence[int],
-    devices: int,
-) -> int:
-    """The number of query heads nearest to ``heads`` that devices can share in every module.
-
-    Of two as near, the larger.
-
-    Raises:
-        PlanError: If a module cannot keep what it must.
-    """
-    least = most = 0
-    counts = [shared_counts(attention, unit, devices) for attention in attentions]
-    for attention, possible, floor in zip(attentions, counts, at_least, strict=True):
-        enough = [count for count in possible if count >= min(floor, attention.query_heads)]
-        if not enough:
-            raise PlanError(
-                f"--tensor-parallel {devices}: '{attention.path}' must keep a head, and its "
-                f"{attention.kv_heads} KV heads leave no number that {devices} devices share."
-            )
-        least, most = least + enough[0], most + enough[-1]
-    step = math.gcd(*(possible.step for possible in counts))
-    possible = range(least, most + 1, step)
-    return min(possible, key=lambda count: (abs(count - heads), -count))
-
-
 def equal_shares(
-    attentions: Sequence[Attention], unit: Unit, heads: int, at_least: int, devices: int = 1
+    attentions: Sequence[Attention], unit: Unit, heads: int, at_least: int
 ) -> list[int]:
     """The same share of heads in every module, as nearly as whole units allow; exactly ``heads``.
-
-    With several devices, they share the heads of every module equally.
 
     Raises:
         PlanError: If that leaves a module with fewer than ``at_least``, or whole units do not fit.
@@ -132,8 +89,6 @@ def equal_shares(
     sizes = [sorted(set(unit_sizes([a], unit))) for a in attentions]
     counts = []
     steps = [each[0] if len(each) == 1 else 1 for each in sizes]
-    if devices > 1:
-        steps = [shared_counts(attention, unit, devices).step for attention in attentions]
     for attention, step in zip(attentions, steps, strict=True):
         counts.append(int(heads * attention.query_heads / total) // step * step)
     # what is left goes to the modules that rounding took most from, first ones first
@@ -148,12 +103,6 @@ def equal_shares(
             f"{sum(counts)} can."
         )
     for attention, count in zip(attentions, counts, strict=True):
-        if devices > 1 and attention.query_heads and not count:
-            raise PlanError(
-                f"--per-layer with --tensor-parallel {devices} leaves '{attention.path}' no heads: "
-                "so many devices share whole multiples only. Keep more heads, or leave out "
-                "--per-layer."
-            )
         if attention.query_heads and count < at_least:
             raise PlanError(
                 f"--per-layer leaves {count} heads in '{attention.path}', fewer than "

@@ -18,7 +18,6 @@ from headprune.engines.targets import (
     shapes_of,
 )
 from headprune.errors import PlanError
-from headprune.model.attention import attention_of
 from headprune.schemas.plan import Shape
 from headprune.surgery.cut import Cut, result_shape
 
@@ -32,18 +31,16 @@ class Constraints:
         layout: The layout that was asked for.
         targets: Where the result is to run.
         shapes: What every target holds.
-        tensor_parallel: Devices that share the heads of every layer.
     """
 
     net: PreTrainedModel
     layout: LayoutOption = LayoutOption.PER_LAYER
     targets: tuple[Target, ...] = ()
     shapes: frozenset[str] = frozenset(SHAPES)
-    tensor_parallel: int = 1
 
     @property
     def free(self) -> Constraints:
-        """The same for no engine and one device."""
+        """The same for no engine."""
         return Constraints(self.net, self.layout)
 
     @property
@@ -60,7 +57,6 @@ class Constraints:
     def said(self) -> str:
         """How they were asked for."""
         asked = [f"--for {target.value}" for target in self.targets]
-        asked += [f"--tensor-parallel {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         return " ".join(asked) or f"--layout {self.layout.value}"
 
     def allows(self, layer: int, kept: int, present: int) -> bool:
@@ -68,10 +64,6 @@ class Constraints:
         if not kept:
             return EMPTY in self.shapes and not self.keeps_a_head(layer)
         return kept == present or QUERY_COUNTS in self.shapes
-
-    def shares(self, queries: int, kv_heads: int) -> bool:
-        """Whether the devices share so many heads of a layer equally."""
-        return queries % self.tensor_parallel == kv_heads % self.tensor_parallel == 0
 
     def keeps_a_head(self, layer: int) -> bool:
         """Whether a layer keeps a head, as an engine would give it a zero head otherwise."""
@@ -95,15 +87,6 @@ class Constraints:
                     f"--for {target.value}: the plan has {unheld[0]}, which {target.value} cannot "
                     f"hold{': ' + why.rstrip('.') if why else ''}. {_instead(self.net, found)}"
                 )
-        for cut in cuts:
-            queries, kv_heads = len(cut.query_positions), len(cut.kv_positions)
-            if not self.shares(queries, kv_heads):
-                raise PlanError(
-                    f"--tensor-parallel {self.tensor_parallel}: the plan leaves "
-                    f"'{cut.attention.path}' {queries} query and {kv_heads} KV heads, which so "
-                    "many devices cannot share equally. With --gates or --scores, headprune "
-                    "chooses a plan that fits."
-                )
         if self.layout is LayoutOption.UNIFORM and not plain:
             raise PlanError(
                 "--layout uniform: this plan does not fit a plain config, which needs the same "
@@ -117,22 +100,13 @@ def constraints_of(
     net: PreTrainedModel,
     layout: LayoutOption,
     targets: Sequence[Target],
-    tensor_parallel: int = 1,
 ) -> Constraints:
-    """What targets and devices, together with a layout, ask of a plan.
+    """What targets, together with a layout, ask of a plan.
 
     Raises:
-        PlanError: If one takes no such model, or not the layout; or there are more devices than a
-            layer has KV heads.
+        PlanError: If one takes no such model, or not the layout.
     """
     shapes = frozenset(SHAPES)
-    most = max((attention.kv_heads for attention in attention_of(net)), default=0)
-    if tensor_parallel > max(most, 1):
-        raise PlanError(
-            f"--tensor-parallel {tensor_parallel}: every layer needs a multiple of that of KV "
-            f"heads, and this model's have {most} at most. A KV head that is on several devices "
-            "saves none of them anything; take fewer."
-        )
     for target in targets:
         engine = TARGETS[target]
         reason = engine.refusal(net)
@@ -145,13 +119,7 @@ def constraints_of(
                 "out one of the two."
             )
         shapes &= held
-    return Constraints(net, layout, tuple(targets), shapes, tensor_parallel)
-
-
-def device_counts(net: PreTrainedModel) -> list[int]:
-    """The numbers of devices whose price a dry run shows: powers of two."""
-    most = max((attention.kv_heads for attention in attention_of(net)), default=0)
-    return [2**n for n in range(1, most.bit_length())]
+    return Constraints(net, layout, tuple(targets), shapes)
 
 
 def _others(net: PreTrainedModel) -> str:

@@ -43,7 +43,6 @@ class CutRequest:
         keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
         layout: What the result may look like.
         targets: Where it is to run.
-        tensor_parallel: Devices that share the heads of every layer.
     """
 
     gates: Path | None = None
@@ -53,7 +52,6 @@ class CutRequest:
     keep: float | int | None = None
     layout: LayoutOption = LayoutOption.PER_LAYER
     targets: Sequence[Target] = ()
-    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> C
         HeadpruneError: If there is no such plan, it keeps no head at all, or the result is not as
             it was asked for.
     """
-    constraints = constraints_of(net, asked.layout, asked.targets, asked.tensor_parallel)
+    constraints = constraints_of(net, asked.layout, asked.targets)
     chosen, evidence, weights = _plan(net, source, asked, constraints)
     if chosen.query_heads and not chosen.kept_heads:
         raise PlanError(
@@ -229,8 +227,8 @@ def _from_gates(
         kept = set(trained.kept.nonzero()[:, 0].tolist())
         if set(keep_best(flags, sizes, budget)) != kept:
             raise PlanError(
-                "W_O was refitted to the heads that these gates keep, and --layout, --for or "
-                "--tensor-parallel keeps others. Leave these out, or train gates with --method l0."
+                "W_O was refitted to the heads that these gates keep, and --layout or "
+                "--for keeps others. Leave these out, or train gates with --method l0."
             )
     plan = plan_from_scores(attentions, unit, flags, budget, source, scale, whole)
     seed = trained.metadata.seed

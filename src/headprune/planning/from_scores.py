@@ -54,7 +54,7 @@ def even_units(
     if not possible:
         raise PlanError(
             "No plan with the same heads in every layer keeps to the budgets. Loosen them, or "
-            "leave out --for and --tensor-parallel."
+            "leave out --for."
         )
     count = min(possible, key=lambda count: (abs(count - wanted), -count))
     kept: list[int] = []

@@ -181,8 +181,8 @@ def choose(
         ways: Per module path, those to choose from.
         budget: KV heads of all modules together.
         asked: How that was asked for, for messages.
-        constraints: What the result must look like; with the same KV heads everywhere, or shared
-            by devices, they come as near to the budget as they can without going beyond it.
+        constraints: What the result must look like; with the same KV heads everywhere, they
+            come as near to the budget as they can without going beyond it.
 
     Raises:
         PlanError: If no choice comes to the budget; it says which come nearest.
@@ -190,15 +190,9 @@ def choose(
     allowed: Sequence[Sequence[Way]] = [*ways.values()]
     if constraints is not None:
         allowed = [
-            [
-                way
-                for way in ways
-                if constraints.allows(layer, len(way.kept), len(ways[0].kept))
-                and way.kv_heads % constraints.tensor_parallel == 0
-            ]
+            [way for way in ways if constraints.allows(layer, len(way.kept), len(ways[0].kept))]
             for layer, ways in enumerate(allowed)
         ]
-        budget -= budget % constraints.tensor_parallel
         if constraints.even_kv_heads:
             allowed, budget = _even(allowed, budget)
     cheapest = [_cheapest(of_module) for of_module in allowed]

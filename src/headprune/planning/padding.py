@@ -36,20 +36,20 @@ def laid_out(plan: Plan, constraints: Constraints) -> tuple[Plan, list[Cut], tup
     if constraints.layout is LayoutOption.PADDED:
         attentions = attention_of(constraints.net)
         refuse_foreign(plan, constraints.net)
-        given, plan = plan, _padded(plan, attentions, constraints.tensor_parallel)
+        given, plan = plan, _padded(plan, attentions)
         said = tuple(_said(given, plan, attentions))
     cuts = resolve(plan, constraints.net, ragged=constraints.layout is LayoutOption.RAGGED)
     constraints.check(cuts)
     return plan, cuts, said
 
 
-def _padded(plan: Plan, attentions: Sequence[Attention], devices: int) -> Plan:
+def _padded(plan: Plan, attentions: Sequence[Attention]) -> Plan:
     """The plan with zero heads: groups as large as the largest, and a head in every layer.
 
     Raises:
         PlanError: If it needs none, or with them no head would go.
     """
-    parts = {a.path: _part(plan.attentions[a.path], a, devices) for a in attentions}
+    parts = {a.path: _part(plan.attentions[a.path], a) for a in attentions}
     padded = plan.model_copy(update={"attentions": parts})
     if padded == plan:
         raise PlanError(
@@ -64,7 +64,7 @@ def _padded(plan: Plan, attentions: Sequence[Attention], devices: int) -> Plan:
     return padded
 
 
-def _part(part: AttentionPlan, attention: Attention, devices: int) -> AttentionPlan:
+def _part(part: AttentionPlan, attention: Attention) -> AttentionPlan:
     kept, ids = set(part.keep), attention.query_ids
     groups = [[ids[query] for query in g] for g in members(Unit.KV_GROUP, attention.group_sizes)]
     counts = [len(kept.intersection(group)) for group in groups]
@@ -75,7 +75,7 @@ def _part(part: AttentionPlan, attention: Attention, devices: int) -> AttentionP
         )
     zero: set[int] = set()
     for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
-        wanted = max(counts) if count else int(not kept and number < devices)
+        wanted = max(counts) if count else int(not kept and number == 0)
         zero.update([head for head in group if head not in kept][: wanted - count])
     if not zero:
         return part

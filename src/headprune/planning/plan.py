@@ -46,7 +46,7 @@ class Planned:
         criterion: What it was made by.
         spent: Per budget: what was asked for, and what the plan comes to.
         scores: What the scores say of themselves.
-        kept_of_free: With ``--for`` or ``--tensor-parallel``: the sum of the scores that stay, as a
+        kept_of_free: With ``--for``: the sum of the scores that stay, as a
             share of what stays without; None where shares of scores say nothing.
         roles_lost: Roles of which no head stays; None without a record of roles.
     """
@@ -119,9 +119,7 @@ def make_plan(
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
-    constraints = constraints_of(
-        net, LayoutOption.PER_LAYER, config.targets, config.tensor_parallel
-    )
+    constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
     stored = stored_dtypes(net, stored_tensors(model)).default
     limits = _limits(net, attentions, config, stored, context)
     heads = None if config.keep is None else head_budget(config.keep, sizes)

@@ -42,6 +42,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 # moves by 2.9e-5 when its gates move by one bit, and by 4.1e-5 from float32 to float64. So that is
 # measured beside every proof, and this many times as much is allowed.
 AMPLIFICATION = 4
+_STORED = 256  # values that are kept of an output
 CONCLUSIVE = 10  # a wrong cut must show this many times as much as is allowed
 
 
@@ -275,11 +276,11 @@ def difference_from_stored(stored: Sample, outputs: Outputs) -> float:
     return _worst(shares)
 
 
-def sample(inputs: dict[str, Tensor], outputs: Outputs, count: int = 256) -> Sample:
-    """Keeps ``count`` values of every output, at random positions."""
+def sample(inputs: dict[str, Tensor], outputs: Outputs) -> Sample:
+    """Keeps a few values of every output, at random positions."""
     generator, kept = torch.Generator().manual_seed(PROBE_SEED), dict[str, StoredOutput]()
     for name, output in outputs.items():
-        positions = torch.randint(0, output.numel(), (count,), generator=generator)
+        positions = torch.randint(0, output.numel(), (_STORED,), generator=generator)
         kept[name] = StoredOutput(
             size=output.numel(),
             largest=float(output.abs().max()),

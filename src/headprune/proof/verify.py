@@ -285,7 +285,7 @@ def _proof_dtype(proof: Proof) -> torch.dtype:
 
 def _doubts(proof: Proof) -> Iterator[str]:
     """What is wrong with the numbers of a recorded proof, by the rules that it is made with."""
-    allowed = equivalence.explained(_proof_dtype(proof), proof.rounding or 0.0)
+    allowed = equivalence.explained(_proof_dtype(proof), proof.rounding)
     if not all(difference <= allowed for difference in proof.differences):
         worst = max(proof.differences)
         yield f"{MANIFEST} records a proof that failed: {worst:.1e}, and {allowed:.0e} is allowed"

@@ -60,8 +60,7 @@ class Baseline(BaseModel):
         data_sha256: Digest of texts and labels.
         domains: Further data by name, each with its digest; None for none.
         inputs_sha256: Digest of the token ids made from them.
-        against: Id of the original that embeddings were compared with; None without one, and in
-            older baselines.
+        against: Id of the original that embeddings were compared with; None without one.
         settings: The settings of the evaluation, seeds included.
         limits: The limits that were in force.
         metrics: Quality.

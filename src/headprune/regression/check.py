@@ -41,7 +41,7 @@ class CheckReport(Identified):
         verdict: The worst of all verdicts.
         passed: Whether every limit holds.
         model: Folder or hub id.
-        measured: Id of the model; None in older reports, and where its files are not at hand.
+        measured: Id of the model; None where its files are not at hand.
         against: The original, if a limit refers to it.
         measured_against: Its id.
         baseline: The baseline file, if a limit refers to it.

@@ -89,7 +89,6 @@ def judge_limit(
                 f"examples for {limit.metric}, and this run made {ours.count(limit.metric)} of the "
                 "same data: the file was edited. Write it anew with --update-baseline."
             )
-        _refuse_other_bytes(limit, ours, theirs, config)
     elif limit.needs_original:
         theirs = evaluation.samples[1]
     if limit.percent and theirs is not None:
@@ -115,16 +114,6 @@ def _not_measured(limit: Limit, ours: Samples) -> str:
         f"The limit '{limit.text}': no task gives {limit.metric} example by example. Scores that "
         f"can be limited: {known}."
     )
-
-
-def _refuse_other_bytes(limit: Limit, ours: Samples, theirs: Samples, config: CheckConfig) -> None:
-    name, domain = parted(limit.metric)
-    column = within("utf8_bytes", domain)
-    if name == "bits_per_byte" and (theirs.columns[column] != ours.columns[column]).any():
-        raise CheckpointError(
-            f"The baseline '{config.baseline}' counts other bytes of the same text: earlier "
-            "versions counted the names of special tokens. Write it anew with --update-baseline."
-        )
 
 
 def _refuse_share_of_nothing(limit: Limit, theirs: Samples) -> None:

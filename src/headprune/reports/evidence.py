@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import CheckpointError
 from headprune.reports.discovery import GatesFolder, ResultFolder, ScoresFolder
-from headprune.reports.heads import HeadEvidence, Row, head_map, known_sizes, rows_of, spread
+from headprune.reports.heads import HeadEvidence, Row, head_map, known_sizes, rows_of
 from headprune.reports.view import HeadMap
 from headprune.tensors.units import Unit, members
 
@@ -38,17 +38,16 @@ def map_of_result(
     evidence = None
     source = first.manifest.source.fingerprint
     if gates is not None:
-        evidence = _gate_evidence(gates, spread(gates.trained.metadata, plan), scores)
+        evidence = _gate_evidence(gates, scores)
     elif scores is not None and scores.scored.metadata.model.fingerprint == source:
         sizes = known_sizes(scores.scored.metadata.modules, plan)
         evidence = _score_evidence(scores, sizes) if sizes else None
     return head_map(rows, kept, groups, evidence)
 
 
-def _gate_evidence(
-    gates: GatesFolder, rows: Sequence[Row], scores: ScoresFolder | None = None
-) -> HeadEvidence:
-    trained = gates.trained
+def _gate_evidence(gates: GatesFolder, scores: ScoresFolder | None = None) -> HeadEvidence:
+    trained, about = gates.trained, gates.trained.metadata
+    rows = rows_of(about.modules, about.unit, about.heads, about.group_sizes)
     chances = trained.open_probability().tolist()
     others: dict[str, Sequence[float]] = {
         "gate open with probability": chances,
@@ -56,9 +55,9 @@ def _gate_evidence(
     }
     if scores is not None:
         scored = scores.scored.metadata
-        if (scored.unit, scored.modules) == (trained.metadata.unit, trained.metadata.modules):
+        if (scored.unit, scored.modules) == (about.unit, about.modules):
             others |= {f"score {n}": values.tolist() for n, values in scores.scored.scores.items()}
-    return HeadEvidence("probability that the gate is open", tuple(rows), chances, others)
+    return HeadEvidence("probability that the gate is open", rows, chances, others)
 
 
 def _score_evidence(scores: ScoresFolder, sizes: Sequence[Sequence[int]]) -> HeadEvidence:
@@ -80,17 +79,14 @@ def _units(sizes: Sequence[Sequence[int]], unit: Unit) -> int:
     return sum(len(members(unit, of_module)) for of_module in sizes)
 
 
-def map_of_gates(gates: GatesFolder) -> HeadMap | None:
-    """The heads that gates were trained for; None where an older file does not say where."""
-    try:
-        rows = spread(gates.trained.metadata)
-    except HeadpruneError:
-        return None
+def map_of_gates(gates: GatesFolder) -> HeadMap:
+    """The heads that gates were trained for."""
+    evidence = _gate_evidence(gates)
     kept = {
         row.path: {head for head, unit in row.units.items() if bool(gates.trained.kept[unit])}
-        for row in rows
+        for row in evidence.rows
     }
-    return head_map(rows, kept, {}, _gate_evidence(gates, rows))
+    return head_map(evidence.rows, kept, {}, evidence)
 
 
 def map_of_scores(scores: ScoresFolder) -> HeadMap | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headprune.errors import CheckpointError
 from headprune.reports.view import Cell, HeadMap, Layer, State
-from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit, members
 
@@ -46,22 +44,6 @@ class HeadEvidence:
     others: Mapping[str, Sequence[float]]
 
 
-def spread(metadata: GatesMetadata, plan: Plan | None = None) -> tuple[Row, ...]:
-    """Where the units of gates are, module by module.
-
-    Files older than the field say how many heads there are in all; they are then spread evenly, or
-    as a plan for the same model has them.
-
-    Raises:
-        CheckpointError: If neither tells.
-    """
-    sizes, ids = metadata.group_sizes, metadata.heads
-    if not sizes:
-        sizes = known_sizes(metadata.modules, plan) or _even(metadata)
-        ids = tuple(tuple(range(sum(of_module))) for of_module in sizes)
-    return rows_of(metadata.modules, metadata.unit, ids, sizes)
-
-
 def rows_of(
     modules: Sequence[str],
     unit: Unit,
@@ -79,24 +61,14 @@ def rows_of(
     return tuple(rows)
 
 
-def known_sizes(modules: Sequence[str], plan: Plan | None) -> tuple[tuple[int, ...], ...]:
+def known_sizes(modules: Sequence[str], plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Query heads of every KV head by a plan for the model; empty if it does not tell."""
-    if plan is None or not set(modules) <= set(plan.attentions):
+    if not set(modules) <= set(plan.attentions):
         return ()
     parts = [plan.attentions[path] for path in modules]
     if any(part.kv_heads and part.query_heads % part.kv_heads for part in parts):
         return ()
     return tuple((p.query_heads // max(1, p.kv_heads),) * p.kv_heads for p in parts)
-
-
-def _even(metadata: GatesMetadata) -> tuple[tuple[int, ...], ...]:
-    heads, rest = divmod(metadata.query_heads, len(metadata.modules))
-    if rest or metadata.unit is not Unit.HEAD:
-        raise CheckpointError(
-            "These gates come from an older headprune, which did not write how many heads each "
-            "module has; give the result that was cut with them as well."
-        )
-    return ((1,) * heads,) * len(metadata.modules)
 
 
 def head_map(

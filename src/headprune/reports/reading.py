@@ -39,7 +39,6 @@ _UNIT = {
     Unit.KV_GROUP: "a KV head with its queries at a time",
     Unit.QUERY_SLOT: "a query of every KV head at a time",
 }
-_UNKNOWN = "an earlier headprune wrote it, which did not record that"
 
 
 def assemble(
@@ -196,7 +195,7 @@ class _Parts:
 
 
 def _is_start(base: str | None, start: str | None, steps: Set[str | None]) -> bool:
-    """Whether a base is what a chain began with; older records do not have both ids."""
+    """Whether a base is what a chain began with; ids are unknown where files are not at hand."""
     return base == start if base and start else base not in steps
 
 
@@ -215,15 +214,13 @@ def _asked(step: LineageStep, known: Mapping[str, GatesFolder]) -> str:
         return "Rewrite a folder of transformers 4."
     (before, after), evidence = step.query_heads, done.evidence
     refit = f" Refit W_O on {short_name(step.refit.data)}." if step.refit is not None else ""
-    gates = known.get(evidence.id) if evidence is not None else None
+    gates = known.get(evidence.id)
     if gates is not None:
         trained = gates.trained.metadata
         wanted = before - trained.query_heads + trained.kept_heads
         again = "" if wanted == after else f" Cut to {after} of {before} instead."
         return asked_of_gates(gates) + again + refit
     cut = f"Cut {before - after or 'none'} of {before} query heads"
-    if evidence is None:
-        return f"{cut}, as its plan says; what that was made of is unknown: {_UNKNOWN}.{refit}"
     by = "as a plan says" if evidence.kind == "plan" else f"chosen by {chosen_by(evidence)}"
     return f"{cut}, {by}.{refit}"
 
@@ -364,4 +361,6 @@ def _check_run(check: ShownCheck) -> ShownRun:
 
 
 def _unlinked(measured: str | None) -> str:
-    return "" if measured is not None else f" Which result that is, is unknown: {_UNKNOWN}."
+    if measured is not None:
+        return ""
+    return " Which result that is, is unknown: its files were not at hand."

@@ -141,7 +141,7 @@ class ShownEvaluation:
     Attributes:
         id: Id of the report.
         created: When it was measured, UTC.
-        measured: Id of the model; None where it is not known, as in older reports.
+        measured: Id of the model; None where its files were not at hand.
         measured_base: Id of the base, likewise.
         model: The model, as it was named.
         base: What it was compared with, if anything.
@@ -229,7 +229,7 @@ class ShownCheck:
 
     Attributes:
         id: Id of the report.
-        measured: Id of the model; None where it is not known, as in older reports.
+        measured: Id of the model; None where its files were not at hand.
         model: Folder or hub id.
         file: Where the report lies.
         verdict: The worst of all verdicts.

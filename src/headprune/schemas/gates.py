@@ -43,7 +43,7 @@ class GatesMetadata(BaseModel):
         method: How heads were chosen.
         temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
-        heads: Ids of the query heads of every module; empty in older files, as is the next.
+        heads: Ids of the query heads of every module.
         group_sizes: Query heads of every KV head of every module.
         query_heads: Query heads of the model.
         kept_heads: Query heads whose gates stay open.
@@ -52,9 +52,9 @@ class GatesMetadata(BaseModel):
         data: Source of the training data.
         final_loss: Loss of the last step.
         trained_weights: Whether weights.safetensors belongs to them.
-        weights: The names of the tensors in it; None in older files, as are the next two.
+        weights: The names of the tensors in it.
         seed: Seed of the training.
-        id: ``TrainedGates.id`` when they were written.
+        id: ``TrainedGates.id`` when they were written; None before.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,11 +63,11 @@ class GatesMetadata(BaseModel):
     headprune_version: str
     model: ModelIdentity
     unit: Unit
-    method: Method = Method.L0
+    method: Method
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     modules: Annotated[tuple[str, ...], Field(min_length=1)]
-    heads: tuple[tuple[Count, ...], ...] = ()
-    group_sizes: tuple[tuple[Count, ...], ...] = ()
+    heads: tuple[tuple[Count, ...], ...]
+    group_sizes: tuple[tuple[Count, ...], ...]
     query_heads: Count
     kept_heads: Count
     steps: Count
@@ -75,8 +75,8 @@ class GatesMetadata(BaseModel):
     data: str
     final_loss: Finite
     trained_weights: bool
-    weights: tuple[str, ...] | None = None
-    seed: Count | None = None
+    weights: tuple[str, ...] = ()
+    seed: Count
     id: Digest | None = None
 
     @model_validator(mode="after")
@@ -86,19 +86,17 @@ class GatesMetadata(BaseModel):
         if self.kept_heads > self.query_heads:
             raise ValueError(f"kept_heads is {self.kept_heads} of {self.query_heads} query heads")
         for name, parts in (("heads", self.heads), ("group_sizes", self.group_sizes)):
-            if parts and len(parts) != len(self.modules):
+            if len(parts) != len(self.modules):
                 raise ValueError(f"{name} has {len(parts)} entries for {len(self.modules)} modules")
-        if len(self.heads) != len(self.group_sizes):
-            raise ValueError("heads and group_sizes belong together")
         for ids, sizes in zip(self.heads, self.group_sizes, strict=True):
             if len(set(ids)) != len(ids) or len(ids) != sum(sizes) or 0 in sizes:
                 raise ValueError(f"heads {list(ids)} do not make groups of {list(sizes)}")
-        if self.group_sizes and self.query_heads != sum(map(sum, self.group_sizes)):
+        if self.query_heads != sum(map(sum, self.group_sizes)):
             raise ValueError(f"group_sizes do not add up to {self.query_heads} query heads")
         return self
 
     def unit_sizes(self) -> list[int]:
-        """Query heads per gate; empty where an older file does not say."""
+        """Query heads per gate."""
         return [len(unit) for sizes in self.group_sizes for unit in members(self.unit, sizes)]
 
 
@@ -205,8 +203,8 @@ def _check_gates(metadata: GatesMetadata, tensors: dict[str, Tensor]) -> None:
     """
     if set(tensors) != {"log_alpha", "value", "kept"}:
         raise ValueError(f"{TENSORS} must hold log_alpha, value and kept, and nothing else")
-    sizes, kept = metadata.unit_sizes(), tensors["kept"]
-    gates = len(sizes) if metadata.group_sizes else kept.numel()
+    sizes = metadata.unit_sizes()
+    gates = len(sizes)
     for name, tensor in tensors.items():
         if tensor.shape != (gates,):
             raise ValueError(f"{name} has the shape {list(tensor.shape)} for {gates} gates")
@@ -216,8 +214,8 @@ def _check_gates(metadata: GatesMetadata, tensors: dict[str, Tensor]) -> None:
             sound = tensor.is_floating_point() and bool(tensor.isfinite().all())
         if not sound:
             raise ValueError(f"{name} holds what is no finite number, or no yes or no")
-    open_heads = int((torch.tensor(sizes, dtype=torch.long) * kept).sum()) if sizes else None
-    if open_heads not in (None, metadata.kept_heads):
+    open_heads = int((torch.tensor(sizes, dtype=torch.long) * tensors["kept"]).sum())
+    if open_heads != metadata.kept_heads:
         raise ValueError(
             f"kept_heads is {metadata.kept_heads}, and {open_heads} heads have open gates"
         )
@@ -232,10 +230,9 @@ def _check_weights(metadata: GatesMetadata, weights: dict[str, Tensor] | None) -
     for name, tensor in (weights or {}).items():
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             raise ValueError(f"the trained weight '{name}' is not finite")
-    if metadata.weights is not None:
-        for name in sorted(set(metadata.weights) ^ set(weights or ())):
-            where = METADATA if name in metadata.weights else WEIGHTS
-            raise ValueError(f"the trained weight '{name}' is named in {where} only")
+    for name in sorted(set(metadata.weights) ^ set(weights or ())):
+        where = METADATA if name in metadata.weights else WEIGHTS
+        raise ValueError(f"the trained weight '{name}' is named in {where} only")
 
 
 def read_metadata(folder: Path) -> GatesMetadata:

@@ -42,24 +42,23 @@ class LineageStep(BaseModel):
     """What one command made of a model: the record of a result, apart from its files.
 
     Attributes:
-        id: Id of the result (``Manifest.digest``); None in a lineage of older manifests.
+        id: Id of the result (``Manifest.digest``).
         created: UTC time.
         versions: Versions of headprune, torch and transformers that made it.
         made_by: The command, with its resolved options, if it was one.
         source: The model it was made from.
-        parent: Id of that model; None where its files are not at hand, and in older manifests.
+        parent: Id of that model; None where its files are not at hand.
         shape: "native" if a plain config describes the result, else "runtime".
-        auto_class: The Auto class of transformers that loads it; None in older manifests, as are
-            the next two.
+        auto_class: The Auto class of transformers that loads it.
         dtype: Element types of the weights on disk, the commonest first.
         weight_bytes: Bytes of the weights on disk, before and after.
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
-        layout: Per attention module, the heads that are left; empty in older ones.
+        layout: Per attention module, the heads that are left.
         done: What was done.
         refit: How W_O made up for the heads that went, if it did.
-        choice: What it was chosen among, if it was; None in older manifests.
+        choice: What it was chosen among, if it was.
         proof: What the proof measured; None where tensors were compared in its place.
         tensor_proof: What that comparison showed.
     """
@@ -67,42 +66,25 @@ class LineageStep(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
-    id: Digest | None = None
+    id: Digest
     created: str
     versions: dict[str, str]
     made_by: MadeBy | None = None
     source: ModelIdentity
     parent: Digest | None = None
     shape: Shape
-    auto_class: str | None = None
-    dtype: str | None = None
-    weight_bytes: BeforeAfter | None = None
+    auto_class: str
+    dtype: str
+    weight_bytes: BeforeAfter
     query_heads: BeforeAfter
     kv_heads: BeforeAfter
     parameters: BeforeAfter
-    layout: dict[str, Heads] = {}
+    layout: dict[str, Heads]
     done: Done
     refit: Refit | None = None
     choice: ModelChoice | None = None
     proof: Proof | None = None
     tensor_proof: TensorProof | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_earlier(cls, content: Any) -> Any:
-        """Takes what stood in the place of ``done``: an entry each for merging and healing."""
-        if not isinstance(content, dict) or "done" in content:
-            return content
-        earlier = {"sharing": "merging", "healing": "healing"}
-        done: Any = {"kind": "pruning", "trained_weights": content.get("trained_weights", False)}
-        if content.get("refit") is not None:
-            done["trained_weights"] = False  # it was set for a refit as well
-        for name, kind in earlier.items():
-            part = content.get(name)
-            if part is not None:
-                done = {"kind": kind, **part} if isinstance(part, dict) else part
-        known = {n: v for n, v in content.items() if n not in (*earlier, "trained_weights")}
-        return {**known, "done": done}
 
     @model_validator(mode="after")
     def _proven(self) -> LineageStep:
@@ -159,8 +141,7 @@ class Manifest(Recorded, LineageStep):
 
         That is its files, the id of its parent, what was done and by which evidence, and the
         refit; not the times in it, its versions and command, measurements, and the names and
-        places of text and teacher. Fields that are None do not count, so that ids stay as they
-        are when later versions record more.
+        places of text and teacher. Fields that are None do not count.
         """
         said = self.model_dump(
             mode="json",
@@ -195,9 +176,10 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
 
     Args:
         folder: The result.
-        **facts: The fields of ``Manifest`` but for time and versions.
+        **facts: The fields of ``Manifest`` but for its id, time and versions.
     """
-    manifest = _known(Manifest(created=utc_now(), versions=versions(), **facts))
+    unnamed = Manifest(id="0" * 64, created=utc_now(), versions=versions(), **facts)
+    manifest = unnamed.model_copy(update={"id": unnamed.digest()})
     _write(folder, manifest)
     return manifest
 
@@ -229,12 +211,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"'{folder}' has no {MANIFEST}, so it is no result of prune, convert-gqa, heal, "
             "compress or migrate."
         )
-    return _known(read_as(Manifest, path))
-
-
-def _known(manifest: Manifest) -> Manifest:
-    """The same with its id, which older manifests do not hold."""
-    return manifest if manifest.id else manifest.model_copy(update={"id": manifest.digest()})
+    return read_as(Manifest, path)
 
 
 def contents(folder: Path) -> Iterator[str]:

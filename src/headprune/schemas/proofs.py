@@ -21,7 +21,7 @@ class Proof(BaseModel):
         control: Gated original against itself with every gate shifted by one head or, where that
             changes nothing, without the first head of every module; None where no heads are left.
         rounding: Gated original against itself with every gate moved by one bit: how much the
-            model amplifies rounding. None in older manifests.
+            model amplifies rounding.
         tolerance: What the differences were held to.
         dtype: Element type that the models ran in.
         cast: The model as it was worked out against the one whose weights are rounded to what is
@@ -37,10 +37,10 @@ class Proof(BaseModel):
     gated_vs_reloaded: float
     largest_output: float
     control: float | None
-    rounding: float | None = None
+    rounding: float
     tolerance: float
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
-    cast: float = 0.0
+    cast: float
     probes: tuple[str, ...]
     seed: Count = PROBE_SEED
 

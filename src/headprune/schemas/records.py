@@ -107,14 +107,14 @@ class Pruning(_Part):
     """Heads were removed.
 
     Attributes:
-        evidence: What chose them; None in older manifests.
+        evidence: What chose them.
         trained_weights: Whether weights came with the gates: trained beside them, or refitted.
         refit_left_out: What a refit of W_O would have cost, where it was left out for that.
     """
 
     kind: Literal["pruning"] = "pruning"
-    evidence: Evidence | None = None
-    trained_weights: bool = False
+    evidence: Evidence
+    trained_weights: bool
     refit_left_out: RefitWorth | None = None
 
 
@@ -140,15 +140,15 @@ class Merging(_Part):
         merge: How the heads of a group became one.
         grouping: Which heads share.
         calibration_tokens: How much text it was calibrated on; 0 without.
-        seed: Seed of what is random; None in older manifests.
+        seed: Seed of what is random.
         ways: Per module path, what a budget was spent on; None where that was not weighed.
     """
 
     kind: Literal["merging"] = "merging"
     merge: str
     grouping: str
-    calibration_tokens: Count | None = None
-    seed: Count | None = None
+    calibration_tokens: Count
+    seed: Count
     ways: dict[str, KvWay] | None = None
 
 
@@ -157,14 +157,13 @@ class Healing(_Part):
 
     Attributes:
         teacher: The folder or hub id of that model.
-        teacher_id: Its id; None in older manifests.
+        teacher_id: Its id; None where its files are not at hand.
         steps: Optimiser steps.
         before: Divergence from the teacher on held-out text, before.
         after: The same, of the weights that were taken.
-        taken_after: Steps after which these were had; 0 for those that it began with. None in
-            older manifests, where they are the last.
-        seed: Seed of the order of the data; None in older manifests.
-        optimizer: What moved the weights; None in older manifests, as are the next two.
+        taken_after: Steps after which these were had; 0 for those that it began with.
+        seed: Seed of the order of the data.
+        optimizer: What moved the weights.
         objective: What they were trained on.
         learning_rate: The highest.
     """
@@ -173,13 +172,13 @@ class Healing(_Part):
     teacher: str
     teacher_id: Digest | None = None
     steps: Count
-    before: Finite | None = None
-    after: Finite | None = None
-    taken_after: Count | None = None
-    seed: Count | None = None
-    optimizer: str | None = None
-    objective: str | None = None
-    learning_rate: Finite | None = None
+    before: Finite
+    after: Finite
+    taken_after: Count
+    seed: Count
+    optimizer: str
+    objective: str
+    learning_rate: Finite
 
 
 class Migration(_Part):
@@ -199,12 +198,11 @@ class Refit(_Part):
         tokens: Tokens that were used.
         modules: Attention modules whose W_O was fitted.
         error_before: Mean squared error of their outputs with the old W_O, relative to what a refit
-            aims at (see ``surgery.refit``; older ones aimed at the original's outputs alone).
+            aims at (see ``surgery.refit``).
         error_after: The same, with the new one.
         ridges: Per module path, how much the old W_O weighed.
-        seed: Seed of the sample; None in older manifests.
-        held_out: What it is worth on other text; None in older manifests, and where the text had
-            no more sequences.
+        seed: Seed of the sample.
+        held_out: What it is worth on other text; None where the text had no more sequences.
     """
 
     data: str
@@ -213,7 +211,7 @@ class Refit(_Part):
     error_before: Finite
     error_after: Finite
     ridges: dict[str, Finite | None]
-    seed: Count | None = None
+    seed: Count
     held_out: RefitWorth | None = None
 
 
@@ -281,17 +279,17 @@ class Recorded(BaseModel):
     """What loading a result asks of headprune.json; the rest is for ``schemas.manifest``.
 
     Attributes:
-        id: Id of the result; None in older ones.
+        id: Id of the result.
         files: SHA-256 of every other file of the folder, but for the model card.
-        layout: Per attention module, the heads that are left; empty in older ones.
+        layout: Per attention module, the heads that are left.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     schema_version: Literal[1] = 1
-    id: Digest | None = None
+    id: Digest
     files: dict[str, Digest]
-    layout: dict[str, Heads] = {}
+    layout: dict[str, Heads]
 
     @field_validator("files")
     @classmethod

@@ -210,7 +210,7 @@ class RolesRecord(BaseModel):
         modules: The attention modules, first layer first.
         sets: By role, what the loss says of its heads together; empty where it was not asked.
         against: The original that it was compared with.
-        original: What its heads do; empty without one, and in files of earlier versions.
+        original: What its heads do; empty without one.
         changes: By role, what became of it; empty without an original.
     """
 

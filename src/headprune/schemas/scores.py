@@ -43,13 +43,13 @@ class ScoresMetadata(BaseModel):
         query_heads: Query heads of these modules.
         criteria: Per criterion, where it comes from.
         data: Where the examples came from; None where no criterion needed any.
-        data_sha256: Digest of these files; None of data of the hub, and in older files.
+        data_sha256: Digest of these files; None of data of the hub.
         calibration: How much of them was used.
         tokens: Tokens that were used.
         ragged: Whether a cut of these units may leave KV heads with unequal numbers of queries;
             ``prune`` then needs ``--layout ragged``.
         refits: Whether W_O can be refitted on that text.
-        id: ``Scores.id`` when they were written; None in older files.
+        id: ``Scores.id`` when they were written; None before.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -17,7 +17,7 @@ class Point(BaseModel):
 
     Attributes:
         name: Its name, of criterion, share and refit.
-        measured: Id of the model that was measured; None in older sweeps.
+        measured: Id of the model that was measured; None where its files are not at hand.
         task: The task of the model.
         criterion: What chose the heads; empty for the whole model.
         keep: Share of heads that was asked for.
@@ -54,7 +54,7 @@ class Sweep(BaseModel):
         base: The whole model.
         points: All cuts, in the order of criteria and shares.
         front: Names of the cuts that no other beats in both size and quality.
-        scores: Id of the scores that chose the heads; None in older sweeps.
+        scores: Id of the scores that chose the heads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,4 +65,4 @@ class Sweep(BaseModel):
     base: Point
     points: Annotated[tuple[Point, ...], Field(min_length=1)]
     front: tuple[str, ...]
-    scores: Digest | None = None
+    scores: Digest

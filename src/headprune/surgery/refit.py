@@ -73,7 +73,6 @@ def refit(
     gates: Sequence[Float[Tensor, " _heads"]],
     batch: Batch,
     on_module: Callable[[int, int], None] = lambda done, total: None,
-    on_states: Callable[[Attention, Tensor, Tensor], None] = lambda attention, states, wanted: None,
 ) -> list[ModuleRefit]:
     """Refits every W_O, in place, so that the model with closed gates does what it did with all.
 
@@ -83,8 +82,6 @@ def refit(
         gates: Per module, the gate values it will be cut with; 0 for heads that go.
         batch: Calibration text: every sequence at once, padding marked by ``attention_mask``.
         on_module: Called with modules done and modules in all.
-        on_states: Called with every module before it is refitted, what its heads give in the cut
-            model, none closed, and what its W_O is fitted to.
 
     Returns:
         One record per module that has a head left.
@@ -108,7 +105,6 @@ def refit(
         changed = Stream.CHANGED.of(x)
         # W_O is linear: what it makes of a mean is the mean of what it makes
         goal = project_output(attention, torch.lerp(original, changed, OWN_SHARE))
-        on_states(attention, changed, goal)
         heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
         fitted = None

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 HELD_OUT = 8
+REMOVAL_RIDGE = 1e-2  # share of the mean diagonal; about what held-out tokens choose in a refit
 _FLOOR = 1e-9  # of the mean diagonal: what keeps a singular moment solvable
 _ROWS = 4096  # tokens whose products are taken at once: what bounds the copies in another dtype
 
@@ -209,7 +210,6 @@ def removal_costs(
     gram: Float[Tensor, "width width"],
     weight: Float[Tensor, "out width"],
     blocks: Sequence[Sequence[int]],
-    ridge: float = 1e-2,
 ) -> list[float]:
     """What it costs to lose blocks of columns when the others are refitted, one after the other.
 
@@ -225,8 +225,6 @@ def removal_costs(
         gram: Sum of x x^T, in float64.
         weight: W_O.
         blocks: Columns of every block.
-        ridge: Share of the mean diagonal that is added to ``gram``; about what held-out tokens
-            choose in a refit.
 
     Returns:
         Per block, the highest cost of any removal up to its own.
@@ -234,7 +232,7 @@ def removal_costs(
     if not gram.isfinite().all():
         raise ValueError("the second moments are not finite")
     gram, weight = gram.double(), weight.double()
-    scale = ridge * gram.diagonal().mean() + torch.finfo(torch.float64).tiny
+    scale = REMOVAL_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float64).tiny
     order = torch.tensor([column for block in blocks for column in block], device=gram.device)
     ridged = gram[order[:, None], order]
     ridged.diagonal().add_(scale)

@@ -18,6 +18,9 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+_PART = 1 << 22  # bytes, a copy of which takes little memory
+
+
 def split_as(tensor: Tensor, other: Tensor) -> Tensor:
     """A tensor that every process has, split over them as another of its shape is."""
     if not isinstance(other, DTensor):
@@ -26,15 +29,10 @@ def split_as(tensor: Tensor, other: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(other.device), mesh, placements, src_data_rank=None)
 
 
-def parts_of(tensor: Tensor, size: int = 1 << 22) -> Sequence[Tensor]:
-    """Views of some of its rows each; all of a tensor that is split over processes.
-
-    Args:
-        tensor: The tensor.
-        size: Bytes of a part, a copy of which takes little memory.
-    """
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of some of its rows each; all of a tensor that is split over processes."""
     if isinstance(tensor, DTensor) or not tensor.dim():
         return [tensor]
-    rows = max(1, size * len(tensor) // max(tensor.nbytes, 1))
+    rows = max(1, _PART * len(tensor) // max(tensor.nbytes, 1))
     parts: Sequence[Tensor] = tensor.split(rows)
     return parts

@@ -6,22 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 
-def spread(costs: Sequence[Mapping[int, float]], budget: int) -> list[int]:
-    """The counts, one per module, with the least sum of costs that stay within a budget. Exact.
-
-    Args:
-        costs: Per module, what each possible number of KV heads costs.
-        budget: KV heads of all modules together.
-
-    Raises:
-        ValueError: If even the smallest counts are more than the budget.
-    """
-    known = {total: found for total, found in _best(costs).items() if total <= budget}
-    if not known:
-        raise ValueError(f"{budget} KV heads are fewer than one per module")
-    return min(known.values(), key=lambda found: (found[0], sum(found[1])))[1]
-
-
 def exactly(costs: Sequence[Mapping[int, float]], budget: int) -> list[int]:
     """The counts, one per module, with the least sum of costs that come to a budget. Exact.
 

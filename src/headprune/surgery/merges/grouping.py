@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headprune.model.heads import HeadWeights
-from headprune.surgery.merges.spec import Groups, Merge, MergeContext
+from headprune.surgery.merges.spec import Groups, MergeContext
 from headprune.tensors.lowrank import shared_key, shared_value
 
 Cost = Callable[[tuple[int, ...]], float]
@@ -119,62 +119,6 @@ def lowrank_cost(heads: HeadWeights, context: MergeContext) -> Cost:
         return value_lost / value_power + context.linear * key_lost / key_power
 
     return cost
-
-
-def measured_cost(merge: Merge, heads: HeadWeights, context: MergeContext) -> Cost:
-    """What a merge changes of a group's bilinear forms W_Q^T W_K and W_O W_V, each as a share."""
-    before_k, before_v = _key_forms(heads, context), _value_forms(heads)
-    powers = [sum(map(_power, forms)) or 1.0 for forms in (before_k, before_v)]
-
-    def cost(group: tuple[int, ...]) -> float:
-        merged, queries = merge(heads, [group], context), heads.queries_of(group)
-        total = 0.0
-        for before, after, power in zip(
-            (before_k, before_v),
-            (_key_forms(merged, context), _value_forms(merged)),
-            powers,
-            strict=True,
-        ):
-            total += sum(_difference(before[q], after[q]) for q in queries) / power
-        return total
-
-    return cost
-
-
-Form = list[tuple[Tensor, Tensor]]
-"""A bilinear form as a sum of products left^H right; both of shape (terms, inner, inputs)."""
-
-
-def _key_forms(heads: HeadWeights, context: MergeContext) -> list[Form]:
-    """Per query head, what its scores are made of: its pairs, and what does not rotate."""
-    q, k = heads.affine("q"), heads.affine("k")[heads.owners]
-    if context.pairs is None:
-        return [[(a[None], b[None])] for a, b in zip(q, k, strict=True)]
-    pairs, unpaired = context.pairs, context.pairs.unpaired
-    rotated = zip(pairs.complex(q)[:, :, None], pairs.complex(k)[:, :, None], strict=True)
-    rest = zip(q[:, None, unpaired], k[:, None, unpaired], strict=True)
-    return [[pair, other] for pair, other in zip(rotated, rest, strict=True)]
-
-
-def _value_forms(heads: HeadWeights) -> list[Form]:
-    values = heads.affine("v")[heads.owners]
-    return [[(o.mT[None], v[None])] for o, v in zip(heads.o, values, strict=True)]
-
-
-def _inner(a: Form, b: Form) -> float:
-    total = 0.0
-    for (left_a, right_a), (left_b, right_b) in zip(a, b, strict=True):
-        left, right = left_a.conj() @ left_b.mT, right_a.conj() @ right_b.mT
-        total += float((left.conj() * right).sum().real)
-    return total
-
-
-def _power(form: Form) -> float:
-    return _inner(form, form)
-
-
-def _difference(a: Form, b: Form) -> float:
-    return _inner(a, a) - 2 * _inner(a, b) + _inner(b, b)
 
 
 def _sandwiched(left: Tensor, moment: Tensor | None, right: Tensor) -> Tensor:

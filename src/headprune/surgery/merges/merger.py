@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headprune.config import ConvertConfig, Grouping
 from headprune.model.heads import HeadWeights
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, Groups, MergeContext
-from headprune.surgery.merges.grouping import Cost, adjacent, lowrank_cost, measured_cost, similar
+from headprune.surgery.merges.grouping import adjacent, lowrank_cost, similar
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,11 @@ class Merger:
         """Whether it needs text."""
         return self.name in NEEDS_CALIBRATION
 
-    def cost(self, heads: HeadWeights, setting: MergeContext) -> Cost:
-        """What it costs some KV heads to become one."""
-        if self.calibrates:
-            return lowrank_cost(heads, setting)
-        return measured_cost(MERGES[self.name], heads, setting)
-
     def groups(self, heads: HeadWeights, setting: MergeContext, count: int) -> Groups:
         """Which heads share, of so many groups."""
         if self.grouping is Grouping.ADJACENT or count in (1, len(heads.k)):
             return adjacent(len(heads.k), count)
-        return similar(len(heads.k), count, self.cost(heads, setting))
+        return similar(len(heads.k), count, lowrank_cost(heads, setting))
 
     def merged(self, heads: HeadWeights, setting: MergeContext, groups: Groups) -> HeadWeights:
         """The weights with the KV heads of every group made one."""
