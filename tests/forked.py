@@ -76,7 +76,10 @@ def headprune(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str
 
 
 def together(
-    count: int, *arguments: object, folder: Path | None = None
+    count: int,
+    *arguments: object,
+    folder: Path | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command in several processes that find each other as those of torchrun do."""
     with socket.socket() as probe:
@@ -87,7 +90,7 @@ def together(
     ranks = []
     for rank in range(count):
         own = {name: str(x) for name, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        ranks.append(Process(arguments, folder=folder, environment=own))
+        ranks.append(Process(arguments, folder=folder, environment=own, prepare=prepare))
     done = [rank.finish() for rank in ranks]
     code = next((one.returncode for one in done if one.returncode), 0)
     out, err = "".join(one.stdout for one in done), "".join(one.stderr for one in done)

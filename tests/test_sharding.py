@@ -44,6 +44,7 @@ from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.records import Healing
+from headprune.tensors import hard_concrete
 from headprune.tensors.shards import own_part
 from headprune.training.resumable import ResumableTrainer
 from tests import forked, tiny
@@ -97,9 +98,22 @@ def apart(one: Path, other: Path) -> tuple[bool, float]:
     return not torch.equal(a, b), max(abs(x - y) for x, y in pairs)
 
 
+def without_noise(log_alpha: torch.Tensor, temperature: float, draws: int) -> torch.Tensor:
+    """Gates that are the same in every draw: each process draws its own."""
+    return log_alpha.sigmoid().expand(draws, -1)
+
+
+def silence() -> None:
+    """Takes the noise from the gates of this process."""
+    hard_concrete.sample = without_noise
+
+
 @pytest.mark.process
-def test_a_model_in_shards_trains_as_one_process_does(folder: Path) -> None:
-    done = forked.together(2, *command("two", "--shard"), folder=folder)
+def test_a_model_in_shards_trains_as_one_process_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hard_concrete, "sample", without_noise)
+    done = forked.together(2, *command("two", "--shard"), folder=folder, prepare=silence)
     assert done.returncode == 0, done.stderr
     text = DataConfig(source=str(folder / "text.txt"))
     for name, seed in (("one", 0), ("other", 1)):
