@@ -305,7 +305,7 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "none").mkdir()
     for folder, message in (
         (bare, "no *.safetensors weights"),
-        (unknown, "no row for model type 'mamba', and MambaModel has no attention heads"),
+        (unknown, "does not know where model type 'mamba' has its attention heads"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "missing", "There is no folder"),
         (

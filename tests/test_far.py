@@ -80,14 +80,6 @@ def score(job: Job) -> dict[str, Tensor]:
     return _tensors(job.scores(*criteria))
 
 
-def plan(job: Job) -> dict[str, Tensor]:
-    """Half of the heads, by scores."""
-    scores = job.scores("fisher", device="cpu")
-    made = job("plan", job.model, scores=scores, keep=0.5).plan
-    kept = {path: a.query_heads for path, a in made.attentions.items()}
-    return {path: torch.tensor(heads, dtype=torch.float32) for path, heads in kept.items()}
-
-
 def prune(job: Job) -> dict[str, Tensor]:
     """Without a refit."""
     return _tensors(job.pruned())
@@ -198,7 +190,6 @@ def _losses(folder: Path) -> dict[str, Tensor]:
 
 JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
     "score": score,
-    "plan": plan,
     "prune": prune,
     "refit": refit,
     "convert": convert_gqa("lowrank"),
@@ -338,7 +329,7 @@ def apart(function: Callable[..., Any], folder: Path, *arguments: Any) -> None:
 
 
 def _quick(name: str, case: str) -> bool:
-    return (name, case) in {("refit", "llama-gqa"), ("plan", "t5"), ("evaluate", "bert-mlm")}
+    return (name, case) in {("refit", "llama-gqa"), ("score", "t5"), ("evaluate", "bert-mlm")}
 
 
 def _rows() -> list[tuple[str, str]]:

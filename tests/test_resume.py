@@ -125,9 +125,9 @@ def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
 # after the last step
 
 
-@pytest.mark.parametrize("finetune_fraction", [None, 0.0])
+@pytest.mark.parametrize("finetune_fraction", [0.6, 0.0])
 def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
-    finetune_fraction: float | None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finetune_fraction: float, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"train": Train.ATTENTION, "finetune_fraction": finetune_fraction}
     gates(home, tmp_path / "whole", **settings)

@@ -34,8 +34,8 @@ def family_of(config: PreTrainedConfig) -> Family:
     """
     if config.model_type not in FAMILIES:
         raise FamilyError(
-            f"headprune has no row for model type '{config.model_type}', which would say where its "
-            f"attention heads are; 'headprune families' lists the {len(FAMILIES)} that have one."
+            f"headprune does not know where model type '{config.model_type}' has its attention "
+            f"heads. 'headprune families' lists the {len(FAMILIES)} types that it knows."
         )
     family = FAMILIES[config.model_type]
     lowest = family.min_transformers
