@@ -59,6 +59,7 @@ MISTAKES = {
     f"{PLAN} --keep 0.5 --criterion x": "The scores have no criterion",
     f"{PLAN} --keep 1.5 --criterion fisher": "between 0 and 1, not 1.5",
     f"{PLAN} --max-params 9 --per-layer": "no effect without --keep",
+    f"{PLAN} --keep 0.5 --device cpu": "no effect without --min-speedup",
     "plan gone --output plan.json --scores scores --keep 0.5": "'plan.json' already exists",
     f"sweep gone --output out {DATA} --criterion fischer": "Did you mean 'fisher'",
     "sweep gone --output out --data nope.txt": NO_FILE,
