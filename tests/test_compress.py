@@ -372,7 +372,7 @@ def test_pairs_and_labels(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="labelled examples: give data with label_column"):
         compressed(classifier, [labelled], tmp_path / "c", keep=0.75)
     labelled.write_text("\n".join(rows[:40]))
-    with pytest.raises(DataError, match="5 rows, is held out to choose on, and 8 are needed"):
+    with pytest.raises(DataError, match="5 rows, is held out, and 8 are needed"):
         compressed(classifier, [labelled], tmp_path / "c", keep=0.75, label_column="label")
     assert not (tmp_path / "c").exists()
 

@@ -408,7 +408,7 @@ REFUSED = {
     "a merge": (
         "llama-mha",
         {"kv_heads": None, "kv_budget": 0.5, "merge": "lowrank"},
-        "and no --merge, or --kv-heads",
+        "and no --merge, or --layout uniform",
     ),
     "own norms": ("cohere", {"kv_heads": 1}, "norm with weights of its own"),
     "no interface": ("gptj", {"kv_heads": 2, "merge": "lowrank"}, "attention interface"),

@@ -79,8 +79,11 @@ DAMAGED = {
     "latin.csv": (b"text\ncaf\xe9\n", "could not read it: .*[Uu][Tt][Ff]"),
     "cut.parquet": (b"PAR1garbage", "could not read it: Parquet magic bytes not found"),
     "bytes.parquet": (parquet(b"w1", b"a\xff\xed\xa0\x80"), "is not readable as UTF-8 text"),
-    "null.jsonl": (b" null\n\nnull\n", "holds nothing but null"),
-    "null.json": (b"null", "holds nothing but null"),
+    "null.jsonl": (b" null\n\nnull\n", "a row of it is null"),
+    "null.json": (b"null", "a row of it is null"),
+    "first.jsonl": (b'null\n{"text": "b"}\n', "a row of it is null"),
+    "later.jsonl": (b'{"text": "b"}\nnull\n', "a row of it is null"),
+    "marked.jsonl": (b'\xef\xbb\xbfnull null\n{"text": "b"}\n', "a row of it is null"),
     "numbers.jsonl": (b'{"text": 1}\n', "column 'text' of .* holds int64, no text"),
     "lists.jsonl": (b'{"text": ["a"], "b": "c"}\n', "holds List, no text. Columns of text: b;"),
     "chat.jsonl": (

@@ -117,11 +117,13 @@ def test_a_budget_is_met_exactly_and_proven(case: str, share: float, folder: Pat
     }
 
 
-def test_the_dry_run_is_what_the_conversion_does(folder: Path) -> None:
+@pytest.mark.parametrize("layout", ["per-layer", "ragged"])
+def test_the_dry_run_is_what_the_conversion_does(layout: str, folder: Path) -> None:
     tiny.save(tiny.model("llama-gqa"), folder / "model")
-    shown = convert(folder / "model", kv_budget=0.5, dry_run=True)
+    some = {"kv_budget": 0.5, "layout": layout}
+    shown = convert(folder / "model", **some, dry_run=True)
     assert not (folder / "out").exists()
-    made = convert(folder / "model", kv_budget=0.5, output=str(folder / "out"))
+    made = convert(folder / "model", **some, output=str(folder / "out"))
     assert made.planned.chosen == shown.planned.chosen
     told = json.loads(json.dumps(shown.as_json()))
     assert told["plan"]["attentions"] == made.pruned.plan.model_dump(mode="json")["attentions"]

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from headprune.compression import texts
+from headprune.compression.heldout import HeldOut
 from headprune.config import DataConfig
 from headprune.errors import DataError
+from tests import tiny
 
 
 def test_the_text_that_ships_is_named_with_its_source() -> None:
@@ -55,6 +57,19 @@ def test_few_documents_of_several_texts_give_both_held_out_parts_something(tmp_p
     parts = texts.read({f.stem: DataConfig(source=str(f)) for f in sorted(tmp_path.iterdir())})
     for part in (parts.choosing, parts.reporting):
         assert [len(text.rows) for text in part] == [1, 1]
+
+
+@pytest.mark.parametrize("short", ["choose", "report"])
+def test_each_held_out_part_needs_a_sequence(short: str) -> None:
+    few, many = (
+        (texts.Text("t", (((tiny.text(words),), None),), plain=False),) for words in (3, 100)
+    )
+    parts = texts.Parts((), *((few, many) if short == "choose" else (many, few)))
+    net, tokenizer = tiny.model("llama-gqa"), tiny.tokenizer()
+    with pytest.raises(DataError, match=f"3 tokens, is held out to {short} on"):
+        HeldOut(net, tokenizer, parts, seq_len=16, tokens=64, batch_size=4)
+    enough = texts.Parts((), many, many)
+    assert HeldOut(net, tokenizer, enough, seq_len=16, tokens=64, batch_size=4).tokens == 64
 
 
 def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headprune.commands.shared import Loading, OnDevice, OneModel, output
+from headprune.commands.shared import Loading, OneModel, Placed, output
 from headprune.config import PlanConfig, Replacing
 from headprune.declaration import (
     Allowed,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headprune.planning.plan import Planned
 
 
-class PlanOptions(OneModel, PlanConfig, Replacing, Loading, OnDevice):
+class PlanOptions(OneModel, PlanConfig, Replacing, Loading, Placed):
     """Choose what stays, from scores and budgets: heads, KV heads and whole layers' attention."""
 
     scores: Path = option("Folder from score.", panel=Panel.MAIN)
@@ -80,7 +80,7 @@ declare(
             "per_layer": "keep",
             "keep_roles": "roles",
             "overwrite": "output",
-            "device": "min_speedup",
+            **dict.fromkeys(("device", "placement"), "min_speedup"),
         },
     ),
 )

@@ -6,7 +6,7 @@ original gives, a model without a head by the similarity of its embeddings to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from headprune.evaluation.recall import copying_losses
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
 _ROWS = 8  # held-out rows, at least: half of them choose
+_LEAST = 0.9  # of a sequence of running text, at least, in each part: blocks differ in length
 _COPIES = 8  # sequences of random tokens, each twice
 _RUNNING = ("causal-lm", "masked-lm")
 
@@ -123,10 +124,10 @@ class HeldOut:
         held_out = [(text, False) for text in texts.choosing]
         held_out += [(text, True) for text in texts.reporting]
         if self.task in _RUNNING:
-            self._refuse_short([text for text, _ in held_out])
+            self._refuse_short(texts)
         rows = {(text.name, reports): self._rows(text) for text, reports in held_out if text.rows}
         if self.task not in _RUNNING:
-            _refuse_few(sum(map(len, rows.values())))
+            _refuse_few(rows)
         share = -(-tokens // len(held_out))
         self.rows = {part: _some(some, share) for part, some in rows.items()}
         ids = (ids for some in self.rows.values() for ids in some["input_ids"])
@@ -165,16 +166,17 @@ class HeldOut:
         found = copying_losses(net, self.tokenizer, _COPIES, self.seq_len, self.batch_size, seed)
         return float(found["copied_nll_nats"].sum() / found["copied_tokens"].sum())
 
-    def _refuse_short(self, texts: Sequence[Text]) -> None:
-        found = sum(self._tokens(text) for text in texts)
-        empty = not found and any(text.rows for text in texts)  # refused as it is read
-        if found < 2 * self.seq_len and not empty:
-            raise DataError(
-                f"An eighth of the text, {found:,} tokens, is held out to choose on, and 2 "
-                f"sequences of {self.seq_len} are needed: give some "
-                f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller --seq-len, or no --data for "
-                "the text that ships with headprune."
-            )
+    def _refuse_short(self, texts: Parts) -> None:
+        for purpose, part in (("choose", texts.choosing), ("report", texts.reporting)):
+            tokens = sum(self._tokens(text) for text in part)
+            empty = not tokens and any(text.rows for text in part)  # refused as it is read
+            if tokens < _LEAST * self.seq_len and not empty:
+                raise DataError(
+                    f"A sixteenth of the text, {tokens:,} tokens, is held out to {purpose} on, and "
+                    f"a sequence of {self.seq_len} is needed: give some "
+                    f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller --seq-len, or no --data "
+                    "for the text that ships with headprune."
+                )
 
     def _tokens(self, text: Text) -> int:
         documents = text.examples().documents()
@@ -215,12 +217,13 @@ class HeldOut:
         return np.stack([losses.nll_nats, losses.tokens], axis=1)
 
 
-def _refuse_few(rows: int) -> None:
-    if rows < _ROWS:
+def _refuse_few(rows: Mapping[Part, Dataset]) -> None:
+    counts = [sum(len(some) for part, some in rows.items() if part[1] is r) for r in (False, True)]
+    if min(counts) < _ROWS // 2:
         raise DataError(
-            f"An eighth of the text, {rows} rows, is held out to choose on, and {_ROWS} are "
-            f"needed: give {_ROWS * HELD_OUT} rows or more, or no --data for the text that ships "
-            "with headprune."
+            f"An eighth of the text, {sum(counts)} rows, is held out, and {_ROWS} are needed, half "
+            f"to choose and half to report on: give {_ROWS * HELD_OUT} rows or more, or no --data "
+            "for the text that ships with headprune."
         )
 
 

@@ -99,12 +99,16 @@ def unpacked(file: Path, folder: Path, number: int) -> Path:
 
 
 def refuse_nulls(file: Path) -> None:
-    """Refuse JSON that holds nothing but null, of which pyarrow dies; jq writes it.
+    """Refuse JSON with a row that is null, as jq writes it: pyarrow can die of one.
 
     Raises:
-        DataError: If there is no other row.
+        DataError: If there is such a row.
     """
     with file.open("rb") as stream:
-        rows = (line.strip() for line in iter(lambda: stream.readline(PIECE), b""))
-        if next(filter(None, rows), b"") == b"null" and all(row in (b"", b"null") for row in rows):
-            raise DataError(f"'{file}' holds nothing but null.")
+        lines = iter(lambda: stream.readline(PIECE), b"")
+        rows = filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines))
+        for number, row in enumerate(rows):
+            if number == 0 and row.startswith(b"["):
+                return  # one value, whose lines are no rows
+            if row == b"null" or row.startswith(b"null "):
+                raise DataError(f"'{file}' is not readable: a row of it is null. Leave it out.")

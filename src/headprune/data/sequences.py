@@ -235,7 +235,7 @@ def _beginnings(examples: Examples, tokenizer: Any, apart: bool) -> Iterator[tup
             yield from ((part,) for part in text) if apart else (text,)
         return
     for document in examples.documents():
-        yield (next(slices(document), ""),)
+        yield (next(slices(document, _CHARACTERS_AT_ONCE), ""),)
 
 
 def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:

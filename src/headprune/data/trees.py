@@ -43,7 +43,8 @@ def read_trees(source: str) -> list[Tree]:
     """
     path = Path(source)
     if not path.is_file():
-        raise DataError(f"--trees {source}: there is no such file. Give a CoNLL-U file (also .gz).")
+        what = "it is no file" if path.exists() else "there is no such file"
+        raise DataError(f"--trees {source}: {what}. Give a CoNLL-U file (also .gz).")
     lines = "".join(text_pieces(path)).split("\n")
     trees = [_tree(source, rows) for rows in _sentences(lines)]
     found = [tree for tree in trees if tree is not None]

@@ -297,7 +297,7 @@ def _metadata(text: str) -> dict[str, Any]:
     found = re.match(r"---\s*?\n(.*?)^---\s*?$", text, re.MULTILINE | re.DOTALL)
     try:
         content = parse_yaml(found[1]) if found else {}
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, RecursionError, yaml.YAMLError):
         content = {}  # nobody can read it
     content = content if isinstance(content, dict) else {}
     return {name: content[name] for name in _INHERITED if name in content}

@@ -110,7 +110,7 @@ def _refuse_unmeasured(config: ConvertConfig, even: bool) -> None:
     if config.kv_budget is not None and not even:
         raise PlanError(
             "--kv-budget is spent by what the text says of every layer: give --calibrate DATA and "
-            "no --merge, or --kv-heads."
+            "no --merge, or --layout uniform for the same number in every layer."
         )
 
 
