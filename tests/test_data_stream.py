@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def test_rows_of_long_texts_are_cut_off_as_if_they_were_whole(
     of, texts = tiny.tokenizer(), [PROSE, "w1 w2 w3"]
     wanted = of(texts, truncation=True, max_length=40)["input_ids"]
     assert list(tokenized_rows(files(tmp_path, *texts), of, 40)["input_ids"]) == wanted
-    monkeypatch.setattr(sequences, "slices", partial(slices, most=400))  # enough for 40 tokens
+    monkeypatch.setattr(sequences, "_CHARACTERS_AT_ONCE", 400)  # enough for 40 tokens
     assert list(tokenized_rows(files(tmp_path, *texts), of, 40)["input_ids"]) == wanted
 
 

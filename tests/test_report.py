@@ -329,6 +329,7 @@ def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
 
     points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
     content: dict[str, Any] = {"metric": "perplexity", "higher_is_better": False, "front": []}
+    content["scores"] = "0" * 64
     content["base"] = point("", 1.0, 10.0)
     folder = tmp_path / "sweep"
     (folder / "points").mkdir(parents=True)
