@@ -137,7 +137,8 @@ def main(
                 run = train_gates(model, text, gates, config, context=Context(step=say_step))
                 seconds = time.monotonic() - start
                 layout = LayoutOption.RAGGED if run.ragged else LayoutOption.PER_LAYER
-                fits = refit and run.metadata.method is not Method.REFIT  # or it is in the gates
+                # a refit may be in the gates, and goes with no trained weights
+                fits = refit and train is Train.GATES and run.metadata.method is not Method.REFIT
                 for fitted in (None, text) if fits else (None,):
                     out = Path(folder) / f"out-{fitted is not None}"
                     result = prune(
