@@ -603,7 +603,7 @@ def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> N
         (lambda c: '{"dirty": ' + "9" * 5_000 + "}", "not readable as JSON"),
         (lambda c: '{"dirty": 1e999}', "1e999 is not finite"),
         (lambda c: "[" * 100_000, "nested too deeply"),
-        (lambda c: '{"model": "\\ud800"}', "holds what is no character"),
+        (lambda c: '{"model": "\\ud800"}', "has an invalid character"),
     ],
 )
 def test_damaged_baselines_are_refused(

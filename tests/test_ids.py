@@ -364,7 +364,7 @@ def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
     edit(file, lambda r: r["model"].pop("id"))
     runs = report(places, tmp_path / "c.md").runs
     assert perplexities(runs) == [wanted[0], [], wanted[1]]
-    assert "Which result that is, is unknown: its files were not" in runs[2].asked
+    assert "The result is unknown: its files were not" in runs[2].asked
     assert "its files were not at hand" in (tmp_path / "c.md").read_text()
 
 

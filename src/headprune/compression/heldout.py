@@ -25,7 +25,6 @@ from headprune.evaluation.recall import copying_losses
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
 _ROWS = 8  # held-out rows, at least: half of them choose
-_LEAST = 0.9  # of a sequence of running text, at least, in each part: blocks differ in length
 _COPIES = 8  # sequences of random tokens, each twice
 _RUNNING = ("causal-lm", "masked-lm")
 
@@ -99,7 +98,7 @@ class HeldOut:
     Args:
         net: The original.
         tokenizer: Its tokenizer.
-        texts: The texts, of which two parts are held out.
+        texts: The texts in their parts; two are held out.
         seq_len: Tokens of a sequence, at most.
         tokens: About how many tokens of all texts are used.
         batch_size: Sequences per pass.
@@ -134,7 +133,7 @@ class HeldOut:
         self.tokens = sum(map(len, ids))
 
     def outputs(self, net: PreTrainedModel, progress: Progress) -> Outputs:
-        """What a model makes of every part: losses and tokens, labels, or embeddings."""
+        """Return the outputs on every part: losses and tokens, labels, or embeddings."""
         done, total, outputs = 0, sum(map(len, self.rows.values())), {}
         for part, rows in self.rows.items():
 
@@ -149,9 +148,9 @@ class HeldOut:
         """How near a model comes to the original, sequence by sequence; see ``Measure.rows``.
 
         Args:
-            model: What a model makes of every part.
-            original: What the original makes of it.
-            reports: Of the parts that report, or of those that choose.
+            model: Outputs of a model.
+            original: Outputs of the original.
+            reports: Take the reporting parts, not the choosing ones.
         """
         return {
             part[0]: self.measure.rows(model[part], original[part])
@@ -170,7 +169,7 @@ class HeldOut:
         for purpose, part in (("choose", texts.choosing), ("report", texts.reporting)):
             tokens = sum(self._tokens(text) for text in part)
             empty = not tokens and any(text.rows for text in part)  # refused as it is read
-            if tokens < _LEAST * self.seq_len and not empty:
+            if tokens < self.seq_len and not empty:
                 raise DataError(
                     f"A sixteenth of the text, {tokens:,} tokens, is held out to {purpose} on, and "
                     f"a sequence of {self.seq_len} is needed: give some "

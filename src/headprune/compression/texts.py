@@ -67,7 +67,7 @@ class Text:
         return Text(self.name, tuple(((one,), None) for one in found), plain=False)
 
     def halves(self, odd: bool) -> tuple[Text, Text]:
-        """Every other row, and the others; ``odd`` says which of them come first."""
+        """Return every other row and the rest; ``odd`` swaps the two."""
         first, second = (replace(self, rows=self.rows[start::2]) for start in (odd, not odd))
         return first, second
 
@@ -88,9 +88,9 @@ class Parts:
     """Three parts of the same texts, which have no document or block in common.
 
     Attributes:
-        learning: What heads are scored, refitted, merged and healed on.
-        choosing: What candidates are chosen on.
-        reporting: What the chosen one is reported on.
+        learning: For scores, refits, merges and healing.
+        choosing: For the choice of a candidate.
+        reporting: For the numbers of the chosen one.
     """
 
     learning: tuple[Text, ...]
@@ -98,7 +98,7 @@ class Parts:
     reporting: tuple[Text, ...]
 
     def by_sentence(self) -> Parts:
-        """The same with a row for every sentence of a plain text."""
+        """Return the parts with a row for every sentence of a plain text."""
         parts = (self.learning, self.choosing, self.reporting)
         return Parts(*(tuple(text.by_sentence() for text in part) for part in parts))
 

@@ -74,7 +74,7 @@ class HeadTarget(Sparsity):
         return 0.0
 
     def target(self, done: float) -> float:
-        """Linear from all heads to those that stay, during the warm-up."""
+        """Return the target of open heads: linear from all to the final count over the warm-up."""
         share = min(1.0, done / self.warmup) if self.warmup else 1.0
         return self._total - (self._total - self.heads) * share
 

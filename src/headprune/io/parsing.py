@@ -1,4 +1,4 @@
-"""Reading JSON and YAML: finite numbers, and one sentence for what is wrong.
+"""Reading JSON and YAML: finite numbers, and errors in one sentence.
 
 Every file is read once, where it is needed, into an object with types; what lies behind trusts it.
 """
@@ -151,7 +151,7 @@ def parse_json(text: str, distinct: bool = False, any_text: bool = False) -> Any
     """The content of JSON text.
 
     Raises:
-        ValueError: If it is none, a number in it is not finite, or a text holds what is no
+        ValueError: If it is none, a number in it is not finite, or a text has an invalid
             character.
         RecursionError: If it is nested too deeply.
     """
@@ -177,7 +177,7 @@ def parse_yaml(text: str) -> Any:
     """The content of YAML text.
 
     Raises:
-        ValueError: If a text holds what is no character.
+        ValueError: If a text has an invalid character.
         RecursionError: If it is nested too deeply.
         yaml.YAMLError: If it is no YAML.
     """
@@ -208,7 +208,7 @@ def _sound(content: Any, text: str) -> Any:
     """The content, if all its texts are of characters."""
     odd = _ODD_ESCAPE.search(text) and next(filter(_ODD.search, _texts(content)), None)
     if odd:
-        raise ValueError(f"the text {ascii(odd)[:40]} holds what is no character")
+        raise ValueError(f"the text {ascii(odd)[:40]} has an invalid character")
     return content
 
 

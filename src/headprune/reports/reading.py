@@ -363,4 +363,4 @@ def _check_run(check: ShownCheck) -> ShownRun:
 def _unlinked(measured: str | None) -> str:
     if measured is not None:
         return ""
-    return " Which result that is, is unknown: its files were not at hand."
+    return " The result is unknown: its files were not at hand."

@@ -140,7 +140,7 @@ class Merging(_Part):
         merge: How the heads of a group became one.
         grouping: Which heads share.
         calibration_tokens: How much text it was calibrated on; 0 without.
-        seed: Seed of what is random.
+        seed: Random seed.
         ways: Per module path, what a budget was spent on; None where that was not weighed.
     """
 
@@ -161,7 +161,7 @@ class Healing(_Part):
         steps: Optimiser steps.
         before: Divergence from the teacher on held-out text, before.
         after: The same, of the weights that were taken.
-        taken_after: Steps after which these were had; 0 for those that it began with.
+        taken_after: Step of the weights that were kept; 0 for the initial ones.
         seed: Seed of the order of the data.
         optimizer: What moved the weights.
         objective: What they were trained on.
