@@ -20,7 +20,7 @@ from rich.console import Console
 from bench_quality import Protocol, ratios, say_step
 from headprune import from_pretrained
 from headprune.config import DataConfig, HealConfig, HealObjective, HealOptimizer
-from headprune.declaration import Allowed, Context
+from headprune.context import Allowed, Context
 from headprune.distillation.heal import heal
 
 console = Console()

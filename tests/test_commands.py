@@ -19,16 +19,8 @@ import headprune
 from headprune.cli import app as cli
 from headprune.cli.adapter import values_of
 from headprune.cli.settings import read_settings
-from headprune.declaration import (
-    COMMANDS,
-    Command,
-    Context,
-    Door,
-    Panel,
-    appearance,
-    build,
-    flags,
-)
+from headprune.context import Context
+from headprune.declaration import COMMANDS, Command, Door, Panel, appearance, build, flags
 from headprune.errors import HeadpruneError
 from tests import tiny
 from tests.test_cli import run

@@ -24,7 +24,7 @@ from headprune.compression.selection import lead
 from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfig
 from headprune.console import compressed as console
 from headprune.console.compressed import contenders
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import (
     CheckpointError,
     DataError,

@@ -25,7 +25,7 @@ from headprune.config import (
     LayoutOption,
     Resuming,
 )
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
 from headprune.exporting.convert_gqa import Converted, convert_gqa

@@ -22,7 +22,7 @@ from headprune.config import (
     SweepConfig,
     TrainGatesConfig,
 )
-from headprune.declaration import Context, MadeBy
+from headprune.context import Context, MadeBy
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.exporting.prune import prune
 from headprune.model import loading
 from headprune.model.stored import StoredDtypes

@@ -27,7 +27,7 @@ from headprune.config import (
     TrainGatesConfig,
     Writing,
 )
-from headprune.declaration import Allowed, Context
+from headprune.context import Allowed, Context
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError, ProofError
 from headprune.evaluation.evaluate import evaluate

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headprune.config import CalibrationConfig, DataConfig
+from headprune.context import Context
 from headprune.data.samples import CalibrationSample
-from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.exporting.refitting import judged_refit

@@ -29,7 +29,8 @@ from headprune.config import (
     Train,
     TrainGatesConfig,
 )
-from headprune.declaration import Context, build
+from headprune.context import Context
+from headprune.declaration import build
 from headprune.distillation import heal as healing
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError

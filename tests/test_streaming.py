@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import headprune
 from headprune import memory
 from headprune.config import Dtype, LayoutOption, ProofOption, Writing
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import CheckpointError, PlanError, ProofError
 from headprune.exporting import prune as export
 from headprune.exporting import streamed

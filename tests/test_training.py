@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headprune import from_pretrained
 from headprune.config import DataConfig, Method, Objective, Resuming, Train, TrainGatesConfig
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.distillation.trainer import HealedModel
 from headprune.errors import HeadpruneError, Interrupted, PlanError
 from headprune.exporting.preview import preview

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ConvertConfig
-from headprune.declaration import Context, MadeBy
+from headprune.context import Context, MadeBy
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import migrate, prune

@@ -19,8 +19,8 @@ import headprune
 from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.console import tables
+from headprune.context import Context
 from headprune.data.sources import read_examples
-from headprune.declaration import Context
 from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.io import hub

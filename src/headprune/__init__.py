@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headprune._version import __version__ as __version__
 
 if TYPE_CHECKING:  # and for the reference, which reads these names here
-    from headprune.declaration import Context as Context
+    from headprune.context import Context as Context
     from headprune.model.loading import from_pretrained as from_pretrained
     from headprune.reports.attention import attention_picture as attention_picture
     from headprune.schemas.plan import Plan as Plan

@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from headprune.declaration import Context
+from headprune.context import Context
 from tests import gguf_words, tiny
 from tests.campaign.watched import command, watched
 

@@ -31,7 +31,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from headprune import processes
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import HeadpruneError
 from headprune.io.markup import inert, json_safe, sentence
 from headprune.io.writing import of_full_disk

@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 from headprune import devices
 from headprune.commands.shared import Placed, Trust
 from headprune.config import CheckConfig, NeedleConfig
-from headprune.declaration import (
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:

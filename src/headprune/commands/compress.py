@@ -17,14 +17,8 @@ from headprune.commands.shared import (
     refuse_healing_by_layers,
 )
 from headprune.config import AnyDomains, CompressConfig, Replacing
-from headprune.declaration import (
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:

@@ -28,14 +28,8 @@ from headprune.config import (
     Resuming,
     Steps,
 )
-from headprune.declaration import (
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 from headprune.placements import Placement, placing
 

@@ -22,14 +22,8 @@ from headprune.config import (
     NeedleConfig,
     Place,
 )
-from headprune.declaration import (
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Trust, model, output
 from headprune.config import ExportConfig, Place, Replacing
-from headprune.declaration import Chapter, Command, Context, declare
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, declare
 
 if TYPE_CHECKING:
     from rich.console import Console

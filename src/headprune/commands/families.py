@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from headprune.declaration import Chapter, Command, Context, Options, Panel, declare, option
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Options, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

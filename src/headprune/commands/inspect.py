@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import DATA, Columns, Loading, OneModel, Placed, of_text
 from headprune.config import Place, RanksConfig, Replacing
-from headprune.declaration import Chapter, Command, Context, Panel, declare, option
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

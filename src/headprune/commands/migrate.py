@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Loading, OneModel, Placed
 from headprune.config import COMPUTED, Dtype, Writing
-from headprune.declaration import Chapter, Command, Context, Panel, declare, option
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

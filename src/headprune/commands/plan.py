@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Loading, OneModel, Placed, output
 from headprune.config import PlanConfig, Replacing
-from headprune.declaration import (
-    Allowed,
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Allowed, Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,15 +16,8 @@ from headprune.config import (
     Writing,
     one_or_all,
 )
-from headprune.declaration import (
-    Chapter,
-    Command,
-    Context,
-    MadeBy,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Context, MadeBy
+from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 from headprune.schemas.plan import Plan
 

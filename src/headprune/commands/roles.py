@@ -14,14 +14,8 @@ from headprune.commands.shared import (
     output,
 )
 from headprune.config import Place, Replacing, RolesConfig
-from headprune.declaration import (
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 
 from headprune.commands.shared import Columns, Loading, Placed, model, of_text, output
 from headprune.config import Place, Replacing, ScoreConfig
-from headprune.declaration import (
-    Allowed,
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Allowed, Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:

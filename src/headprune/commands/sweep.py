@@ -22,7 +22,8 @@ from headprune.config import (
     SweepConfig,
     data_configs,
 )
-from headprune.declaration import Chapter, Command, Context, Panel, declare, option
+from headprune.context import Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

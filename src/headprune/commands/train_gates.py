@@ -11,15 +11,8 @@ from headprune.config import (
     Resuming,
     TrainGatesConfig,
 )
-from headprune.declaration import (
-    Allowed,
-    Chapter,
-    Command,
-    Context,
-    Panel,
-    declare,
-    option,
-)
+from headprune.context import Allowed, Context
+from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,7 @@ from headprune.config import (
     ScoreConfig,
     Writing,
 )
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import DataError, PlanError, ProofError
 from headprune.evidence.score import score
 from headprune.exporting.convert_gqa import convert_gqa

@@ -29,9 +29,9 @@ from headprune.config import (
     LayoutOption,
     sequences_per_pass,
 )
+from headprune.context import Context
 from headprune.data.sentences import OF_SENTENCES
 from headprune.data.sources import refuse_missing_file
-from headprune.declaration import Context
 from headprune.distillation.heal import heal
 from headprune.errors import (
     DataError,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headprune.compression.goals import SizeGoal
 from headprune.compression.heldout import HeldOut, Measure
 from headprune.config import Dtype
-from headprune.declaration import Allowed
+from headprune.context import Allowed
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.metrics import Floats
 from headprune.model.attention import attention_of

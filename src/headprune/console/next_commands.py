@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headprune.config import CalibrationConfig, DataConfig, Dtype
-from headprune.declaration import Allowed
+from headprune.context import Allowed
 from headprune.io.shell import command
 from headprune.io.writing import beside
 

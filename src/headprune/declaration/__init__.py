@@ -6,11 +6,8 @@ From one declaration come the command line, the settings of ``--config``, the fu
 
 from headprune.declaration.command import (
     COMMANDS,
-    Allowed,
     Chapter,
     Command,
-    Context,
-    MadeBy,
     declare,
     retold,
 )
@@ -27,13 +24,10 @@ from headprune.declaration.options import (
 
 __all__ = [
     "COMMANDS",
-    "Allowed",
     "Appearance",
     "Chapter",
     "Command",
-    "Context",
     "Door",
-    "MadeBy",
     "Options",
     "Panel",
     "appearance",

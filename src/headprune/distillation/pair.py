@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.context import Context
 from headprune.data.batches import batches
 from headprune.data.rows import apart
 from headprune.data.samples import Collate
-from headprune.declaration import Context
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
 from headprune.exporting.publish import refuse_unprovable

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headprune import processes
 from headprune.config import HealConfig, HealTrain
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import HeadpruneError
 from headprune.exporting.publish import Pruned, WriteOrder
 from headprune.exporting.streamed import write_trained

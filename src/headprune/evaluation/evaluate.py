@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.loaded import Loaded, load

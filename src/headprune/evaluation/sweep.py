@@ -23,8 +23,8 @@ from headprune.config import (
     ScoreConfig,
     SweepConfig,
 )
+from headprune.context import Context
 from headprune.data.sources import read_examples, refuse_missing_file
-from headprune.declaration import Context
 from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import METRICS

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, Objective, RanksConfig
+from headprune.context import Context
 from headprune.data.batches import batches
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
-from headprune.declaration import Context
 from headprune.errors import FamilyError
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, real_tokens, token_mask

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
+from headprune.context import Context
 from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import digest_of_data, refuse_missing_file
-from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
 from headprune.evidence.criteria import CRITERIA, Need, UnitEvidence

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import DataError, PlanError
 from headprune.exporting.opened import Opened, open_for_merging, weighs
 from headprune.exporting.publish import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.exporting.formats import FORMATS
 from headprune.exporting.formats.spec import Format

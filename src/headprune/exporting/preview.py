@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import Dtype, LayoutOption, Target
-from headprune.declaration import Allowed
+from headprune.context import Allowed
 from headprune.errors import PlanError
 from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.opening import load

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ProofOption, Writing
+from headprune.context import Allowed, Context
 from headprune.data.calibration import calibration as calibration_of
-from headprune.declaration import Allowed, Context
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.exporting.publish import (

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedModel
 
 from headprune.config import Writing
-from headprune.declaration import Context, MadeBy
+from headprune.context import Context, MadeBy
 from headprune.exporting.card import inherit_metadata, write_card
 from headprune.io import hub
 from headprune.io.folders import COMPANIONS, copy_companions, hashing

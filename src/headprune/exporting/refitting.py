@@ -10,8 +10,8 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
+from headprune.context import Context
 from headprune.data.samples import CalibrationSample
-from headprune.declaration import Context
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
 from headprune.model.embedding import head_of

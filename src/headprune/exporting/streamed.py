@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune import memory
 from headprune.config import ProofOption
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import CheckpointError
 from headprune.exporting.publish import (
     Pruned,

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headprune.config import ScoreConfig
+from headprune.context import Context
 from headprune.data.samples import CalibrationSample
-from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
 from headprune.gates.gates import Gates

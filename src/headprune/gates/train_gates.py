@@ -24,11 +24,11 @@ from headprune.config import (
     Train,
     TrainGatesConfig,
 )
+from headprune.context import Context
 from headprune.data.batches import batches
 from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.data.sources import refuse_missing_file
-from headprune.declaration import Context
 from headprune.errors import DataError, HeadpruneError
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedConfig
 
-from headprune.declaration import Allowed
+from headprune.context import Allowed
 from headprune.model import cost
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained, load_config, task_of

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import Dtype
-from headprune.declaration import Allowed
+from headprune.context import Allowed
 from headprune.errors import CheckpointError
 from headprune.model.attention import identity
 from headprune.model.loading import from_pretrained, load_config

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig
+from headprune.context import Context
 from headprune.data.samples import CalibrationSample
-from headprune.declaration import Context
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
 from headprune.model.batch import Batch

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, LayoutOption, PlanConfig
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.errors import PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output

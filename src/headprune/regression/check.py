@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
-from headprune.declaration import Allowed
+from headprune.context import Allowed
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import run
 from headprune.evaluation.loaded import Loaded, load

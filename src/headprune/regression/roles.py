@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headprune.config import CheckConfig, RolesConfig
-from headprune.declaration import Context
+from headprune.context import Context
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.loaded import Loaded
 from headprune.evaluation.quality import Progress

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from headprune._version import __version__
-from headprune.declaration import Allowed, Context
+from headprune.context import Allowed, Context
 from headprune.errors import HeadpruneError, PlanError
 from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file

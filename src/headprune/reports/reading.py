@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headprune.declaration import MadeBy
+from headprune.context import MadeBy
 from headprune.exporting.card import chosen_by
 from headprune.reports.charts import short_name
 from headprune.reports.discovery import (

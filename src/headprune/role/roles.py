@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
+from headprune.context import Context
 from headprune.data.sources import digest_of_data, refuse_missing_file
-from headprune.declaration import Context
 from headprune.evaluation.refusals import refuse_other_tokenizer
 from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import Dtype
+from headprune.context import Context
 from headprune.data.unreadable import Seen
-from headprune.declaration import Context
 from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import Batch, decoder_inputs

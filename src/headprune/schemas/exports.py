@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from headprune.declaration import MadeBy
+from headprune.context import MadeBy
 from headprune.io.ownership import EXPORTED
 from headprune.io.parsing import read_as
 from headprune.schemas.values import Digest

@@ -12,7 +12,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune._version import __version__
-from headprune.declaration import MadeBy
+from headprune.context import MadeBy
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of
 from headprune.io.parsing import read_as
