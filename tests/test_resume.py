@@ -161,7 +161,7 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
 
     torch.manual_seed(1)  # what was drawn before must not matter
     with monkeypatch.context() as patched:
-        patched.setattr(healing, "write_changed", dead)
+        patched.setattr(healing, "write", dead)
         with pytest.raises(Killed):
             healed(home, tmp_path / "broken" / "h", train=train)
     steps: list[Any] = []
