@@ -38,10 +38,10 @@ from headprune.config import (
     DataConfig,
     ScoreConfig,
 )
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
+from headprune.data.batches import calibration
+from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
-from headprune.data.sources import Examples, read_examples
+from headprune.data.text import Sequences
 from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
 from headprune.evidence.collection import collect
@@ -119,7 +119,7 @@ def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
 
 def calibration_of(
     net: PreTrainedModel, model: str, data: str | None, tokens: int, length: int, seed: int
-) -> CalibrationSample:
+) -> Sequences:
     """Another part of the calibration text per seed."""
     if data is None:
         rows = own_text(net, max(2, tokens // OWN_LENGTH), OWN_LENGTH, seed)
@@ -129,7 +129,7 @@ def calibration_of(
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
         tokens = len(rows) * OWN_LENGTH
-        return CalibrationSample(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
+        return Sequences(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
     every = calibration(net, model, DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)
@@ -252,7 +252,7 @@ def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return [part.float() for part in kept.split(list(heads))]
 
 
-def _cost(net: PreTrainedModel, examples: CalibrationSample, repeats: int) -> None:
+def _cost(net: PreTrainedModel, examples: Sequences, repeats: int) -> None:
     """Scoring against a forward and backward, a refit against a forward, in turn."""
     attentions = attention_of(net)
     batches, whole = examples.batches(), examples.whole()

@@ -28,10 +28,10 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.data import sources
-from headprune.data.batches import batches
-from headprune.data.sequences import label_reader, tokenized_rows, translation_rows
-from headprune.data.sources import Examples, digest_of_data, read_examples
-from headprune.data.unreadable import refuse_beyond
+from headprune.data.batches import batches, label_reader
+from headprune.data.read import Examples, digest_of_data, read_examples
+from headprune.data.sequences import tokenized_rows, translation_rows
+from headprune.data.tokens import refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap

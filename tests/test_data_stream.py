@@ -14,9 +14,9 @@ import pytest
 
 from headprune.config import DataConfig
 from headprune.data import sequences
-from headprune.data.rows import evenly, lengths
+from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences, tokenized_rows, windows
-from headprune.data.sources import Examples, read_examples
+from headprune.data.text import evenly, lengths
 from headprune.data.tokens import WHOLE, slices, token_ids
 from headprune.errors import DataError
 from tests import tiny

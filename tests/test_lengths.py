@@ -19,8 +19,7 @@ from headprune.config import (
     SweepConfig,
     TrainGatesConfig,
 )
-from headprune.data.batches import batches
-from headprune.data.calibration import calibration
+from headprune.data.batches import batches, calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import headprune
+from headprune.data.read import Examples
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
-from headprune.data.sources import Examples
 from headprune.errors import CheckpointError, DataError
 from headprune.model.loading import load_tokenizer
 from tests import tiny

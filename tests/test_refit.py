@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.context import Context
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.exporting.refitting import judged_refit
@@ -245,7 +245,7 @@ def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
         refit(albert, modules, gates, {"input_ids": ids})
 
 
-def sample_of(taken: torch.Tensor, left: torch.Tensor) -> CalibrationSample:
+def sample_of(taken: torch.Tensor, left: torch.Tensor) -> Sequences:
     """Sequences to fit to, and others of the same text."""
 
     def collate(rows: list[dict[str, Any]]) -> Batch:
@@ -253,7 +253,7 @@ def sample_of(taken: torch.Tensor, left: torch.Tensor) -> CalibrationSample:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     rows, others = (Dataset.from_dict({"input_ids": ids.tolist()}) for ids in (taken, left))
-    return CalibrationSample(rows, collate, taken.numel(), left=others)
+    return Sequences(rows, collate, taken.numel(), left=others)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert"])

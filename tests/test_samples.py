@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
+from headprune.data.batches import calibration
+from headprune.data.text import Sequences
 from headprune.model.batch import Batch
 from tests import tiny
 
@@ -24,12 +24,12 @@ def collate(rows: list[dict[str, Any]]) -> Batch:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def sample(lengths: list[int], tokens: int, cut: bool = True) -> CalibrationSample:
+def sample(lengths: list[int], tokens: int, cut: bool = True) -> Sequences:
     """Rows 5 ... 5 9, of which 9 ends each."""
     ids = [[5] * (length - 1) + [9] for length in lengths]
     marks = [[1] * length for length in lengths]
     rows = Dataset.from_dict({"input_ids": ids, "attention_mask": marks, "labels": lengths})
-    return CalibrationSample.spread(rows, collate, tokens, cut=cut)
+    return Text.calibration(rows, collate, tokens, cut=cut)
 
 
 def test_one_long_row_does_not_pad_all_others_to_its_length() -> None:

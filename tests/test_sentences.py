@@ -26,10 +26,9 @@ from headprune.config import (
     Objective,
     RolesConfig,
 )
-from headprune.data.batches import Batches, batches
-from headprune.data.calibration import calibration, merge_calibration
+from headprune.data.batches import Batches, batches, calibration, merge_calibration
+from headprune.data.read import read_examples
 from headprune.data.sentences import by_sentence, sentences
-from headprune.data.sources import read_examples
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError
 from headprune.evaluation.evaluate import evaluate

@@ -29,10 +29,9 @@ from headprune.config import (
     RolesConfig,
     TrainGatesConfig,
 )
-from headprune.data.batches import batches
-from headprune.data.calibration import calibration, merge_calibration
+from headprune.data.batches import batches, calibration, merge_calibration
+from headprune.data.read import Examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import Examples
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate

@@ -20,7 +20,7 @@ from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.console import tables
 from headprune.context import Context
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.io import hub

@@ -30,8 +30,8 @@ from headprune.config import (
     sequences_per_pass,
 )
 from headprune.context import Context
+from headprune.data.read import refuse_missing_file
 from headprune.data.sentences import OF_SENTENCES
-from headprune.data.sources import refuse_missing_file
 from headprune.distillation.heal import heal
 from headprune.errors import (
     DataError,

@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.compression.texts import HELD_OUT, Parts, Text
-from headprune.data.rows import evenly
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.text import evenly
 from headprune.data.tokens import around, token_ids
 from headprune.errors import DataError
 from headprune.evaluation import quality

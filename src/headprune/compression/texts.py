@@ -16,9 +16,9 @@ from itertools import islice, repeat
 from pathlib import Path
 
 from headprune.config import DataConfig
-from headprune.data.rows import apart, evenly
+from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import sentences
-from headprune.data.sources import Examples, read_examples
+from headprune.data.text import evenly, split
 from headprune.errors import DataError
 
 HELD_OUT = 8  # one of so many documents or blocks

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, LayoutOption
 from headprune.context import Context
-from headprune.data.calibration import calibration, merge_calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.batches import calibration, merge_calibration
+from headprune.data.read import refuse_missing_file
+from headprune.data.text import Sequences
 from headprune.engines.targets import EMPTY
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
@@ -44,7 +44,7 @@ class Opened:
     source: ModelIdentity
     attentions: list[Attention]
     merger: Merger
-    sample: CalibrationSample | None
+    sample: Sequences | None
     planned: KvPlan | None
     constraints: Constraints
 

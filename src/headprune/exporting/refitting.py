@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.context import Context
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
 from headprune.model.embedding import head_of
@@ -50,7 +50,7 @@ class JudgedRefit:
 def judged_refit(
     net: PreTrainedModel,
     cuts: Sequence[Cut],
-    examples: CalibrationSample,
+    examples: Sequences,
     source: str,
     seed: int,
     context: Context,
