@@ -101,9 +101,9 @@ def own_likelihood(net: PreTrainedModel) -> Quality:
 def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
     """Spearman on scored pairs, and fidelity to the original's similarities."""
     examples = read_examples(DataConfig(source=test, text_column="a,b", label_column="score"))
-    texts = [(text,) for pair in examples.texts[:count] for text in pair]
+    texts = [(text,) for pair in list(examples.texts)[:count] for text in pair]
     rows = tokenized_rows(Examples(texts, None, True), load_tokenizer(model), 128)
-    scores = torch.tensor([float(s) for s in (examples.labels or [])[:count]]).numpy()
+    scores = torch.tensor([float(s) for s in list(examples.labels or [])[:count]]).numpy()
     original = embeddings(net, rows, None or load_tokenizer(model), 32)
 
     def measured(cut: PreTrainedModel) -> dict[str, float]:
@@ -131,7 +131,7 @@ def calibration_of(
         tokens = len(rows) * OWN_LENGTH
         return Sequences(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
-    every = calibration(net, model, DataConfig(source=data), config, "bench")
+    every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)
     step = len(every.rows) / count
     shift = seed / 3  # of a step

@@ -91,7 +91,7 @@ def test_what_others_cut(
     def collate(features: list[dict[str, Any]]) -> Any:
         return {key: torch.tensor([f[key] for f in features]) for key in features[0]}
 
-    text = Sequences(rows, collate, ids.numel(), batch_size=4)
+    text = Sequences(rows, collate, batch_size=4)
     before, wanted = [read_output(a)[0].clone() for a in attentions], net(ids).logits
     gates, context = rivals.CUTTERS[name](net, attentions, 0.5, text)
     closed = [int((gate == 0).sum()) for gate in gates]

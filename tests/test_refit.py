@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.context import Context
-from headprune.data.text import Sequences
+from headprune.data.text import Sequences, Text
 from headprune.errors import DataError, PlanError
 from headprune.exporting.prune import prune
 from headprune.exporting.refitting import judged_refit
@@ -245,15 +245,16 @@ def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
         refit(albert, modules, gates, {"input_ids": ids})
 
 
-def sample_of(taken: torch.Tensor, left: torch.Tensor) -> Sequences:
+def text_of(taken: torch.Tensor, left: torch.Tensor) -> Text:
     """Sequences to fit to, and others of the same text."""
 
     def collate(rows: list[dict[str, Any]]) -> Batch:
         ids = torch.tensor([row["input_ids"] for row in rows])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    rows, others = (Dataset.from_dict({"input_ids": ids.tolist()}) for ids in (taken, left))
-    return Sequences(rows, collate, taken.numel(), left=others)
+    some = left[: 2 * max(1, len(taken) // 8)].tolist()
+    parts = (taken.tolist(), some[::2], some[1::2])
+    return Text(*(Sequences(Dataset.from_dict({"input_ids": ids}), collate) for ids in parts))
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert"])
@@ -269,7 +270,7 @@ def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
         if not same:  # a fit to few tokens says nothing of the others
             taken = taken % 2 + 7
             left = left % 40 + 20
-        judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
+        judged = judged_refit(model, cuts, text_of(taken, left), "text", 0, Context())
         assert judged.worth is not None
         changed = any(
             not torch.equal(old, read_output(cut.attention)[0])
@@ -296,7 +297,7 @@ def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
     taken, left = (torch.randint(5, 60, (16, 24), generator=generator) for _ in range(2))
     model = tiny.model("llama-gqa")
     cuts = resolve(uneven_plan(model), model, ragged=True)
-    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
+    judged = judged_refit(model, cuts, text_of(taken, left), "text", 0, Context())
     assert (judged.taken is not None) == helps and judged.worth is not None
     assert judged.worth.refitted == 0.9  # what was taken is told by the others, or why it was not
     assert judged.worth.tokens == 2 * 24  # of four sequences, two
@@ -309,7 +310,7 @@ def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
     for size in (1, 3):
         model = tiny.model("llama-gqa")
         cuts = resolve(uneven_plan(model), model, ragged=True)
-        sample = replace(sample_of(taken, left), batch_size=size)
+        sample = replace(text_of(taken, left), batch_size=size)
         judged = judged_refit(model, cuts, sample, "text", 0, Context())
         assert judged.worth is not None
         worth.append((judged.worth.without, judged.worth.refitted))
@@ -320,7 +321,7 @@ def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[63] = float("nan")
     with pytest.raises(DataError, match="was not fitted to is not finite"):
-        judged_refit(model, cuts, sample_of(taken, left * 0 + 63), "text", 0, Context())
+        judged_refit(model, cuts, text_of(taken, left * 0 + 63), "text", 0, Context())
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
@@ -331,7 +332,7 @@ def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None
     cut_heads(model, resolve(uneven_plan(model, 1), model, ragged=True))
     cuts = resolve(uneven_plan(model), model, ragged=True)
     heads = [cut.attention.query_heads for cut in cuts]
-    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
+    judged = judged_refit(model, cuts, text_of(taken, left), "text", 0, Context())
     assert judged.taken is not None
     assert judged.taken.modules == sum(count > 0 for count in heads) < len(heads)
     assert judged.taken.error_after < judged.taken.error_before

@@ -31,7 +31,7 @@ from headprune.io.shards import Piece, write_shards
 from headprune.model.attention import attention_of, identity
 from headprune.model.inspection import inspect
 from headprune.model.loading import uneven_heads_are_known
-from headprune.model.opening import load, result_dtypes
+from headprune.model.open import load, result_dtypes
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.planning.from_evidence import CutRequest

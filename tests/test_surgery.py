@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import FamilyError, PlanError, ProofError
-from headprune.exporting import publish
-from headprune.exporting.publish import refuse_unprovable
+from headprune.exporting import write as writing
+from headprune.exporting.write import refuse_unprovable
 from headprune.model import probes
 from headprune.model.attention import attention_of, fingerprint
 from headprune.model.units import default_unit, unit_sizes
@@ -70,7 +70,7 @@ def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch: pytest.Mon
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     refuse_unprovable(model, plan)
     assert len(passes) == 4
-    monkeypatch.setattr(publish, "_SPARE", 1e9)
+    monkeypatch.setattr(writing, "_SPARE", 1e9)
     refuse_unprovable(model, plan)
     assert len(passes) == 4 + 4 + 31
 

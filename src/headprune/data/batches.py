@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +32,7 @@ from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError
 from headprune.model.batch import Batch, decoder_inputs, padding_id
 from headprune.model.lengths import usable_length
-from headprune.model.loading import CLASSIFIERS, class_ids, load_tokenizer, task_of, vocabulary_of
+from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _STEPS = 8  # of a pass over the text, at least
@@ -179,21 +178,19 @@ def _of_step(
 
 def calibration(
     net: PreTrainedModel,
-    model: str | Path,
+    tokenizer: Any,
     data: DataConfig,
     config: CalibrationConfig,
     command: str,
-    trust_remote_code: bool = False,
 ) -> Text:
     """Read text for scores and refits, as the model's task needs it.
 
     Args:
         net: The model.
-        model: Its folder or hub id, for the tokenizer.
+        tokenizer: Its tokenizer.
         data: Where the text is.
         config: The budget of tokens.
         command: Named in errors.
-        trust_remote_code: Allow code that comes with the model.
 
     Raises:
         HeadpruneError: If the model reads no text, or the data does not fit its task.
@@ -204,7 +201,6 @@ def calibration(
     if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
         labelled = task in CLASSIFIERS and data.label_column is not None
         objective = Objective.TASK if labelled else Objective.DISTILL
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     seq_len = min(config.seq_len, config.calibration_tokens)
     config = config.model_copy(update={"seq_len": seq_len})
     rows, collate, _ = batches(objective, net, tokenizer, data, config)
@@ -220,10 +216,9 @@ def calibration(
 
 def merge_calibration(
     net: PreTrainedModel,
-    model: str | Path,
+    tokenizer: Any,
     data: DataConfig,
     config: ConvertConfig,
-    trust_remote_code: bool = False,
 ) -> Text:
     """Read plain text in sequences of one length, whatever the task.
 
@@ -232,10 +227,9 @@ def merge_calibration(
 
     Args:
         net: The model.
-        model: Its folder or hub id, for the tokenizer.
+        tokenizer: Its tokenizer.
         data: Where the text is.
         config: The budget of tokens.
-        trust_remote_code: Allow code that comes with the model.
 
     Raises:
         HeadpruneError: If the model reads no text, or there is too little.
@@ -243,7 +237,6 @@ def merge_calibration(
     task = task_of(net)
     refuse_without_text(net, "calibration")
     refuse_without_padding(net, task)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     examples, closed = read_examples(data), task != "causal-lm"
     seq_len = min(config.seq_len, config.calibration_tokens)
     seq_len = usable_length(net.config, tokenizer, seq_len)

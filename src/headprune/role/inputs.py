@@ -90,7 +90,9 @@ def loss_batches(
         seed=config.seed,
     )
     rows, collate, _ = batches(objective, net, tokenizer, data, taken)
-    sample = Text.calibration(rows, collate, taken.calibration_tokens, batch_size=config.batch_size).fit
+    sample = Text.calibration(
+        rows, collate, taken.calibration_tokens, batch_size=config.batch_size
+    ).fit
     if len(sample.rows) < 2:
         raise DataError(
             f"--ablation-tokens {config.ablation_tokens} makes {len(sample.rows)} sequences of "
