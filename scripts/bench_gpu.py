@@ -185,7 +185,7 @@ def sample_of(size: Size) -> Sequences:
         ids = torch.tensor([feature["input_ids"] for feature in features])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-    return Sequences(rows, collate, size.calibrated, batch_size=4)
+    return Sequences(rows, collate, batch_size=4)
 
 
 def training(table: Table, size: Size, net: PreTrainedModel) -> None:

@@ -128,15 +128,14 @@ def calibration_of(
             ids = torch.tensor([f["input_ids"] for f in features])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-        tokens = len(rows) * OWN_LENGTH
-        return Sequences(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
+        return Sequences(rows, collate, batch_size=8, special_ids=(0, 1, 2, 3))
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
-    every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench")
+    every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench").fit
     count = max(2, tokens // length)
     step = len(every.rows) / count
     shift = seed / 3  # of a step
     chosen = every.rows.select([int((i + shift) * step) for i in range(count)])
-    return replace(every, rows=chosen, tokens=count * length)
+    return replace(every, rows=chosen)
 
 
 def main(

@@ -199,7 +199,9 @@ def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
         merge_calibration(net, load_tokenizer(folder), data, ConvertConfig(kv_heads=3))
     net.config.pad_token_id = 1
     assert net(
-        **without_labels(calibration(net, load_tokenizer(folder), data, config, "score").fit.whole())
+        **without_labels(
+            calibration(net, load_tokenizer(folder), data, config, "score").fit.whole()
+        )
     )
 
 

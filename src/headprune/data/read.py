@@ -53,6 +53,7 @@ _BUILDERS = {
     ".raw": "text",
     ".md": "text",
 }
+_ENDINGS = f"{', '.join(sorted(_BUILDERS))} (also .gz)"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,9 @@ def read_examples(data: DataConfig) -> Examples:
     """
     refuse_missing_file(data.source)
     files = _files(data)
-    kinds = sorted({_BUILDERS[_suffix(file)] for file in files})
+    kinds = sorted({_BUILDERS.get(_suffix(file), "other") for file in files})
+    if kinds == ["other"]:
+        raise DataError(f"The ending of '{data.source}' names no format. Known are {_ENDINGS}.")
     if len(kinds) > 1:
         raise DataError(f"'{data.source}' mixes {' and '.join(kinds)} files: keep one kind.")
     if kinds == ["text"]:
@@ -261,10 +264,8 @@ def _suffix(file: Path) -> str:
 
 
 def _files(data: DataConfig) -> list[Path]:
-    path, known = Path(data.source), f"{', '.join(sorted(_BUILDERS))} (also .gz)"
+    path = Path(data.source)
     if path.is_file():
-        if _suffix(path) not in _BUILDERS:
-            raise DataError(f"The ending of '{path}' names no format. Known are {known}.")
         return [path]
     if not path.is_dir():
         return []
@@ -285,7 +286,7 @@ def _files(data: DataConfig) -> list[Path]:
     if any(_suffix(file) != ".md" for file in files):
         files = [file for file in files if file.name != "README.md"]
     if not files:
-        raise DataError(f"The folder '{path}' has no file with one of the endings {known}.")
+        raise DataError(f"The folder '{path}' has no file with one of the endings {_ENDINGS}.")
     return files
 
 
