@@ -149,7 +149,7 @@ def test_a_hub_that_is_not_reached_is_asked_once() -> None:
     cannot = re.escape("(http://127.0.0.1:9 cannot be reached: ")
     with pytest.raises(CheckpointError, match=f"'a/b': there is no such folder.*{cannot}"):
         load_config("a/b")
-    with pytest.raises(DataError, match=f"'a/c:d' is no file or folder.*{cannot}"):
+    with pytest.raises(DataError, match=f"'a/c:d' is no file, folder.*{cannot}"):
         read_examples(DataConfig(source="a/c:d"))
     assert hub._why_not.cache_info().misses == 1
     assert constants.HF_HUB_OFFLINE is False  # as it was
