@@ -138,7 +138,7 @@ def test_every_window_begins_as_a_text(kind: str, documents: bool, closed: bool)
     ]
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["eos", "two"])
 def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: Path) -> None:
     (before, after), of = TOKENIZERS[kind], adding(kind)
     folder, data = saved(kind, tmp_path / "model"), DataConfig(source=str(text_file))
@@ -163,7 +163,7 @@ def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: P
     assert all(row[len(row) - len(after) :] == after for row in sample.rows["input_ids"])
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["eos", "two"])
 def test_what_stands_before_a_text_is_not_predicted(
     kind: str, tmp_path: Path, text_file: Path
 ) -> None:
@@ -178,7 +178,7 @@ def test_what_stands_before_a_text_is_not_predicted(
     assert begin(ids.tolist(), before)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["eos", "two"])
 def test_whatever_an_evaluation_reads_begins_as_a_text(
     kind: str, tmp_path: Path, text_file: Path
 ) -> None:
@@ -206,7 +206,7 @@ def test_whatever_an_evaluation_reads_begins_as_a_text(
     assert report.provenance.settings.get("prefix_ids", []) == before
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["eos", "two"])
 def test_perplexity_is_that_of_plain_torch(kind: str, tmp_path: Path, text_file: Path) -> None:
     before = TOKENIZERS[kind][0]
     folder = saved(kind, tmp_path / "model")

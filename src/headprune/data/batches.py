@@ -65,13 +65,7 @@ def batches(
 ) -> Batches:
     """Read text as a model's task and an objective need it.
 
-    Args:
-        objective: What is learned.
-        net: The model.
-        tokenizer: Its tokenizer.
-        data: Where the text is.
-        config: Lengths and sizes.
-        running: Take plain text as it runs, also for a model that reads single sentences.
+    ``running`` takes plain text as it runs, also for a model that reads single sentences.
 
     Raises:
         DataError: If the text is too short.
@@ -185,13 +179,6 @@ def calibration(
 ) -> Text:
     """Read text for scores and refits, as the model's task needs it.
 
-    Args:
-        net: The model.
-        tokenizer: Its tokenizer.
-        data: Where the text is.
-        config: The budget of tokens.
-        command: Named in errors.
-
     Raises:
         HeadpruneError: If the model reads no text, or the data does not fit its task.
     """
@@ -224,12 +211,6 @@ def merge_calibration(
 
     For a model that reads single sentences their length is the mean of these: merged on longer
     ones, it is worse on its own.
-
-    Args:
-        net: The model.
-        tokenizer: Its tokenizer.
-        data: Where the text is.
-        config: The budget of tokens.
 
     Raises:
         HeadpruneError: If the model reads no text, or there is too little.
@@ -271,16 +252,12 @@ def _mean_length(examples: Examples, tokenizer: Any, most: int) -> int:
 
 
 def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor]:
-    """Masks 15 % of the tokens for masked-language modelling, reproducibly.
+    """Mask 15 % of the tokens for masked-language modelling.
 
-    Args:
-        input_ids: Token ids, shape (batch, length).
-        tokenizer: Must have a mask token.
-        seed: With the ids themselves, decides which tokens are masked, so that a sequence is
-            masked the same way in whichever batch it comes.
+    ``seed`` and the ids themselves decide which, so that a sequence is masked alike in any batch.
 
     Returns:
-        The masked ids, and labels: the original id where masked, -100 elsewhere.
+        The masked ids, shape (batch, length), and labels: the original id where masked, else -100.
 
     Raises:
         DataError: If the tokenizer has no mask token.
@@ -306,12 +283,8 @@ def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[
 
     That is the number of a class; a number, for a regression; or, where labels do not exclude each
     other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
-    numbers of those that hold, or as many 0 and 1 as there are. Of two labels "0,1" may be either;
-    rows of the column that can mean one alone decide.
-
-    Args:
-        net: The model.
-        column: The labels of all rows.
+    numbers of those that hold, or a 0 or 1 each. Of two labels "0,1" may be either; rows of
+    ``column`` with one meaning decide.
 
     Raises:
         DataError: If the model gives several numbers, and a column holds one.
@@ -346,7 +319,7 @@ def _parts(label: str, label_ids: dict[str, int]) -> list[str]:
 
 
 def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
-    """Whether a label is as many 0 and 1 as there are; None if it may name those that hold."""
+    """Return whether a label is a 0 or 1 for each; None if it may name those that hold."""
     parts = _parts(label, label_ids)
     if len(parts) != len(label_ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
         return False

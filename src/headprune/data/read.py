@@ -86,30 +86,29 @@ class Examples:
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the (first) text of every example, a piece at a time."""
         if isinstance(self.texts, TextFiles):
-            yield from map(text_pieces, self.texts.files)
+            yield from self._all_texts()
         else:
-            yield from (iter((text,)) for text, *_ in self.texts)
+            yield from (iter(texts[:1]) for texts in self.texts)
 
     def strings(self) -> Iterator[str]:
         """Yield all text, a piece at a time."""
-        files = isinstance(self.texts, TextFiles)
-        yield from chain.from_iterable(self.documents() if files else self.texts)
+        yield from chain.from_iterable(self._all_texts())
 
     @cached_property
     def sha256(self) -> str:
         """Digest of the texts and labels, in order."""
         digest = hashlib.sha256()
-        if isinstance(self.texts, TextFiles):
-            for file in self.texts.files:
-                for piece in _byte_pieces(file):
-                    digest.update(piece)
-                digest.update(b"\0")
-        else:
-            for text in chain.from_iterable(self.texts):
-                digest.update(text.encode() + b"\0")
-        for label in self.labels or ():
-            digest.update(label.encode() + b"\0")
+        for pieces in chain(self._all_texts(), ((label,) for label in self.labels or ())):
+            for piece in pieces:
+                digest.update(piece.encode())
+            digest.update(b"\0")
         return digest.hexdigest()
+
+    def _all_texts(self) -> Iterator[Iterator[str]]:
+        if isinstance(self.texts, TextFiles):
+            yield from map(text_pieces, self.texts.files)
+        else:
+            yield from (iter((text,)) for texts in self.texts for text in texts)
 
 
 def _chosen(rows: Sequence[Any], numbers: list[int]) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headprune.data.read import Examples
 from headprune.data.text import evenly
-from headprune.data.tokens import Ids, Seen, around, slices, token_ids
+from headprune.data.tokens import Ids, Seen, around, token_ids
 from headprune.errors import DataError
 
 Label = int | float | list[float]
@@ -56,7 +56,7 @@ def windows(
         examples: The documents.
         tokenizer: The model's tokenizer.
         seq_len: Tokens per sequence.
-        need: Fewest sequences.
+        need: Least number of sequences.
         closed: End each sequence as the tokenizer ends a text ([CLS] ... [SEP]), as encoders
             expect; a text that a language model continues is open.
         vocabulary: Tokens that the model has embeddings for; None without a model.
@@ -150,13 +150,8 @@ def tokenized_rows(
 ) -> Dataset:
     """Tokenize every example on its own, cut off at ``seq_len`` and without padding.
 
-    Args:
-        examples: The examples; pairs are joined as the tokenizer joins pairs.
-        tokenizer: The model's tokenizer.
-        seq_len: Longest row.
-        read_label: Reads a label for the loss (see ``label_reader``); adds a ``labels`` column.
-        vocabulary: Tokens that the model has embeddings for; None without a model.
-        apart: Make the two texts of a pair two rows.
+    ``read_label`` (see ``label_reader``) adds a column ``labels``. The tokenizer joins pairs;
+    ``apart`` makes two rows of each.
 
     Raises:
         DataError: If the model has no such label, or the text is not readable.
@@ -166,7 +161,8 @@ def tokenized_rows(
 
     def parts() -> Iterator[dict[str, Any]]:
         done = 0
-        for texts in _batched(_beginnings(examples, tokenizer, apart)):
+        singles = ((part,) for text in examples.texts for part in text)
+        for texts in _batched(singles if apart else examples.texts):
             columns = [list(column) for column in zip(*texts, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
             _refuse_empty(rows["input_ids"], done)
@@ -217,16 +213,6 @@ def translation_rows(
     return rows
 
 
-def _beginnings(examples: Examples, tokenizer: Any, apart: bool) -> Iterator[tuple[str, ...]]:
-    """Yield the texts, of a long file the beginning."""
-    if examples.width > 1 or tokenizer.truncation_side != "right":
-        for text in examples.texts:
-            yield from ((part,) for part in text) if apart else (text,)
-        return
-    for document in examples.documents():
-        yield (next(slices(document, _CHARACTERS_AT_ONCE), ""),)
-
-
 def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
     batch: list[tuple[str, ...]] = []
     size = 0
@@ -253,11 +239,8 @@ def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
 
     The file is mapped into memory and has lost its name on return, so that nothing is left of it
     however the process ends. ``Dataset.from_generator`` holds neither that nor our errors, which
-    it wraps in its own.
-
-    Args:
-        parts: Columns of some rows each: numbers, lists of numbers, or an array of shape
-            (rows, length).
+    it wraps in its own. ``parts`` are columns of some rows each: numbers, lists of numbers, or an
+    array of shape (rows, length).
 
     Raises:
         DataError: If the disk is full.

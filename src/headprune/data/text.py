@@ -49,7 +49,7 @@ def split(total: int, fit: int, held_out: int | None = None) -> Split:
     Args:
         total: Rows of the text.
         fit: Rows to fit on.
-        held_out: Rows of choose and report together; None for all the rest.
+        held_out: Rows of choose and report together; None for all of the rest.
     """
     fitted = evenly(total, fit)
     rest = sorted(set(range(total)) - set(fitted))
@@ -125,13 +125,7 @@ class Text:
     ) -> Text:
         """Fit on about ``tokens`` tokens, on one row at least.
 
-        Args:
-            rows: All sequences of the text.
-            collate: Makes a batch of some of them.
-            tokens: The budget.
-            whole: Keep rows whole; else those much longer than the others are cut.
-            batch_size: Sequences per batch.
-            special_ids: Ids of special tokens.
+        Unless ``whole``, rows that are much longer than the others are cut.
         """
         longest = None if whole else longest_of(rows)
         mean = float(lengths(rows, longest).mean())

@@ -14,7 +14,6 @@ from headprune.errors import DataError
 
 Ids = NDArray[np.int32]
 WHOLE = 1 << 22  # characters that are tokenized together
-_LARGEST_ID = np.iinfo(np.int32).max
 _CUTS = ("\n\n", "\n\r\n", "\n")  # blank lines, else the end of a line
 _FITTING = "Give text in a language of the model, or the tokenizer that it was trained with."
 
@@ -52,22 +51,11 @@ def around(tokenizer: Any) -> Around:
 def token_ids(text: Iterable[str], tokenizer: Any, most: int = WHOLE) -> Iterator[Ids]:
     """Yield the tokens of a text, without special tokens around it.
 
-    Args:
-        text: The text, in strings of any length; read only as far as needed.
-        tokenizer: The tokenizer.
-        most: Characters that are tokenized together; see ``slices``.
-
-    Raises:
-        DataError: If a token has a number beyond any vocabulary.
+    The text comes in strings of any length and is read only as far as needed; ``most`` characters
+    are tokenized together, see ``slices``.
     """
     for part in slices(text, most):
-        ids = np.asarray(_encoded(part, tokenizer), dtype=np.int64)
-        if ids.size and ids.max() > _LARGEST_ID:
-            raise DataError(
-                f"The tokenizer gives a token the number {ids.max():,}, which no vocabulary has: "
-                "its files are damaged. Get them again."
-            )
-        yield ids.astype(np.int32)
+        yield np.asarray(_encoded(part, tokenizer), dtype=np.int32)
 
 
 def slices(text: Iterable[str], most: int = WHOLE) -> Iterator[str]:
@@ -110,9 +98,7 @@ def _encoded(text: str, tokenizer: Any) -> list[int]:
 class Seen:
     """The tokens of a text, to refuse text that does not reach the model.
 
-    Args:
-        tokenizer: The tokenizer.
-        vocabulary: Tokens that the model has embeddings for; None without a model.
+    ``vocabulary`` counts the model's embeddings; None without a model.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int | None) -> None:
@@ -131,11 +117,7 @@ class Seen:
         self.add(list(chain.from_iterable(rows)))
 
     def refuse(self, texts: Iterable[str], also: Iterable[int] = ()) -> None:
-        """Refuse text that does not reach the model.
-
-        Args:
-            texts: The text, read where it makes no tokens.
-            also: Ids that the model is given besides.
+        """Refuse text that does not reach the model, or an id, ``also`` those of special tokens.
 
         Raises:
             DataError: If most tokens are unknown, all are special or none are there, or an id has
@@ -162,11 +144,7 @@ class Seen:
 
 
 def refuse_beyond(ids: Iterable[int | None], tokenizer: Any, vocabulary: int | None) -> None:
-    """Refuse ids without an embedding; arguments as for ``Seen``.
-
-    Raises:
-        DataError: Naming the highest.
-    """
+    """Raise a DataError if an id has no embedding, naming the highest."""
     highest = max((token for token in ids if token is not None), default=0)
     if vocabulary is not None and highest >= vocabulary:
         raise DataError(
