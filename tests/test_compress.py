@@ -323,7 +323,7 @@ def test_a_few_long_documents_are_running_text(llama_folder: Path, tmp_path: Pat
     choice = compressed(llama_folder, [path], tmp_path / "out", keep=0.5).choice
     assert choice.held_out_tokens >= 2 * SMALL["seq_len"]
     path.write_text(json.dumps({"text": tiny.text(20)}))
-    with pytest.raises(DataError, match="A sixteenth of the text, 1 tokens, is held out to choose"):
+    with pytest.raises(DataError, match="A sixteenth of the text, 2 tokens, is held out to choose"):
         compressed(llama_folder, [path], tmp_path / "short", keep=0.5)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, Resuming, Writing
 from headprune.context import Context
-from headprune.data.sources import refuse_missing_file
+from headprune.data.read import refuse_missing_file
 from headprune.distillation.optimizer import resolved
 from headprune.distillation.pair import HealingJob, Pair
 from headprune.distillation.shards import (

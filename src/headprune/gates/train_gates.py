@@ -25,10 +25,9 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
-from headprune.data.batches import batches
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.batches import batches, calibration
+from headprune.data.read import refuse_missing_file
+from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
@@ -196,7 +195,7 @@ def _calibration(
     config: TrainGatesConfig,
     tokenizer: Any,
     trust_remote_code: bool,
-) -> CalibrationSample | None:
+) -> Sequences | None:
     """What heads are chosen on before any step, where that is asked for or might be best."""
     might = config.leaves_method and task_of(net) == "causal-lm" and not in_shards()
     if config.method is not Method.REFIT and not might:
@@ -205,16 +204,14 @@ def _calibration(
     length = min(usual.seq_len, most_tokens(net.config, tokenizer) or usual.seq_len)
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
     try:
-        return calibration(net, tokenizer, data, sizes, "train-gates")
+        return calibration(net, tokenizer, data, sizes, "train-gates").fit
     except DataError as error:
         if config.method is Method.REFIT:
             raise DataError(f"{error} Or use --method l0.") from None
         return None  # too short for it, and maybe not for shorter sequences
 
 
-def _method(
-    config: TrainGatesConfig, net: PreTrainedModel, examples: CalibrationSample | None
-) -> Method:
+def _method(config: TrainGatesConfig, net: PreTrainedModel, examples: Sequences | None) -> Method:
     if config.method is not Method.AUTO:
         return config.method
     return Method.REFIT if examples is not None and can_refit(net, examples) else Method.L0
