@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ from headprune.distillation.shards import (
 from headprune.distillation.trainer import (
     HealedModel,
     HealTrainer,
-    heal_arguments,
     merged,
     refuse_without_peft,
     trainable,
@@ -37,23 +37,16 @@ from headprune.exporting.publish import (
     WriteOrder,
 )
 from headprune.exporting.streamed import write_changed
-from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import load_config, task_of
+from headprune.model.losses import own_share, recompute_activations
 from headprune.placements import Placement, in_shards, placing
+from headprune.resuming import Run, claimed_run
 from headprune.schemas.records import Healing
 from headprune.surgery.cut import resolve
-from headprune.training.divergence import own_share
-from headprune.training.loss_module import recompute_activations
-from headprune.training.resumable import (
-    HistoryCallback,
-    Remedies,
-    stop_on_interrupt,
-    train,
-)
-from headprune.training.work import HealSettings, at_work, settings_now
+from headprune.training import HistoryCallback, stop_on_interrupt, train, training_arguments
 
 _NO_BETTER = (
     "Healing brought the model no nearer to its teacher on text that it was not trained on: the "
@@ -140,7 +133,7 @@ def heal(
     config = resolved(config)
     if not processes.is_main():
         context = context.unheard()
-    settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
+    run = Run.of(output, "heal", config, model=model, teacher=teacher, data=data)
     again = command(
         "heal",
         model,
@@ -157,18 +150,17 @@ def heal(
     )
     # how several processes were started is not known here
     alone = processes.count() == 1
-    go_on = f"Go on with: {again}" if alone else "Go on with the same command and --resume."
-    inputs = [place_of(place) for place in (model, teacher, data)]
+    again = f"Continue with: {again}" if alone else "Continue with the same command and --resume."
     held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
-    with at_work(output, settings, inputs, rerun) as work, held_whole:
+    with claimed_run(output, run, [model, teacher, data], rerun), held_whole:
         refuse_missing_file(data.source)
         refuse_without_peft(config)
         load_config(teacher, trust_remote_code=context.allowed.trust_remote_code)
-        job = HealingJob(model, teacher, output, config, context, work, go_on)
+        job = HealingJob(model, teacher, output, config, context, run, again)
         pair = Pair.by(job, data)
         _objective(config, pair.net)
         if not rerun.resume:
-            processes.on_main(lambda: work.begin(settings))
+            processes.on_main(run.begin)
         return _together(job, pair, rerun.resume)
 
 
@@ -191,7 +183,7 @@ def _objective(config: HealConfig, net: PreTrainedModel) -> HealObjective:
 
 def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
     """Trains all layers at once, in one process or several."""
-    config, context, work = job.config, job.context, job.work
+    config, context = job.config, job.context
     if config.gradient_checkpointing:
         recompute_activations(pair.net)
     student = trainable(pair.net, attention_of(pair.net), config)
@@ -201,24 +193,31 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
         config.optimizer,
         model=healed,
         remedies=_remedies(config, pair.bf16),
-        args=heal_arguments(config, work.checkpoints, pair.of_step),
+        args=training_arguments(
+            job.run,
+            config.steps,
+            pair.of_step,
+            config.seed,
+            config.save_every,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=math.ceil(config.steps / 10),
+            max_grad_norm=1.0,
+        ),
         train_dataset=pair.rows,
         data_collator=pair.collate,
     )
     context.stage("measuring before")
     before, reported = trainer.held_out(), trainer.held_out(pair.reported)
+    (trainer.before,) = processes.mean([before])
     if _objective(config, pair.net) is HealObjective.LM_DISTILL:
         healed.own = own_share(before)
     context.stage("healing")
     with stop_on_interrupt() as stopped:
-        callback = HistoryCallback(trainer, work, context.step, stopped.is_set)
-        train(trainer, work, callback, resume, job.go_on, context.stage)
-
-    def best() -> tuple[int, float]:
-        taken = trainer.take_best(before)
-        return (0, reported) if taken is None else (taken[0], trainer.held_out(pair.reported))
-
-    taken_after, after = best() if in_shards() else processes.on_main(best)
+        callback = HistoryCallback(trainer, context.step, stopped.is_set)
+        train(trainer, job.run, callback, resume, job.again)
+    taken_after = trainer.take_best()
+    after = trainer.held_out(pair.reported) if taken_after else reported
     trained = _Trained(trainer.state.global_step, reported, after, taken_after)
 
     def result() -> PreTrainedModel:
@@ -226,11 +225,13 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
 
     if in_shards():
         context.stage("probing the healed model")
-        checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
+        checkpoint = job.run.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
         skeleton = job.student(weights=False)[0]
         sharded = ShardedResult.of(result(), skeleton, checkpoint, pair.stored)
-        return processes.on_main(lambda: _written(job, pair, trained, sharded.write))
-    return processes.on_main(lambda: _written(job, pair, trained, partial(_write, result())))
+        return processes.on_main(lambda: _written(job, pair, trained, trainer, sharded.write))
+    return processes.on_main(
+        lambda: _written(job, pair, trained, trainer, partial(_write, result()))
+    )
 
 
 def _write(net: PreTrainedModel, order: WriteOrder, context: Context) -> Pruned:
@@ -243,6 +244,7 @@ def _written(
     job: HealingJob,
     pair: Pair,
     trained: _Trained,
+    trainer: HealTrainer,
     write: Callable[[WriteOrder, Context], Pruned],
 ) -> Healed:
     """Writes and proves what training came to, and removes its checkpoints."""
@@ -255,22 +257,24 @@ def _written(
         learning_rate=job.config.learning_rate,
         **vars(trained),
     )
-    record = Changes(healing, made_by=job.context.made_by, history=job.work.history)
+    record = Changes(
+        healing, made_by=job.context.made_by, history=trainer.write_history(job.run.folder)
+    )
     order = WriteOrder(pair.source, job.model, pair.plan, job.output, pair.stored, record)
     pruned = write(order, job.context)
-    job.work.remove()
+    job.run.remove()
     if not trained.taken_after:
         pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))
     return Healed(pruned, trained.before, trained.after, trained.steps, trained.taken_after)
 
 
-def _remedies(config: HealConfig, bf16: bool) -> Remedies:
+def _remedies(config: HealConfig, bf16: bool) -> tuple[str, str]:
     """What to change where the divergence or a weight is not finite."""
     precision = "try --no-bf16, or " if bf16 else ""
-    return Remedies(
-        untrained=f"Nothing was trained yet: {precision}look at both models with 'headprune "
+    return (
+        f"Nothing was trained yet: {precision}look at both models with 'headprune "
         "evaluate', and at the text.",
-        trained=f"Lower --learning-rate (now {config.learning_rate:g}), {precision}train fewer "
+        f"Lower --learning-rate (now {config.learning_rate:g}), {precision}train fewer "
         "steps, and start anew with --overwrite.",
     )
 

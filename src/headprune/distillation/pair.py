@@ -26,9 +26,9 @@ from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import StoredDtypes
 from headprune.placements import in_shards
 from headprune.planning.from_scores import plan_from_scores
+from headprune.resuming import Run
 from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.tensors.units import Unit
-from headprune.training.work import Work
 
 HELD_OUT = 16  # rows that are not trained on, to choose by, and as many to report of
 
@@ -43,8 +43,8 @@ class HealingJob:
         output: Folder to write.
         config: How to train.
         context: What it runs in.
-        work: Where checkpoints and history are kept.
-        go_on: What the user is told after Ctrl-C.
+        run: The run of the training.
+        again: How a user resumes.
     """
 
     model: str | Path
@@ -52,8 +52,8 @@ class HealingJob:
     output: Path
     config: HealConfig
     context: Context
-    work: Work
-    go_on: str
+    run: Run
+    again: str
 
     def student(self, weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
         """The model to heal as it is on disk."""

@@ -23,7 +23,7 @@ from headprune.model.stored import StoredDtypes, stored_tensors
 from headprune.placements import Placement, placing, sharding
 from headprune.proof import equivalence
 from headprune.surgery.cut import uncut
-from headprune.training.checkpoints import STATE
+from headprune.training import WEIGHTS
 
 
 def refuse_sharded(config: HealConfig) -> None:
@@ -127,8 +127,8 @@ class ShardedResult:
             CheckpointError: If a file cannot be read or written.
             ProofError: If the result does not compute what is expected.
         """
-        held = {} if self.healed is None else tensors_in(self.healed / STATE)
-        start = "trained.model."
+        held = {} if self.healed is None else tensors_in(self.healed / WEIGHTS)
+        start = "model."
         trained = {n.removeprefix(start): t for n, t in held.items() if n.startswith(start)}
         with sharding(False), placing(Placement.AUTO):
             return write_trained(self.net, trained, order, context, self.expected)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
 from headprune.config import HealConfig, HealOptimizer, HealTrain
 from headprune.distillation.optimizer import MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
 from headprune.model.embedding import head_of
+from headprune.model.losses import LossModule, blended
 from headprune.model.placement import on_device, reshard
 from headprune.packages import refuse_missing
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
-from headprune.training.arguments import resumable_arguments
-from headprune.training.checkpoints import Kind, kind_of
-from headprune.training.divergence import blended
-from headprune.training.loss_module import LossModule
-from headprune.training.resumable import ResumableTrainer
+from headprune.training import ResumableTrainer
 
 
 class HealedModel(LossModule):
@@ -84,12 +79,6 @@ class HealTrainer(ResumableTrainer):
             self.optimizer = MuonAndAdamW(matrices, others, self.args.learning_rate)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
-
-    def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
-        """One of a matrix that Muon moves, else those of AdamW."""
-        if id(parameter) in self.matrices:
-            return {"momentum_buffer": kind_of(parameter)}
-        return super().moments(parameter)
 
     @torch.no_grad()
     def held_out(self, rows: Dataset | None = None) -> float:
@@ -164,18 +153,3 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
         trained = trained.merge_and_unload()
     assert isinstance(trained, PreTrainedModel)
     return trained
-
-
-def heal_arguments(config: HealConfig, folder: Path, batch_size: int) -> TrainingArguments:
-    """Trainer's settings for healing: a tenth of warm-up, then a cosine to zero."""
-    return resumable_arguments(
-        folder,
-        config.steps,
-        batch_size,
-        config.seed,
-        config.save_every,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(config.steps / 10),
-        max_grad_norm=1.0,
-    )
