@@ -95,7 +95,11 @@ def training(
     progress = home / f"{output}.steps"
     progress.parent.mkdir(parents=True, exist_ok=True)
     progress.unlink(missing_ok=True)
-    context = Context(step=lambda done, *_: progress.write_text(str(done)))
+
+    def step(done: int, *_: object) -> None:
+        progress.write_text(str(done))
+
+    context = Context(step=step)
     rerun = Resuming(resume=resume)
     shared: dict[str, Any] = {"steps": steps, "batch_size": 4, "seq_len": 16, "seed": seed}
     shared["save_every"] = SAVE_EVERY
