@@ -155,11 +155,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 
     def _judge(self) -> None:
         loss = self.held_out()
-        if loss is None:
-            return
-        (loss,) = processes.mean([loss])  # all must choose the same
         best = self.before if self.state.best_metric is None else self.state.best_metric
-        if loss < best:
+        if loss is not None and loss < best:
             self.state.best_metric, self.state.best_global_step = loss, self.state.global_step
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
