@@ -40,11 +40,11 @@ from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
 from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
+from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
 from headprune.surgery.edit import collecting
 from headprune.tensors.units import Unit
-from headprune.training import checkpoints
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_cli import run
@@ -230,7 +230,7 @@ def test_healing_is_kept_only_if_it_helps(
 
 def as_trainings_say(error: OSError) -> CheckpointError:
     """The error of a training that cannot write, which tells to go on with --resume."""
-    said = checkpoints.unwritable(Path("out"), error)
+    said = unwritable(Path("out"), error)
     said.__context__ = error
     return said
 
