@@ -28,10 +28,10 @@ from headprune.config import (
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep
-from headprune.evidence.collection import collect
-from headprune.evidence.criteria import CRITERIA, Activations, UnitEvidence
+from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import gather, needs_of, score, scores_of
+from headprune.evidence.statistics import Activations, Statistics, collect
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
@@ -646,9 +646,8 @@ def test_every_criterion_says_where_it_comes_from() -> None:
     for name, criterion in CRITERIA.items():
         assert len(criterion.source) > 10, name
         assert len(criterion.sees) > 5, name
-    evidence = UnitEvidence(
-        "a", lambda: weight, activations=Activations(torch.ones(2, 4), torch.ones(2, 4), 1)
-    )
+    inputs = Activations(torch.ones(2, 4), torch.ones(2, 4), 1)
+    evidence = Statistics("a", lambda: weight, collected={"activations": inputs})
     assert CRITERIA["wanda"].score(evidence, []).shape == (0,)
     assert members(Unit.HEAD, (1, 1)) == [[0], [1]]
     assert Prices(1.0, ()).total([]) == 1.0

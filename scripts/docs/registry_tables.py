@@ -63,13 +63,13 @@ def families() -> str:
 
 
 def criteria() -> str:
-    """A table of all criteria, then a section for each with the docstring of its file."""
+    """A table of all criteria, then a section for each with its docstring."""
     rows, sections = [], []
     for name, criterion in CRITERIA.items():
         needs = "; ".join(dict.fromkeys(_NEEDS[need] for need in sorted(criterion.needs)))
         refit = "yes" if criterion.assumes_refit else ""
         rows.append(f"| [`{name}`](#{name}) | {criterion.sees} | {needs or 'nothing'} | {refit} |")
-        text = _docstring(f"headprune.evidence.criteria.{name.replace('-', '_')}")
+        text = inspect.getdoc(criterion.score) or ""
         source = f"Source: {_escaped(criterion.source)}."
         sections.append(f"## `{name}` {{ #{name} }}\n\n{text}\n\n{source}")
     head = "| criterion | lowest score | needs | assumes a refit |\n| --- | --- | --- | --- |"
@@ -101,7 +101,7 @@ def roles() -> str:
 
 
 def merges() -> str:
-    """A table of all merges, then a section for each with the docstring of its file."""
+    """A table of all merges, then a section for each with its docstring."""
     rows, sections = [], []
     for name in MERGES:
         text = _docstring(f"headprune.surgery.merges.{name.replace('-', '_')}")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import RolesConfig
 from headprune.evaluation.comparison import bootstrap
-from headprune.evidence.collection import collect
+from headprune.evidence.statistics import collect
 from headprune.model.batch import Batch
 from headprune.role.ablation import Ablation, Out, rises
 from headprune.role.sets import sets_of
