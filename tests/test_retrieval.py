@@ -67,14 +67,13 @@ def test_a_head_that_copies_a_needle_is_told_and_a_spoilt_one_is_not(tmp_path: P
     assert found[2].control == pytest.approx(found[2].score, abs=0.1)
 
 
-def test_a_model_that_finds_no_needle_says_so(tmp_path: Path) -> None:
+def test_a_model_that_finds_no_or_few_needles_has_no_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = finder()
     planted.shuffled(model, 1, 0)
     with pytest.warns(HeadpruneWarning, match=r"finds 0 of 150 needles.*left out"):
         assert given(model, tmp_path) is None
-
-
-def test_a_few_contexts_tell_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "FEWEST_NEEDLES", 151)
     with pytest.warns(HeadpruneWarning, match="67 of them .* and 151 are needed"):
         assert given(finder(), tmp_path) is None

@@ -40,13 +40,7 @@ Outputs = list[tuple[nn.Module, Any]]
 
 @dataclass(frozen=True, order=True)
 class Out:
-    """Heads of one module that are taken out.
-
-    Attributes:
-        module: Position of the module.
-        heads: Positions of the heads in it.
-        by_mean: Whether they give their mean; else zero.
-    """
+    """Heads of one module, by position, that give their mean or zero."""
 
     module: int
     heads: tuple[int, ...]

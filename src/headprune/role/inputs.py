@@ -48,18 +48,11 @@ _Parsed = tuple[list[int], Tree, Tensor]  # ids of tokens, and which belong to w
 
 @dataclass(frozen=True)
 class Reading:
-    """Batches that a model reads.
-
-    Attributes:
-        batches: Inputs of the model.
-        start: Place of the first run of random tokens.
-        period: Tokens of a run; 0 on other inputs.
-        facts: What is known of every batch; empty for nothing.
-    """
+    """Batches that a model reads, and what is known of each."""
 
     batches: Sequence[Batch]
-    start: int = 0
-    period: int = 0
+    start: int = 0  # place of the first run of random tokens
+    period: int = 0  # tokens of a run; 0 on other inputs
     facts: Sequence[Facts] = ()
 
 

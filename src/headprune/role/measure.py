@@ -112,14 +112,7 @@ def roles(
 
 @dataclass(frozen=True)
 class Measured:
-    """The roles of a model.
-
-    Attributes:
-        modules: What its heads do.
-        tokens: Tokens of text that were read.
-        sequences: Sequences of text that were read.
-        sets: By role, the effect of its heads together; empty without ablation.
-    """
+    """The roles of a model, and how much text was read for them."""
 
     modules: tuple[ModuleRoles, ...]
     tokens: int
@@ -146,8 +139,7 @@ def roles_of(
     def read(stage: str, reading: Reading, roles: Mapping[str, Role], **more: Any) -> None:
         context.stage(f"reading {stage}")
         watched = watch(net, attentions, reading, roles, classes, context.step, **more)
-        control_input = reading is unrepeated
-        (controls if control_input else sums).update(watched.sums)
+        (controls if reading is unrepeated else sums).update(watched.sums)
         controls.update(watched.controls)
         for position, name in watched.sums:
             if ROLES[name].control == "offset":

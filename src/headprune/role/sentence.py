@@ -32,17 +32,11 @@ MOST_TOKENS = 40  # more lines than these cannot be told apart
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text as a model reads it.
-
-    Attributes:
-        labels: Its tokens, as they are shown.
-        special: Which of them stand for no text.
-        left_out: Tokens at its end for which there was no room.
-    """
+    """A text as a model reads it: its tokens as they are shown, and which stand for no text."""
 
     labels: tuple[str, ...]
     special: tuple[bool, ...]
-    left_out: int = 0
+    left_out: int = 0  # tokens at its end, for which there was no room
 
 
 @dataclass(frozen=True)
@@ -50,9 +44,6 @@ class LayerWeights:
     """One attention module on the sentence.
 
     Attributes:
-        name: Short name of the layer.
-        path: Path of the module.
-        kind: Kind of attention.
         heads: Numbers of its heads in the original model.
         weights: After the softmax; of a module that runs more than once, the mean of its runs.
         queries: The tokens that look.
@@ -74,13 +65,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Sentence:
-    """The attention of a model on a sentence.
-
-    Attributes:
-        model: Its name.
-        text: The sentence.
-        layers: The attention modules that have heads, first layer first.
-    """
+    """The attention of a model on a sentence; layers without heads are left out."""
 
     model: str
     text: str
@@ -220,12 +205,10 @@ def _ids(
 
 
 def _tokens(tokenizer: Any, ids: Tensor, left_out: int) -> Tokens:
-    """A token that is white space is shown by its name."""
     numbers, special = ids[0].tolist(), _special(tokenizer)
-    names = tokenizer.convert_ids_to_tokens(numbers)
-    labels = [
-        tokenizer.decode([number]).strip() or str(name)
-        for number, name in zip(numbers, names, strict=True)
+    labels = [  # white space is shown by the name of its token
+        tokenizer.decode([number]).strip() or str(tokenizer.convert_ids_to_tokens(number))
+        for number in numbers
     ]
     return Tokens(tuple(labels), tuple(number in special for number in numbers), left_out)
 

@@ -67,12 +67,7 @@ def attention_weights(
     attentions: Sequence[Attention],
     see: Callable[[int, Tensor], None],
 ) -> Iterator[None]:
-    """Have a model give its attention weights, for the time of a ``with`` block.
-
-    Args:
-        model: The model.
-        attentions: The modules to look at.
-        see: Called with the position of a module and its weights each time it runs.
+    """Call ``see`` with the position of a module and its weights each time it runs.
 
     Raises:
         FamilyError: If a module gives no attention weights.
@@ -117,13 +112,7 @@ def _weights(outputs: Any, attention: Attention) -> Tensor:
 
 
 class Watched:
-    """The sums of one pass.
-
-    Attributes:
-        sums: Of the heads.
-        controls: Of uniform attention, and of the same attention with the fact elsewhere.
-        causal: By module, whether queries see only keys up to their own place.
-    """
+    """The sums of one pass, those of controls, and which modules are causal."""
 
     batch: Batch
     written: Written | None = None
