@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, RolesConfig
-from headprune.data.sources import digest_of_data
+from headprune.data.read import digest_of_data
 from headprune.errors import CheckpointError, DataError, HeadpruneWarning
 from headprune.model.attention import attention_of
 from headprune.role import ROLES, table

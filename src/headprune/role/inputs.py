@@ -24,9 +24,8 @@ from headprune.config import (
     RolesConfig,
 )
 from headprune.data.batches import batches
-from headprune.data.rows import evenly
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
+from headprune.data.text import Sequences, Text, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.endings import endings_predicted
@@ -107,11 +106,11 @@ def _sample(
     config: RolesConfig,
     tokens: int,
     **more: bool,
-) -> CalibrationSample:
+) -> Sequences:
     shared = {name: getattr(config, name) for name in ("seq_len", "batch_size", "seed")}
     taken = CalibrationConfig(calibration_tokens=tokens, **shared)
     rows, collate, _ = batches(objective, net, tokenizer, data, taken, **more)
-    return CalibrationSample.spread(rows, collate, tokens, batch_size=config.batch_size)
+    return Text.calibration(rows, collate, tokens, batch_size=config.batch_size).fit
 
 
 def repeated_inputs(
