@@ -77,7 +77,7 @@ def criteria() -> str:
 
 
 def roles() -> str:
-    """A table of all roles, then what the docstring of its file says of each."""
+    """A table of all roles, then the docstring of each."""
     rows, sections = [], []
     for name, role in ROLES.items():
         told = "attribute" if role.attribute else "role"
@@ -93,11 +93,10 @@ def roles() -> str:
             _INPUTS[role.on],
             control.get(role.control or "", "none"),
         )
-        rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} | {role.cost} |")
-        text = _docstring(f"headprune.role.{name.replace('-', '_')}")
-        sections.append(f"### `{name}` {{ #{name} }}\n\n{text}\n\nSource: {_escaped(role.source)}.")
-    head = "| | name | kind | line | measured on | control | cost per layer |"
-    return "\n\n".join(["\n".join([head, "|---|---|---|---|---|---|---|", *rows]), *sections])
+        rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} |")
+        sections.append(f"### `{name}` {{ #{name} }}\n\n{_escaped(role.reference)}")
+    head = "| | name | kind | line | measured on | control |\n|---|---|---|---|---|---|"
+    return "\n\n".join(["\n".join([head, *rows]), *sections])
 
 
 def merges() -> str:
