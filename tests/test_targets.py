@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
-from headprune.engines.targets import EVEN, SHAPES, TARGETS
 from headprune.errors import PlanError
-from headprune.exporting.formats import FORMATS
 from headprune.exporting.source import open_source
+from headprune.formats.export import FORMATS
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import Way, choose
+from headprune.planning.targets import EVEN, SHAPES, TARGETS
 from headprune.schemas.plan import Plan, Shape
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
