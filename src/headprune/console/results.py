@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import Converted, KvPreview
     from headprune.exporting.preview import Preview, ShapeCost
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
     from headprune.formats.export import Exported
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan

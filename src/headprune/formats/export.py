@@ -58,14 +58,9 @@ def export(
     overwrite: bool = False,
     context: Context = Context(),
 ) -> Exported:
-    """Write a model for an engine, and prove the files.
+    """Write a model folder for an engine, and prove the files.
 
-    Args:
-        model: A model folder.
-        output: Folder to write; it appears whole or not at all.
-        config: The format and its settings.
-        overwrite: Replace an existing output.
-        context: Progress, and permissions.
+    The output appears whole or not at all.
 
     Raises:
         HeadpruneError: If the format cannot hold the model, or a package is missing.

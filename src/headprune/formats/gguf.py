@@ -97,12 +97,7 @@ FORMAT = Format(
     refusal=_refusal,
     write=_write,
     prove=_prove,
-    dtypes=(
-        ExportDtype.FLOAT32,
-        ExportDtype.FLOAT16,
-        ExportDtype.BFLOAT16,
-        ExportDtype.Q8_0,
-    ),
+    dtypes=tuple(dtype for dtype in ExportDtype if dtype is not ExportDtype.AUTO),
     modules=("gguf",),
     serve="llama-server -m {}/model.gguf",
 )

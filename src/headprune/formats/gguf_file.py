@@ -68,16 +68,7 @@ def _rounded(numbers: Tensor, kind: Type) -> Tensor:
 def write(
     source: ExportSource, arch: str, path: Path, wanted: Type, like: Path | None, on_step: OnStep
 ) -> None:
-    """Write a file.
-
-    Args:
-        source: The model, prepared.
-        arch: Its architecture in llama.cpp.
-        path: The file.
-        wanted: Element type of the matrices.
-        like: A GGUF file whose tokenizer is taken over.
-        on_step: Called with the bytes written and their total.
-    """
+    """Write a prepared model with matrices of an element type, and the tokenizer of ``like``."""
     writer = gguf.GGUFWriter(path, arch)
     file_type = "ALL_F32" if wanted is Type.F32 else f"MOSTLY_{wanted.name}"
     writer.add_file_type(gguf.LlamaFileType[file_type])

@@ -58,11 +58,9 @@ class Rule:
     def fits(self, content: dict[str, Any]) -> bool:
         """Return whether a tokenizer.json cuts text so, and has a token for every byte."""
         model, letters = content["model"], bytes_to_unicode()
-        needed = (
-            [letters[byte] for byte in _PRINTED]
-            if self.name
-            else [f"<0x{byte:02X}>" for byte in range(256)]
-        )
+        needed = [f"<0x{byte:02X}>" for byte in range(256)]
+        if self.name:
+            needed = [letters[byte] for byte in _PRINTED]
         return (
             self.cut == _without_offsets(content["pre_tokenizer"])
             and content["normalizer"] in self.normalizers
@@ -110,12 +108,7 @@ def has_tokenizer(source: ExportSource, like: Path | None) -> bool:
 
 
 def add_tokenizer(writer: Any, source: ExportSource, like: Path | None) -> None:
-    """Add a tokenizer to a ``GGUFWriter``.
-
-    Args:
-        writer: The writer.
-        source: The model.
-        like: A GGUF file whose tokenizer is taken over.
+    """Add the tokenizer of a model, or of the GGUF file ``like``, to a ``GGUFWriter``.
 
     Raises:
         HeadpruneError: If that file belongs to another model, or the tokenizer is not recognised.
@@ -129,9 +122,9 @@ def add_tokenizer(writer: Any, source: ExportSource, like: Path | None) -> None:
         return
     tokenizer = load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = json.loads(backend.to_str()) if backend is not None else None
-    rule = recognised(content) if content is not None else None
-    if content is None or rule is None:
+    content = json.loads(backend.to_str()) if backend is not None else {"model": {}}
+    rule = recognised(content)
+    if rule is None:
         raise HeadpruneError(
             f"The tokenizer in '{source.folder}' ({type(tokenizer).__name__}) cuts text by none of "
             f"the known rules ({', '.join(RULES)}): give --like FILE, the original model as "
@@ -214,8 +207,6 @@ def _take_over(writer: Any, like: Path, size: int) -> None:
             for name, field in GGUFReader(like).fields.items()
             if name.startswith("tokenizer.")
         }
-    except MemoryError:
-        raise
     except Exception as error:  # whatever a damaged file makes of numpy and struct
         raise CheckpointError(
             f"--like '{like}' cannot be read as GGUF ({error}): it is truncated, damaged, or of a "

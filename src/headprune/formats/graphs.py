@@ -226,15 +226,15 @@ def graph_format(
     load: Callable[[Path], LoadedGraph],
     modules: tuple[str, ...],
 ) -> Format:
-    """Return a format of graphs with caches, in float32, that one engine runs.
+    """Return a format of graphs in float32.
 
     Args:
-        engine: The package of the engine.
-        what: The files, and the engines that run them.
+        engine: The package of the engine that runs them.
+        what: As of ``Format``.
         file: The name of a graph's file, "{}" for the graph.
         save: Write one graph to a file.
         load: Load one graph.
-        modules: Packages that writing needs.
+        modules: As of ``Format``.
     """
 
     def write(

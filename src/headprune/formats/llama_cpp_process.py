@@ -13,7 +13,8 @@ from typing import Any
 _CONTEXT = 512  # tokens; more than any prompt with its steps
 _SHOWN = 20  # most probable tokens of a step
 
-Step = list[tuple[int, float]]
+Step = list[Any]
+"""Pairs of a token id and its log-probability, the chosen token first."""
 
 
 def generate(
@@ -29,8 +30,7 @@ def generate(
         steps: Tokens for all prompts together.
 
     Returns:
-        Per text and per prompt the steps: the most probable tokens with their log-probabilities,
-        the chosen one first.
+        The steps after every text, and after every prompt.
     """
     import xllamacpp
 

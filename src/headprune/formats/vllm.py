@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import metadata
 from pathlib import Path
 
@@ -68,9 +67,6 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
 
 def _refuse_unserved(written: ExportSource) -> None:
     """Raise ProofError where vLLM's transformers backend stops."""
-    annotations = inspect.get_annotations(type(written.net).__init__).values()
-    if any(isinstance(kind, str) for kind in annotations):
-        raise ProofError("vLLM asks isinstance of the annotations of __init__, which are strings.")
     config = written.config.get_text_config(decoder=True)
     per_layer = getattr(config, "per_layer_config", None)
     for layer, attention in enumerate(written.attentions):
