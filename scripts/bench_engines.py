@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 import headprune
 import llama_cpp_graph
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.read import read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import read_examples
 from headprune.evaluation.evaluate import run as evaluated
 from headprune.evaluation.loaded import load
 from headprune.evaluation.report import Report

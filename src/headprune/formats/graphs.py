@@ -3,8 +3,8 @@
 Names are optimum's: a model of one graph is ``model``, an encoder-decoder is ``encoder_model`` and
 ``decoder_model``. The cache of a decoder is an input, ``past_key_values.N.key`` and ``.value``, and
 an output, ``present.N.key`` and ``.value``, of the sizes of layer N; a layer without heads has
-none. transformers' ``register_dynamic_cache_export_support`` would give it an empty one, and
-OpenVINO's tracer takes no cache at all.
+none. (transformers' ``register_dynamic_cache_export_support`` passes the caches that exist as one
+list, so that behind a layer without heads each would come back as another layer's.)
 """
 
 from __future__ import annotations
