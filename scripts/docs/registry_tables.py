@@ -10,16 +10,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from headprune.console.models import families_markdown
-from headprune.engines.targets import SHAPES, TARGETS
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Report
 from headprune.evidence.criteria import CRITERIA
-from headprune.exporting.formats import FORMATS
 from headprune.family.capabilities import capabilities
+from headprune.formats.export import FORMATS
+from headprune.formats.format import ExportRecord
+from headprune.planning.targets import SHAPES, TARGETS
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
 from headprune.role import ROLES
-from headprune.schemas.exports import ExportRecord
 from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Plan

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import metadata
 from pathlib import Path
 
 from headprune.config import ExportConfig
 from headprune.errors import PlanError, ProofError
-from headprune.exporting.checkpoint import write_checkpoint
-from headprune.exporting.formats.spec import Format, OnStep
-from headprune.exporting.regularise import regularise
+from headprune.exporting.checkpoint import OnStep, write_checkpoint
 from headprune.exporting.source import ExportSource, open_source
 from headprune.exporting.weights import WithFused
-from headprune.model import probes
-from headprune.proof import equivalence
+from headprune.formats.format import ExportProof, Format
+from headprune.formats.regularise import regularise
+from headprune.model.probes import probe, probe_inputs
+from headprune.planning.targets import generates_none
+from headprune.proof.equivalence import difference
 from headprune.runtime.modeling_headprune import REPEATING
-from headprune.schemas.exports import ExportProof
 
 
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
-    if source.task != "causal-lm":
-        return f"a {type(source.net).__name__} generates no text; vLLM was tried with what does."
+    reason = generates_none(source.net)
+    if reason is not None:
+        return reason
     if not source.net.is_backend_compatible():
         return (
             "vLLM's backend puts its own attention where transformers' attention interface is "
@@ -48,42 +48,34 @@ def _write(
 
 
 def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
-    """Runs the folder in transformers, and repeats what vLLM asks of it before it serves it."""
+    """Run the folder in transformers, and repeat vLLM's checks of a folder."""
     written = open_source(folder, source.trust_remote_code)
     _refuse_unserved(written)
     net = source.load()
-    inputs = probes.probe_inputs(net)
-    wanted = probes.probe(net, inputs)
+    inputs = probe_inputs(net)
+    wanted = probe(net, inputs)
     del net
-    gap = equivalence.difference(wanted, probes.probe(written.load(), inputs))
     return ExportProof(
         how="read back",
         engine=f"transformers {metadata.version('transformers')}",
+        why_not="vLLM is not run here",
         compared="outputs, relative to the largest, after vLLM's checks of config and shapes,",
-        difference=gap,
+        difference=difference(wanted, probe(written.load(), inputs)),
         tolerance=1e-5,
     )
 
 
 def _refuse_unserved(written: ExportSource) -> None:
-    """Refuses what vLLM's transformers backend stops at.
-
-    Raises:
-        ProofError: Naming the layer, or the setting.
-    """
-    annotations = inspect.get_annotations(type(written.net).__init__).values()
-    if any(isinstance(kind, str) for kind in annotations):
-        raise ProofError("vLLM asks isinstance of the annotations of __init__, which are strings.")
+    """Raise ProofError where vLLM's transformers backend stops."""
     config = written.config.get_text_config(decoder=True)
-    own = getattr(config, "per_layer_config", None)
+    per_layer = getattr(config, "per_layer_config", None)
     for layer, attention in enumerate(written.attentions):
         shown = getattr(attention.module, "config", config)
-        dispatched = attention.query_heads and shown._attn_implementation != REPEATING
-        if not dispatched:
+        if not attention.query_heads or shown._attn_implementation == REPEATING:
             raise ProofError(f"{attention.path} does not go through the attention interface.")
-        said = config if own is None else own[layer]
-        heads = said.num_attention_heads
-        counts = heads, getattr(said, "num_key_value_heads", heads)  # as vLLM counts them
+        stated = config if per_layer is None else per_layer[layer]
+        heads = stated.num_attention_heads
+        counts = heads, getattr(stated, "num_key_value_heads", heads)  # as vLLM counts them
         if counts != (attention.query_heads, attention.kv_heads):
             raise ProofError(
                 f"{attention.path} has {attention.query_heads} query heads and "
@@ -91,7 +83,7 @@ def _refuse_unserved(written: ExportSource) -> None:
             )
 
 
-vllm = Format(
+FORMAT = Format(
     what="a folder for vLLM's transformers backend (--model-impl transformers)",
     refusal=_refusal,
     write=_write,

@@ -1,8 +1,8 @@
-"""Zero heads for engines that know no layer without heads and no ragged groups.
+"""Zero heads for engines without empty layers and ragged groups.
 
-The model computes the same: a query head whose columns of W_O are zero adds nothing. KV heads with
-unequal numbers of queries get zero query heads up to the largest number, and cost no more cache. A
-layer without heads gets one query head and one KV head of zeros, which the cache then holds.
+The model computes the same: a query head with zero columns in W_O adds nothing. Ragged groups get
+zero query heads up to the largest group, at no cost in KV cache. An empty layer gets one query head
+and one KV head of zeros, which the cache then holds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from itertools import count
 
 from torch import Tensor
 
-from headprune.engines.targets import zero_heads_refusal
 from headprune.errors import PlanError
 from headprune.exporting.source import ExportSource, built
 from headprune.exporting.weights import Weights
 from headprune.model.attention import family_of
 from headprune.planning.padding import zero_heads_said
+from headprune.planning.targets import zero_heads_refusal
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.surgery.cut import layer_overrides
 from headprune.tensors.zero_heads import Slots, padded, spread
@@ -29,17 +29,17 @@ def regularise(
     source: ExportSource,
     may_be_empty: Callable[[int], bool] = lambda layer: False,
 ) -> tuple[ExportSource, tuple[str, ...]]:
-    """Gives a model zero heads where it needs some.
+    """Add zero heads where a model needs some.
 
     Args:
         source: The model.
-        may_be_empty: Whether a layer, of those without heads, may stay without.
+        may_be_empty: Return whether a layer without heads may stay so.
 
     Returns:
-        The model, the same object where it needs none; and what was added, a sentence each.
+        The model, the same object where it needs none; and the additions, a sentence each.
 
     Raises:
-        PlanError: If its family has more tensors per head than projections.
+        PlanError: If its family has more tensors with a part per head than projections.
     """
     added = {
         layer: attention
@@ -76,7 +76,7 @@ def regularise(
 
 
 def _entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, list[int]]:
-    """The entry of the layout; zero heads take ids that no other head has."""
+    """Return the entry of the layout; zero heads get unused ids."""
     size = len(queries) // len(kv_heads)
     ids = _ids(attention.query_ids, queries), _ids(attention.kv_ids, kv_heads)
     return layout_entry(*ids, [size] * len(kv_heads))
@@ -88,7 +88,7 @@ def _ids(present: Sequence[int], slots: Slots) -> list[int]:
 
 
 class _Moved(Weights):
-    """Weights with zero heads among those of some tensors."""
+    """Weights with zero heads in some tensors."""
 
     def __init__(self, source: ExportSource, moves: dict[str, tuple[Slots, int, int]]) -> None:
         self._weights, self._moves = source.weights, moves
@@ -98,7 +98,7 @@ class _Moved(Weights):
         return spread(tensor, *self._moves[name]) if name in self._moves else tensor
 
     def pieces(self, name: str) -> Iterator[Tensor]:
-        """The rows of a tensor, some at a time."""
+        """Yield the rows of a tensor, some at a time."""
         if name in self._moves:
             yield self[name]
         else:

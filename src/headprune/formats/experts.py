@@ -1,9 +1,9 @@
 """Mixtures of experts in graphs: every expert runs on every token, and the router weighs.
 
-Which experts a token goes to is known when it comes, and a graph is fixed before. The sum is the
-same, as those that a token is not sent to have the weight 0. The implementations of transformers
-count the tokens of every expert, which exporters do not know, or gather the weights of the experts
-of every token, which takes as much memory for every token of a long text.
+A graph is fixed before the tokens that choose their experts come. The sum is the same, as an expert
+has the weight 0 for a token that is not sent to it. transformers' implementations count the tokens
+of every expert, which exporters do not know, or gather the weights of the experts of every token,
+which takes as much memory for every token of a long text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = "headprune_all"
 
 
 def run_all_experts(model: PreTrainedModel) -> None:
-    """Has the experts of a model computed so; a model without experts stays as it is."""
+    """Run all experts of a model, if it has some."""
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _all_experts)
     if any(hasattr(module, "_apply_gate") for module in model.modules()):
         model.set_experts_implementation(_NAME)
@@ -32,24 +32,23 @@ def _all_experts(
     top_k_index: Int[Tensor, "tokens chosen"],
     top_k_weights: Float[Tensor, "tokens chosen"],
 ) -> Float[Tensor, "tokens width"]:
-    """What a module of experts gives; its attributes are those that transformers gives it."""
     every = hidden_states[None].expand(self.num_experts, -1, -1)  # OpenVINO does not broadcast it
 
     def project(x: Tensor, name: str) -> Tensor:
         weight: Tensor = getattr(self, name)
-        made = torch.bmm(x, weight if self.is_transposed else weight.transpose(1, 2))
+        output = torch.bmm(x, weight if self.is_transposed else weight.transpose(1, 2))
         bias: Tensor | None = getattr(self, f"{name}_bias", None) if self.has_bias else None
-        return made if bias is None else made + bias[:, None]
+        return output if bias is None else output + bias[:, None]
 
     if self.has_gate:
         inner = self._apply_gate(project(every, "gate_up_proj"))
     else:
         inner = self.act_fn(project(every, "up_proj"))
-    made = project(inner, "down_proj")
+    outputs = project(inner, "down_proj")
     if getattr(self, "has_post_expert_norm", False):
-        made = self.post_expert_norm(made)
+        outputs = self.post_expert_norm(outputs)
     tokens = hidden_states.shape[0]  # len() of it would be a constant of the graph
     weights = hidden_states.new_zeros(tokens, self.num_experts)
     weights = weights.scatter(1, top_k_index, top_k_weights.to(weights.dtype))
-    summed: Tensor = (made * weights.T[..., None]).sum(0)
+    summed: Tensor = (outputs * weights.T[..., None]).sum(0)
     return summed

@@ -10,16 +10,23 @@ from typing import Any
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.context import Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.exporting.formats import FORMATS
-from headprune.exporting.formats.spec import Format
 from headprune.exporting.source import open_source
+from headprune.formats import gguf, onnx, openvino, vllm
+from headprune.formats.format import ExportProof, ExportRecord, Format
 from headprune.io.folders import hashing
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
 from headprune.model.identity import identifying
 from headprune.packages import refuse_missing
-from headprune.schemas.exports import ExportProof, ExportRecord
+from headprune.registry import Registry
 from headprune.schemas.manifest import utc_now, versions
+
+FORMATS: Registry[Format] = Registry("format", PlanError)
+FORMATS.add("gguf", gguf.FORMAT)
+FORMATS.add("vllm", vllm.FORMAT)
+FORMATS.add("onnx", onnx.FORMAT)
+FORMATS.add("openvino", openvino.FORMAT)
+FORMATS.freeze()
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Exported:
     Attributes:
         output: The folder.
         record: The record in it.
-        bytes: Bytes of its files, but for the record.
+        bytes: Bytes of its files, without the record.
         serve: The command that serves it; "" where there is none.
     """
 
@@ -39,7 +46,7 @@ class Exported:
     serve: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``: the record, the size, and the command."""
+        """Return the record, the size and the command, for ``--json``."""
         return {**self.record.model_dump(mode="json"), "bytes": self.bytes, "serve": self.serve}
 
 
@@ -51,24 +58,25 @@ def export(
     overwrite: bool = False,
     context: Context = Context(),
 ) -> Exported:
-    """Writes a model for an engine and proves what was written.
+    """Write a model folder for an engine, and prove the files.
 
-    Args:
-        model: A model folder.
-        output: Folder to write; it appears whole or not at all.
-        config: What is written.
-        overwrite: Replace an existing output.
-        context: What it runs in.
+    The output appears whole or not at all.
 
     Raises:
-        HeadpruneError: If the format cannot hold the model, or something that it needs is missing.
-        ProofError: If what was written computes something else.
+        HeadpruneError: If the format cannot hold the model, or a package is missing.
+        ProofError: If the files compute something else.
     """
     form = FORMATS[config.to]
-    _refuse_missing(form, config)
+    refuse_missing(f"--to {config.to}", *form.modules)
+    dtypes = (ExportDtype.AUTO, *form.dtypes)
+    if config.out_dtype not in dtypes:
+        raise HeadpruneError(
+            f"--to {config.to} has no weights in {config.out_dtype.value}. Give --out-dtype one of "
+            f"{', '.join(dtype.value for dtype in dtypes)}."
+        )
     if not Path(model).is_dir():
         raise CheckpointError(f"There is no folder '{model}'. Give the folder of a model.")
-    context.stage("reading the model's facts")
+    context.stage("reading the config")
     source = open_source(Path(model), context.allowed.trust_remote_code)
     reason = form.refusal(source, config)
     if reason is not None:
@@ -77,7 +85,7 @@ def export(
         context.stage(f"writing {config.to}")
         changes = form.write(source, folder, config, context.step)
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        context.stage("proving what was written")
+        context.stage("proving the files")
         with hashing(folder, (file.relative_to(folder).as_posix() for file in files)) as hashes:
             proof = form.prove(source, folder, config)
             _refuse_unproven(model, config, proof)
@@ -98,35 +106,13 @@ def export(
 
 
 def _refuse_unproven(model: str | Path, config: ExportConfig, proof: ExportProof) -> None:
-    """Refuses what computes something else, or was not proven as asked.
-
-    Raises:
-        ProofError: If it does.
-        HeadpruneError: If an engine was asked for, and none ran it.
-    """
     if not proof.passed:
         raise ProofError(
-            f"--to {config.to}: what was written computes something else than '{model}': "
-            f"{proof}. Nothing was left there."
+            f"--to {config.to}: the files compute something else than '{model}': {proof}. "
+            "Nothing was left there."
         )
     if config.prove is ExportProofBy.ENGINE and proof.how != "engine":
         raise HeadpruneError(
-            f"--prove engine: no engine ran '{model}' as {config.to}, as it is not installed, "
-            f"takes no such file, or has none of its own; it was {proof}. Nothing was left "
-            "there: leave out --prove."
-        )
-
-
-def _refuse_missing(form: Format, config: ExportConfig) -> None:
-    """Refuses a format whose packages are not installed, and an element type that it has not.
-
-    Raises:
-        HeadpruneError: Naming the packages, or the types.
-    """
-    refuse_missing(f"--to {config.to}", *form.modules)
-    if config.out_dtype not in (ExportDtype.AUTO, *form.dtypes):
-        known = ", ".join(dtype.value for dtype in (ExportDtype.AUTO, *form.dtypes))
-        raise HeadpruneError(
-            f"--to {config.to} has no weights in {config.out_dtype.value}. Give --out-dtype one of "
-            f"{known}."
+            f"--prove engine: no engine ran '{model}' as {config.to}, as {proof.why_not}. "
+            "Nothing was left there; leave out --prove."
         )
