@@ -622,7 +622,7 @@ def test_a_baseline_is_replaced_only_by_its_like(folders: Path, tmp_path: Path) 
     before = path.read_text()
     (tmp_path / "other.txt").write_text(tiny.text(2_000, seed=1))
     other = config(folders, baseline=str(path), data=str(tmp_path / "other.txt"))
-    with pytest.raises(DataError, match="other data.*--allow-other"):
+    with pytest.raises(DataError, match="other data.*--config allow_other=true"):
         update_baseline(other)
     assert path.read_text() == before
     assert update_baseline(other, allow_other=True).data["source"] == other.data[0].source

@@ -95,7 +95,7 @@ def test_a_cut_decoder_is_proven_in_its_engine(
     monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
     model = cut("llama-gqa", 1)
     folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
-    code, said, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
+    code, said, err = run(capsys, "export", folder, "--to", form, out, "--json")
     assert code == 0, err
     proof = json.loads(said)["proof"]
     assert proof["how"] == "engine" and 0 < proof["difference"] < 2e-6
@@ -128,7 +128,7 @@ def test_an_engine_that_stops_at_a_graph_leaves_nothing(
     monkeypatch.setattr("headprune.exporting.formats.graph.write_graphs", lambda *_: ())
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
     folder, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "out"
-    code, _, err = run(capsys, "export", folder, "--to", "openvino", "--output", out)
+    code, _, err = run(capsys, "export", folder, "--to", "openvino", out)
     assert code == 1 and not out.exists()
     assert f"openvino cannot run what was written of '{folder}' (no kernel)" in err
 

@@ -16,14 +16,12 @@ from headprune.config import (
     EvaluateConfig,
     HealConfig,
     Objective,
-    SweepConfig,
     TrainGatesConfig,
 )
 from headprune.data.batches import batches
 from headprune.data.calibration import calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.sweep import sweep
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.lengths import most_tokens, usable_length
 from tests import tiny
@@ -124,12 +122,3 @@ def test_a_report_names_the_length_that_was_used(
     asked = EvaluateConfig(speed=False, resamples=100, seq_len=LONGEST)
     assert cut.provenance.settings == asked.model_dump(mode="json", exclude=LATER)
     assert cut.model == evaluate(folder, data, asked).model
-
-
-def test_a_sweep_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    data = DataConfig(source=str(text_file))
-    small = SweepConfig(calibration_tokens=1024, keep=[0.5], criterion="magnitude")
-    with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        found = sweep(folder, data, tmp_path / "sweep", small)
-    assert [point.keep for point in found.points] == [0.5]

@@ -27,9 +27,10 @@ def test_from_scores_to_a_proven_and_measured_result(
         return out
 
     scored = "--criterion fisher --seq-len 16 --calibration-tokens 256"
-    headprune(f"score model --data text.txt {scored} --output scores")
-    headprune("plan model --scores scores --criterion fisher --keep 0.5 --output plan.json")
-    assert "verified" in headprune("prune model --plan plan.json --output result")
+    headprune(f"score model --data text.txt {scored} scores")
+    by = "--scores scores --criterion fisher --keep 0.5"
+    headprune(f"prune model {by} --dry-run --save-plan plan.json")
+    assert "verified" in headprune("prune model --plan plan.json result")
     headprune("verify result")
     told = json.loads(headprune("inspect result --json"))
     assert sum(layer["query_heads"] for layer in told["attentions"]) == 6 * tiny.LAYERS // 2

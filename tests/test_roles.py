@@ -350,7 +350,7 @@ def test_a_model_without_a_loss_has_no_effects(tmp_path: Path) -> None:
         measured(tiny.model("bert-base"), tmp_path, ablation_tokens=120)
 
 
-SMALLER = ["--sequences", "8", "--seq-len", "60", "--resamples", "200", "--json"]
+SMALLER = ["--sequences", "8", "--seq-len", "60", "--config", "resamples=200", "--json"]
 
 
 @pytest.fixture
@@ -395,7 +395,7 @@ def test_against_itself_nothing_is_lost_or_moved(
     text_and_model: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, original = text_and_model
-    arguments = ["--data", text, "--against", original, *SMALLER, "--output", tmp_path / "roles"]
+    arguments = ["--data", text, "--against", original, *SMALLER, tmp_path / "roles"]
     _, out, _ = run(capsys, "roles", original, *arguments)
     record = RolesRecord.model_validate_json(out)
     assert record == RolesRecord.model_validate_json((tmp_path / "roles/roles.json").read_text())
@@ -442,7 +442,7 @@ def test_the_best_of_many_offsets_is_judged_on_sequences_that_did_not_choose_it(
         (["--seq-len", "60"], 20, "makes 0 sequences"),
         (["--seq-len", "60"], 80, "an interval needs four"),
         (["--seq-len", "8", "--sequences", "4"], 500, "an interval needs four"),
-        (["--seq-len", "60", "--attention", "cross"], 500, "no 'cross' attention"),
+        (["--seq-len", "60", "--config", "attention=cross"], 500, "no 'cross' attention"),
     ],
 )
 def test_bad_input_is_told_in_a_sentence(
@@ -456,7 +456,7 @@ def test_bad_input_is_told_in_a_sentence(
     text, original = text_and_model
     text.write_text(tiny.text(words))
     output = tmp_path / "roles"
-    code, _, err = run(capsys, "roles", original, "--data", text, "--output", output, *arguments)
+    code, _, err = run(capsys, "roles", original, "--data", text, output, *arguments)
     assert (code, output.exists()) == (2, False)
     assert said in err
 
@@ -489,7 +489,16 @@ def test_a_check_counts_the_roles_that_are_gone(
     broken = tiny.save(spoilt, tmp_path / "spoilt")
 
     limits = ("--limit", "roles_lost == 0", "--limit", "roles_lost <= 2")
-    quick = ("--seq-len", 60, "--role-sequences", 10, "--max-windows", 4, "--resamples", 1000)
+    quick = (
+        "--seq-len",
+        60,
+        "--config",
+        "role_sequences=10",
+        "--max-windows",
+        4,
+        "--config",
+        "resamples=1000",
+    )
     told = ("check", broken, "--against", original, "--data", text, *limits, *quick)
     code, out, err = run(capsys, *told, "--json")
     assert code == 1, err

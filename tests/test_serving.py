@@ -42,8 +42,8 @@ def even(model: object) -> object:
     ("shape", "line"),
     [
         (EVEN, "vllm serve 'out put'"),
-        (RAGGED, "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve"),
-        (EMPTY, "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve"),
+        (RAGGED, "headprune export 'out put' --to vllm 'out put-vllm' && vllm serve"),
+        (EMPTY, "headprune export 'out put' --to vllm 'out put-vllm' && vllm serve"),
     ],
 )
 def test_the_card_names_the_command_for_the_shape(shape: str, line: str, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_card_names_the_command_for_the_shape(shape: str, line: str, tmp_pat
 
 def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
-    line = ("convert-gqa", model, "--kv-heads", "1", "--output", tmp_path / "out")
+    line = ("convert-gqa", model, "--kv-heads", "1", tmp_path / "out")
     code, out, err = run(capsys, *line)
     assert code == 0, err
     assert f"vLLM:\n  vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
@@ -72,7 +72,7 @@ def test_what_is_printed_next_works_here(
 ) -> None:
     model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out"
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    code, said, err = run(capsys, "convert-gqa", model, "--kv-heads", "1", "--output", out)
+    code, said, err = run(capsys, "convert-gqa", model, "--kv-heads", "1", out)
     assert code == 0, err
     assert "vllm serve" in said and "--to gguf" not in said
     assert "--to gguf" in (out / "README.md").read_text()  # it may be read elsewhere
@@ -80,7 +80,7 @@ def test_what_is_printed_next_works_here(
     assert lines == [f"  headprune evaluate {out} --data TEXT --against {model}"]
     (tmp_path / "TEXT.txt").write_text(tiny.text(300))
     words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
-    quick = ["--no-speed", "--seq-len", "16", "--copying", "0", "--last-words", "0"]
+    quick = ["--no-speed", "--seq-len", "16", "--config", "copying=0", "--config", "last_words=0"]
     code, said, err = run(capsys, *words, *quick)
     assert code == 0 and "perplexity" in said, err
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_is_not_known_is_taken_from_the_original(tmp_path: Path
     assert "--like ORIGINAL.gguf && llama-server" in lines["llama.cpp"]
     gguf_words.words("GPT-2").save_pretrained(tmp_path / "out")
     lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
-    assert "--output out-gguf && llama-server" in lines["llama.cpp"]
+    assert "out-gguf && llama-server" in lines["llama.cpp"]
 
 
 def test_other_counts_than_llama_cpp_holds_are_not_served_there(tmp_path: Path) -> None:

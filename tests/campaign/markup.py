@@ -103,7 +103,7 @@ def pages(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     for _ in range(12):
         (here / "a" / file).write_bytes(sound)
         _put(here / "a" / file, draw.randrange(1_000))
-        line = f"report a --output out.{draw.choice(('html', 'html', 'md'))} --overwrite"
+        line = f"report a out.{draw.choice(('html', 'html', 'md'))} --overwrite"
         done = command(line, here)
         if done.code == 0 or done.code not in (1, 2):
             break

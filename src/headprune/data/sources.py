@@ -246,7 +246,7 @@ def _files(data: DataConfig) -> list[Path]:
             splits = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
             if data.split not in splits:
                 raise DataError(
-                    f"--split {data.split}: '{source}' has no such split."
+                    f"split {data.split}: '{source}' has no such split."
                     f"{did_you_mean(data.split, splits)} It has {', '.join(splits)}."
                 )
             path /= data.split
@@ -493,7 +493,7 @@ def _labels(table: Dataset, data: DataConfig) -> Labels:
         except ValueError:  # test sets without labels have -1 there
             raise DataError(
                 f"--label-column {column}: '{data.source}' has a row whose label is none of "
-                f"{', '.join(feature.names)}. Give data with labels, such as another --split."
+                f"{', '.join(feature.names)}. Give data with labels, such as another split."
             ) from None
 
     return _Rows(table, texts, data.source)

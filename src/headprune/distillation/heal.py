@@ -141,15 +141,17 @@ def heal(
     if not processes.is_main():
         context = context.unheard()
     settings = settings_now(HealSettings, model, teacher=str(teacher), data=data, heal=config)
+    usual = DataConfig(source=data.source, split=data.split)
+    changed = _changed(data, usual) | _changed(config, HealConfig(steps=config.steps))
     again = command(
         "heal",
         model,
+        output,
         teacher=teacher,
-        data=data.source,
-        output=output,
-        **_changed(data, DataConfig(source=data.source)),
-        **{"steps": config.steps, **_changed(config, HealConfig(steps=config.steps))},
-        **vars(context.allowed),
+        data=data.source if data.split == "train" else f"{data.source}@{data.split}",
+        steps=config.steps,
+        config=tuple(f"{name}={getattr(v, 'value', v)}" for name, v in changed.items()),
+        trust_remote_code=context.allowed.trust_remote_code,
         shard=in_shards(),
         overwrite=rerun.overwrite,
         device=devices.asked(),
@@ -181,8 +183,8 @@ def _objective(config: HealConfig, net: PreTrainedModel) -> HealObjective:
     asked, causal = config.objective, task_of(net) == "causal-lm"
     if asked is HealObjective.LM_DISTILL and not causal:
         raise HeadpruneError(
-            f"--objective lm+distill is for causal language models, and this is a "
-            f"{type(net).__name__}. Use --objective distill."
+            f"objective lm+distill is for causal language models, and this is a "
+            f"{type(net).__name__}. Use objective distill."
         )
     if asked is HealObjective.AUTO and causal:
         return HealObjective.LM_DISTILL
@@ -266,7 +268,7 @@ def _written(
 
 def _remedies(config: HealConfig, bf16: bool) -> Remedies:
     """What to change where the divergence or a weight is not finite."""
-    precision = "try --no-bf16, or " if bf16 else ""
+    precision = "try bf16=false, or " if bf16 else ""
     return Remedies(
         untrained=f"Nothing was trained yet: {precision}look at both models with 'headprune "
         "evaluate', and at the text.",

@@ -242,7 +242,7 @@ def _refuse_not_finite(values: Tensor, what: str) -> None:
     if first_not_finite(values) is not None:
         raise DataError(
             f"{what} is not finite: the model overflows in this dtype or its weights are damaged. "
-            "Try --dtype float32."
+            "Try --config dtype=float32."
         )
 
 

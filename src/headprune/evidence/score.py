@@ -190,7 +190,7 @@ def scores_of(
         if wrong is not None:
             raise DataError(
                 f"The {name} score of unit {wrong[0]} of '{attention.path}' is not finite: the "
-                "model overflows in this dtype or its weights are damaged. Try --dtype float32."
+                "model overflows in this dtype or its weights are damaged. Try dtype=float32."
             )
         parts.append(scores)
     return torch.cat(parts)
@@ -237,7 +237,7 @@ def _with_grams(
         except ValueError as error:
             raise DataError(
                 f"What enters the output projection of '{attention.path}' cannot be used: {error}. "
-                "Try --dtype float32."
+                "Try --config dtype=float32."
             ) from None
         context.step(len(found), len(attentions))
         return x
@@ -269,7 +269,7 @@ def _trained_gates(
     if not {a.path for a in known} <= {a.path for a in attentions}:
         raise PlanError(
             f"The gates in '{folder}' are of {len(trained.metadata.modules)} attention modules; "
-            "leave out --attention."
+            "leave out attention."
         )
     # units that training kept come first
     scores = trained.log_alpha.double() + 1e6 * trained.kept

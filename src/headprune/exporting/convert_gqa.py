@@ -142,7 +142,7 @@ def convert_gqa(  # noqa: PLR0913  (the last is for compress, and no option)
     if has_twin(net) and set(wanted.values()) == {1} and residency_of(net) is not None:
         raise PlanError(
             "With one KV head this model becomes one of another class, which is made of all its "
-            "weights at once. Give --placement whole."
+            "weights at once. Give --config placement=whole."
         )
     groups: dict[str, Groups] = {}
     own_keys: list[str] = []

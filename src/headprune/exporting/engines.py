@@ -25,7 +25,7 @@ def _vllm(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
     if not shapes & {RAGGED, EMPTY}:
         return f"vllm serve {quoted} {flags}"
     out = folder.with_name(f"{folder.name}-vllm")
-    export = command("export", folder, to="vllm", output=out)
+    export = command("export", folder, out, to="vllm")
     return f"{export} && vllm serve {shlex.quote(str(out))} {flags}"
 
 
@@ -36,7 +36,7 @@ def _llama_cpp(source: ExportSource, folder: Path, shapes: frozenset[str]) -> st
     except HeadpruneError:  # its tokenizer is none that is recognised
         like = "ORIGINAL.gguf"
     out = folder.with_name(f"{folder.name}-gguf")
-    export = command("export", folder, to="gguf", output=out, like=like)
+    export = command("export", folder, out, to="gguf", like=like)
     return f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
 
 

@@ -111,9 +111,9 @@ def _refuse_unproven(model: str | Path, config: ExportConfig, proof: ExportProof
         )
     if config.prove is ExportProofBy.ENGINE and proof.how != "engine":
         raise HeadpruneError(
-            f"--prove engine: no engine ran '{model}' as {config.to}, as it is not installed, "
+            f"prove engine: no engine ran '{model}' as {config.to}, as it is not installed, "
             f"takes no such file, or has none of its own; it was {proof}. Nothing was left "
-            "there: leave out --prove."
+            "there: leave out prove."
         )
 
 

@@ -129,7 +129,7 @@ def _refuse_tensors(proof: ProofOption) -> None:
     """
     if proof is ProofOption.TENSORS:
         raise PlanError(
-            "--proof tensors compares the result with the checkpoint, and --refit and gates with "
+            "proof=tensors compares the result with the checkpoint, and --refit and gates with "
             "trained weights change weights. Leave it out."
         )
 

@@ -103,7 +103,7 @@ def judged_refit(
     if not math.isfinite(sum(map(sum, distances))):
         raise DataError(
             "What the cut model makes of sequences that the refit was not fitted to is not finite. "
-            "Try --dtype float32, or cut without a refit."
+            "Try --config dtype=float32, or cut without a refit."
         )
 
     def worth(first: int) -> RefitWorth:

@@ -77,7 +77,7 @@ def write_streamed(
     except Unmapped as why:
         if order.writing.proof is ProofOption.TENSORS:
             raise CheckpointError(
-                f"--proof tensors: {why} Such a model is cut in memory; leave out --proof."
+                f"--config proof=tensors: {why} Such a model is cut in memory; leave out proof."
             ) from None
         net = whole()
         return write_proven(net, _resolved(order, net), order, context)
@@ -123,7 +123,9 @@ def write_changed(
     try:
         pieces, shape = cut_pieces(net, cuts, order.stored, source)
     except Unmapped as why:
-        raise CheckpointError(f"--placement layers: {why} Use --placement whole.") from None
+        raise CheckpointError(
+            f"--config placement=layers: {why} Use --config placement=whole."
+        ) from None
     facts = described(net, order, shape, before, cuts)
     return _written(net, pieces, order, context, facts, expected)
 
@@ -209,7 +211,7 @@ def _too_large(
         return None
     return (
         f"No outputs were compared: that takes {needed / 1e9:.1f} GB of memory, and "
-        f"{free / 1e9:.1f} GB are free. Every tensor was (--proof tensors)."
+        f"{free / 1e9:.1f} GB are free. Every tensor was (--config proof=tensors)."
     )
 
 

@@ -105,8 +105,8 @@ def as_it_fits(model: str | Path, dtype: torch.dtype | str, **options: Any) -> P
         except Unmapped as why:
             if asked_placement() is Placement.LAYERS:
                 raise CheckpointError(
-                    f"--placement layers: '{model}' cannot be read layer by layer. {why} Use "
-                    "--placement whole."
+                    f"placement=layers: '{model}' cannot be read layer by layer. {why} Use "
+                    "--config placement=whole."
                 ) from None
     return from_pretrained(model, dtype=dtype, **options)
 

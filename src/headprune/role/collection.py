@@ -227,7 +227,7 @@ def _weights(outputs: Any, attention: Attention) -> Tensor:
                 return part
     raise FamilyError(
         f"'{attention.path}' gives no attention weights, from which roles are told. Choose other "
-        "modules with --attention, or another model."
+        "modules with attention, or another model."
     )
 
 

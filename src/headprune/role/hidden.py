@@ -27,7 +27,7 @@ def hidden_input(
 ) -> Input | None:
     """Contexts out of which the model copies the number, one by one as they are long.
 
-    None without ``--needle-lengths``, and where the model finds too few.
+    None without ``needle_lengths``, and where the model finds too few.
 
     Raises:
         DataError: If the model does not go on with a text, or has no room for a needle.
@@ -36,7 +36,7 @@ def hidden_input(
         return None
     if task_of(net) != "causal-lm":
         raise DataError(
-            f"--needle-lengths: retrieval heads are told of a model that goes on with a text, and "
+            f"needle_lengths: retrieval heads are told of a model that goes on with a text, and "
             f"this one is a {type(net).__name__}. Leave it out."
         )
     trials = max(1, config.sequences // len(NEEDLE_DEPTHS))
@@ -51,7 +51,7 @@ def hidden_input(
         warn(
             f"The model finds {len(found)} of {len(given)} needles, {len(rows)} of them where it "
             f"also finds one at another depth, and {FEWEST} are needed: retrieval heads are left "
-            "out. Give shorter --needle-lengths, or more --sequences.",
+            "out. Give shorter needle_lengths, or more --sequences.",
             HeadpruneWarning,
             stacklevel=2,
         )

@@ -6,7 +6,7 @@
 The sentence (the needle) is hidden in text at several depths, as ``evaluate --needle`` does. Only
 contexts in which the model writes the whole number count: of the others no head says anything. The
 control is the same with the needle where that of another depth lies: a head that always looks as
-many places back finds it at one depth, and has no role. It needs ``--needle-lengths``.
+many places back finds it at one depth, and has no role. It needs ``needle_lengths``.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Work:
         if kind is None:
             raise CheckpointError(
                 f"'{path}' is of no training of headprune, or damaged. Move '{self.folder}' away, "
-                "or choose another --output."
+                "or choose another OUTPUT."
             )
         try:
             return validated(_KINDS[kind][1], content, path)
@@ -230,7 +230,7 @@ class Work:
         if others:
             raise CheckpointError(
                 f"'{self.folder}' is where checkpoints would lie, and it holds something else: "
-                f"'{min(others).name}'. Move it away, or choose another --output."
+                f"'{min(others).name}'. Move it away, or choose another OUTPUT."
             )
 
 

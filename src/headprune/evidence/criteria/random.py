@@ -17,4 +17,4 @@ def _score(evidence: UnitEvidence, units: Units) -> Tensor:
     return torch.rand(len(units), generator=generator, dtype=torch.float64)
 
 
-random = Criterion(_score, source="a control: a draw with --seed", sees="nothing")
+random = Criterion(_score, source="a control: a draw with seed", sees="nothing")

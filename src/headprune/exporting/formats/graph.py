@@ -33,7 +33,7 @@ Save = Callable[[Graph, Path], None]
 def refusal(source: ExportSource, config: ExportConfig) -> str | None:
     """Why graphs cannot hold a model; None if they can."""
     if config.prove is ExportProofBy.READ_BACK:
-        return "what was written is proven by running it. Give --prove engine."
+        return "what was written is proven by running it. Give prove engine."
     return graph_refusal(source.net)
 
 
