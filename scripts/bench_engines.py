@@ -1,7 +1,7 @@
 """Pruned models in the engines that serve them: the same numbers, and at what speed.
 
     python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST.csv.gz \
-        --sentences STSB_TRAIN.csv.gz --text WIKITEXT_TEST --output docs/benchmarks/engines.md
+        --sentences STSB_TRAIN.csv.gz --text WIKITEXT_TEST docs/benchmarks/engines.md
 
 Needs the extras onnx, openvino and llama-cpp. Differences are those of one run in the engine and
 one of the same folder in torch. Speed is timed in turn with the original in torch (A B A B ...).
@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.read import read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import read_examples
 from headprune.engines.model import open_exported, run_by_engine
 from headprune.engines.spec import MODEL
 from headprune.evaluation.evaluate import run as evaluated
@@ -60,7 +60,7 @@ ratio is no difference, and rates of different rows, timed minutes apart, are no
 
 ```bash
 python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST \\
-    --sentences STSB_TRAIN --text WIKITEXT_TEST --output docs/benchmarks/engines.md
+    --sentences STSB_TRAIN --text WIKITEXT_TEST docs/benchmarks/engines.md
 ```
 
 Versions: {versions}.

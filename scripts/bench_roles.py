@@ -29,12 +29,12 @@ from rich.console import Console
 
 from headprune.config import DataConfig, Dtype, RolesConfig
 from headprune.context import Context
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.forward import eager_attention, run_model
 from headprune.model.loading import load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.role.ablation import Out, rises
 from headprune.role.effects import head_means
 from headprune.role.inputs import loss_batches, text_input

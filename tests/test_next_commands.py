@@ -22,7 +22,7 @@ from tests.marks import slow_unless
 from tests.test_cli import run
 
 SMALL = ["--seq-len", "16", "--calibration-tokens", "512"]
-TRAIN = ["--steps", "2", "--batch-size", "2", "--seq-len", "16", "--target-heads", "0.5"]
+TRAIN = ["--steps", "2", "--config", "batch_size=2", "--seq-len", "16", "--target-heads", "0.5"]
 
 
 def test_a_command_is_quoted_as_a_shell_needs_it() -> None:
@@ -202,7 +202,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
     healing += ["--config", "text_column=body", "out", "--overwrite", "--config", "bf16=false"]
     if command == "heal":
         start = ["heal", "a model", "--teacher", "a model", "--data", "text.jsonl"]
-        start += ["--steps", "3", "--batch-size", "2", "--config", "seed=5"]
+        start += ["--steps", "3", "--config", "batch_size=2", "--config", "seed=5"]
     else:
         start = ["convert-gqa", "a model", "--kv-heads", "1", "--calibrate", "text.jsonl"]
         start += ["--heal", "3"]
@@ -211,7 +211,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
         patched.setattr("headprune.distillation.heal.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start, *healing)
     assert code == 130, err
-    (line,) = (part for part in err.split("Go on with: ") if part.startswith("headprune heal"))
+    (line,) = (part for part in err.split("Continue with: ") if part.startswith("headprune heal"))
     settings = yaml.safe_load(Path("out-checkpoints/config.yaml").read_text())
     ran(capsys, *shlex.split(line)[1:])
     assert manifest("out")["done"]["steps"] == 3 == settings["heal"]["steps"]
@@ -226,5 +226,5 @@ def test_gates_that_were_stopped_go_on_as_printed(
     with monkeypatch.context() as patched:
         patched.setattr("headprune.gates.train_gates.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start)
-    assert (code, "Go on with the same command and --resume." in err) == (130, True), err
+    assert (code, "Continue with the same command and --resume." in err) == (130, True), err
     ran(capsys, *start, "--resume")

@@ -29,10 +29,6 @@ from tests.dying import FILES, state, write
 from tests.marks import slow_unless
 from tests.test_cli import run
 
-BRIEF = SweepConfig(
-    calibration_tokens=128, seq_len=16, criterion="magnitude", refit=False, max_windows=2
-)
-
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

@@ -26,7 +26,7 @@ MODELS = {
     "meta-llama/Llama-3.2-1B": "llama-gqa",
     "Helsinki-NLP/opus-mt-de-en": "marian",
 }
-SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "16"]
+SMALL = ["--steps", "3", "--config", "batch_size=2", "--seq-len", "16"]
 
 
 def blocks(language: str, name: str) -> list[str]:

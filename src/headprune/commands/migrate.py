@@ -14,7 +14,7 @@ from headprune.context import Context
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
 
 
 def _show(console: Console, result: Pruned, values: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.exporting.preview import Preview
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
     from headprune.planning.plan import Planned
 
 NO_REFIT = "none"
@@ -223,7 +223,7 @@ def _refit(
     whole = keep == 1 and isinstance(keep, float)
     if refit is not None or scores is None or whole:
         return o.data_at(None if refit == NO_REFIT else refit, text_column), usual
-    from headprune.data.sources import digest_of_data, refuse_missing_file
+    from headprune.data.read import digest_of_data, refuse_missing_file
     from headprune.evidence.criteria import CRITERIA
     from headprune.schemas.scores import read_scores
 

@@ -250,7 +250,7 @@ class TrainGatesConfig(Settings):
     def _fitting(self) -> TrainGatesConfig:
         _exactly_one(self, "target_heads", "l0_penalty")
         if self.method is Method.REFIT and self.l0_penalty is not None:
-            raise ValueError("--l0-penalty goes with --method l0; give --target-heads")
+            raise ValueError("l0_penalty goes with --method l0; give --target-heads")
         if self.method is Method.REFIT and self.train is not Train.GATES:
             raise ValueError("--method refit goes with --train gates")
         return self
@@ -307,7 +307,7 @@ class HealConfig(Settings):
     @model_validator(mode="after")
     def _fitting_optimizer(self) -> HealConfig:
         if self.optimizer is HealOptimizer.MUON and self.train is HealTrain.LORA:
-            raise ValueError("--optimizer muon does not go with --train lora")
+            raise ValueError("--config optimizer=muon does not go with --train lora")
         return self
 
 

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.context import Context
-from headprune.data.sources import digest_of_data, refuse_missing_file
+from headprune.data.read import digest_of_data, refuse_missing_file
 from headprune.evaluation.refusals import refuse_other_tokenizer
 from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.refusals import refuse_without_text
 from headprune.role import ROLES, Role
 from headprune.role.against import changes
