@@ -65,7 +65,7 @@ def jobs(
     out = [work / "out"]
     found: dict[str, list[list[object]]] = {}
     for count in tokens:
-        some = ["--calibration-tokens", count]
+        some = ["--config", f"calibration_tokens={count}"]
         scores = ["score", model, "--data", text, "--unit", "head", *some]
         cut = ["prune", model, "--scores", work / "scores", "--keep", 0.75, "--layout", "ragged"]
         found[f"25 % of query heads, compensated + refit, {count:,} tokens"] = [

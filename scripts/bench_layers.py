@@ -21,7 +21,14 @@ WAYS = ("whole", "layers")
 
 def jobs(model: Path, plan: Path, text: str) -> dict[str, list[str]]:
     """Commands, by the name of what they do, without output and placement."""
-    some = ["--calibration-tokens", str(TOKENS), "--seq-len", "512", "--config", "dtype=float32"]
+    some = [
+        "--config",
+        f"calibration_tokens={TOKENS}",
+        "--config",
+        "seq_len=512",
+        "--config",
+        "dtype=float32",
+    ]
     cut = ["prune", str(model), "--plan", str(plan), "--refit", text, "--layout", "ragged"]
     merge = ["convert-gqa", str(model), "--kv-heads", "4", "--merge", "lowrank"]
     return {

@@ -180,7 +180,7 @@ def peak_memory_ratio(
         )
         return int(done.stdout.split()[-1])
 
-    sizes = ["--seq-len", str(seq_len), "--config", f"batch_size={batch}"]
+    sizes = ["--config", f"seq_len={seq_len}", "--config", f"batch_size={batch}"]
     with tempfile.TemporaryDirectory() as folder:
         train = [sys.executable, "-m", "headprune", "train-gates", model, "--data", data]
         train += [f"{folder}/g", "--target-heads", "0.75", "--steps", str(steps)]

@@ -24,7 +24,7 @@ from headprune.model.attention import attention_of
 from tests import forked, tiny
 from tests.dying import state, write
 
-TRAIN = ["--steps", "4", "--config", "batch_size=2", "--seq-len", "16"]
+TRAIN = ["--steps", "4", "--config", "batch_size=2", "--config", "seq_len=16"]
 
 
 def headprune(*arguments: object) -> list[str]:
@@ -102,7 +102,7 @@ def test_the_main_job_end_to_end(
     report = tmp_path / "report.json"
     code, text, err = run(
         capsys, "evaluate", out, "--data", text_file, "--against", llama_folder,
-        "--seq-len", 16, report, "--json",
+        "--config", "seq_len=16", report, "--json",
     )  # fmt: skip
     assert code == 0, err
     assert json.loads(text) == json.loads(report.read_text())
@@ -284,8 +284,12 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ("empty.txt", [], "holds no text"),
         ("short.txt", [], "has 3 tokens, which makes 0 sequences of 16; at least 2 must be"),
         ("rows.jsonl", [], "say which one holds the text with --text-column"),
-        ("rows.jsonl", ["--text-column", "bdy"], "no such column. Did you mean 'body'?"),
-        ("rows.jsonl", ["--text-column", "body", "--label-column", "l"], "--label-column l"),
+        ("rows.jsonl", ["--config", "text_column=bdy"], "no such column. Did you mean 'body'?"),
+        (
+            "rows.jsonl",
+            ["--config", "text_column=body", "--config", "label_column=l"],
+            "--label-column l",
+        ),
         ("odd.xyz", [], "an ending that says nothing"),
         ("nothing", [], "has no file with one of the endings"),
         (llama_folder.absolute(), [], "is the folder of a model, and text is what is asked for"),
@@ -446,8 +450,8 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(
         "batch_size=2",
         "--config",
         "save_every=5",
-        "--seq-len",
-        "16",
+        "--config",
+        "seq_len=16",
     ]
     running = forked.Process([*base, *sizes])
     checkpoints = tmp_path / "g-checkpoints" / "checkpoints"
@@ -501,7 +505,7 @@ def test_convert_heals_and_says_so(
     text_file: Path, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["convert-gqa", llama_folder, "--kv-heads", "1", "--calibrate", text_file]
-    small = ["--seq-len", "32", "--heal", "2", tmp_path / "out"]
+    small = ["--config", "seq_len=32", "--heal", "2", tmp_path / "out"]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("precious")
     code, _, err = run(capsys, *command, *small)
@@ -531,8 +535,8 @@ def test_memory_and_batches_are_reported(
     text_file: Path, llama_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [
-        "--seq-len",
-        "16",
+        "--config",
+        "seq_len=16",
         "--config",
         "memory=1MiB",
         "--config",

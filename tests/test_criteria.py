@@ -393,7 +393,7 @@ def test_scores_that_reckon_with_a_refit_get_one(
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(3_000))
-    small = ["--calibration-tokens", 256, "--seq-len", 16]
+    small = ["--config", "calibration_tokens=256", "--config", "seq_len=16"]
     names = ["--criterion", "compensated", "--criterion", "fisher"]
     scored = ["score", "model", "--data", "text.txt", *names, "s", *small]
     assert run(capsys, monkeypatch, *scored)[0] == 0
@@ -407,7 +407,7 @@ def test_scores_that_reckon_with_a_refit_get_one(
     code, err, refit = cut("usual", "compensated")
     assert "it is made on their text, 'text.txt'" in err
     assert (code, refit.tokens) == (0, 256)  # as much of it as was scored on
-    code, err, refit = cut("less", "compensated", "--calibration-tokens", "128")
+    code, err, refit = cut("less", "compensated", "--config", "calibration_tokens=128")
     assert (code, refit.tokens) == (0, 128)
     code, err, refit = cut("without", "compensated", "--refit", "none")
     assert (code, refit, "cut with --refit DATA" in err) == (0, None, True)
@@ -431,7 +431,7 @@ def test_the_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    small = ["--calibration-tokens", 256, "--seq-len", 16]
+    small = ["--config", "calibration_tokens=256", "--config", "seq_len=16"]
     names = ["--criterion", "fisher", "--criterion", "wanda"]
     code, out, _ = run(
         capsys, monkeypatch, "score", "model", "--data", "text.txt", *names, "s", *small

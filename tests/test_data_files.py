@@ -205,7 +205,9 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
 def test_the_command_line_warns_and_continues(tmp_path: Path) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     data = rows_file(tmp_path, {"text": tiny.text(99)}, {"text": None})
-    words = f"-m headprune evaluate {model} --data {data.source} --seq-len 16 --json --no-speed"
+    words = (
+        f"-m headprune evaluate {model} --data {data.source} --config seq_len=16 --json --no-speed"
+    )
     nowhere = {**os.environ, "HOME": "/dev/null/home", "HF_HUB_OFFLINE": "1"}
     for name in ("HF_HOME", "XDG_CACHE_HOME", "HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
         nowhere.pop(name, None)
@@ -315,7 +317,15 @@ def test_one_window_is_enough_to_measure(
 ) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(20))
-    line = ("evaluate", model, "--data", tmp_path / "text.txt", "--seq-len", 16, "--no-speed")
+    line = (
+        "evaluate",
+        model,
+        "--data",
+        tmp_path / "text.txt",
+        "--config",
+        "seq_len=16",
+        "--no-speed",
+    )
     code, _, err = run(capsys, *line)
     assert code == 0, err
     (tmp_path / "text.txt").write_text("w1")

@@ -93,9 +93,9 @@ def test_measuring_in_an_emulated_type_is_told(
     monkeypatch.setattr(devices, "emulates", lambda dtype: dtype == "float16")
     given = ["evaluate", folder, "--data", text_file, "--no-speed", "--max-windows", "2"]
     line = "is measured in float16, which this CPU only emulates: --config dtype=float32"
-    code, _, err = run(capsys, *given, "--seq-len", "32")
+    code, _, err = run(capsys, *given, "--config", "seq_len=32")
     assert (code, line in " ".join(err.split())) == (0, True)
-    code, _, err = run(capsys, *given, "--seq-len", "32", "--config", "dtype=float32")
+    code, _, err = run(capsys, *given, "--config", "seq_len=32", "--config", "dtype=float32")
     assert (code, line in " ".join(err.split())) == (0, False)
 
 
@@ -209,7 +209,9 @@ def test_a_device_that_fails_is_told_and_what_to_do(
     monkeypatch.setattr(*place, fail)
     monkeypatch.chdir(tmp_path)
     given = [llama_folder if word == "MODEL" else word for word in command]
-    code, _, err = run(capsys, *given, "--data", text_file, "--seq-len", 16, "--device", "cpu")
+    code, _, err = run(
+        capsys, *given, "--data", text_file, "--config", "seq_len=16", "--device", "cpu"
+    )
     # 1 would say that a check failed
     assert code == 2 and f"error: cpu itself failed {told} If that fails too" in err
     assert "report this" not in err

@@ -205,7 +205,15 @@ def test_the_command_line_takes_several(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = ("--seq-len", 16, "--no-speed", "--max-windows", 8, "--config", "resamples=100")
+    settings = (
+        "--config",
+        "seq_len=16",
+        "--no-speed",
+        "--max-windows",
+        8,
+        "--config",
+        "resamples=100",
+    )
     data = ("--data", text_file, "--data", f"b={other_text}", "--against", llama_folder)
     file = tmp_path / "reports" / "evaluation.json"
     file.parent.mkdir()

@@ -131,7 +131,7 @@ FILES: dict[str, tuple[str, Command]] = {
         "b.json",
         lambda h: (
             *("check", h / "base", "--data", h / "text.txt", "--baseline", h / "b.json"),
-            *("--limit", "perplexity <= +2 %", "--seq-len", 16, "--max-windows", 12),
+            *("--limit", "perplexity <= +2 %", "--config", "seq_len=16", "--max-windows", 12),
             *("--config", "resamples=1000"),
         ),
     ),
@@ -209,7 +209,14 @@ def test_no_name_of_a_folder_or_column_is_a_command(
         ("report", home / "run", home / "o.md"),
         ("report", home / "run", home / "o.html", "--json"),
         ("evaluate", place / "base", "--data", home / "rows.jsonl"),
-        ("evaluate", place / "base", "--data", home / "rows.jsonl", "--text-column", START),
+        (
+            "evaluate",
+            place / "base",
+            "--data",
+            home / "rows.jsonl",
+            "--config",
+            f"text_column={START}",
+        ),
     ):
         code, out, err = run(capsys, *arguments)
         assert code in (0, 2)

@@ -21,8 +21,17 @@ from tests.dying import write
 from tests.marks import slow_unless
 from tests.test_cli import run
 
-SMALL = ["--seq-len", "16", "--calibration-tokens", "512"]
-TRAIN = ["--steps", "2", "--config", "batch_size=2", "--seq-len", "16", "--target-heads", "0.5"]
+SMALL = ["--config", "seq_len=16", "--config", "calibration_tokens=512"]
+TRAIN = [
+    "--steps",
+    "2",
+    "--config",
+    "batch_size=2",
+    "--config",
+    "seq_len=16",
+    "--target-heads",
+    "0.5",
+]
 
 
 def test_a_command_is_quoted_as_a_shell_needs_it() -> None:
@@ -77,7 +86,7 @@ SCORED = {
     "llama-mqa": (["--config", "dtype=float64"], ["--config", "dtype=float64"]),
     "bert-base": (["--criterion", "reconstruction"], []),
     "bert-mlm": (["--criterion", "magnitude"], []),
-    "t5": (["--criterion", "fisher", "--text-column", "de,en"], ["text_column=de,en"]),
+    "t5": (["--criterion", "fisher", "--config", "text_column=de,en"], ["text_column=de,en"]),
 }
 
 
@@ -141,7 +150,15 @@ def test_a_refit_is_not_printed_where_there_can_be_none(
     after, _ = following(capsys, *base, *SMALL, "--criterion", "fisher")
     assert "--refit" not in after
     tiny.save(tiny.model("llama-mha"), home / "model")
-    few = ["--seq-len", "16", "--calibration-tokens", "32", "--criterion", "fisher", "--overwrite"]
+    few = [
+        "--config",
+        "seq_len=16",
+        "--config",
+        "calibration_tokens=32",
+        "--criterion",
+        "fisher",
+        "--overwrite",
+    ]
     after, _ = following(capsys, *base, *few)
     assert "--refit" not in after
 
@@ -198,7 +215,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     rows = [{"body": tiny.text(40, i)} for i in range(60)]
     Path("text.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    healing = ["--seq-len", "24", "--config", "learning_rate=0.001"]
+    healing = ["--config", "seq_len=24", "--config", "learning_rate=0.001"]
     healing += ["--config", "text_column=body", "out", "--overwrite", "--config", "bf16=false"]
     if command == "heal":
         start = ["heal", "a model", "--teacher", "a model", "--data", "text.jsonl"]

@@ -581,7 +581,7 @@ def test_a_users_files_in_an_output_are_kept_by_whatever_name(
         "score model --data text.txt --criterion magnitude out --overwrite",
         "prune model --plan plan.json out --overwrite",
         "train-gates model --data text.txt --target-heads 0.5 --steps 1 --config batch_size=2 "
-        "--seq-len 16 out --overwrite",
+        "--config seq_len=16 out --overwrite",
     ],
 )
 def test_a_users_files_beside_an_output_are_kept(

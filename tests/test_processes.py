@@ -91,8 +91,8 @@ def test_two_processes_heal_as_one_does(folder: Path) -> None:
         "gqa",
         "--teacher",
         "model",
-        "--learning-rate",
-        "5e-3",
+        "--config",
+        "learning_rate=5e-3",
         "--config",
         "bf16=false",
     )

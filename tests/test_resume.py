@@ -457,7 +457,16 @@ def test_a_training_that_breaks_down_writes_nothing(
 def test_a_learning_rate_that_is_too_large_is_named(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["--steps", "9", "--seq-len", "16", "--train", "all", "--config", "weight_lr=1e9"]
+    settings = [
+        "--steps",
+        "9",
+        "--config",
+        "seq_len=16",
+        "--train",
+        "all",
+        "--config",
+        "weight_lr=1e9",
+    ]
     command = ["train-gates", home / "model", "--data", home / "text.txt", *settings]
     code, _, err = run(capsys, *command, "--target-heads", "0.5", tmp_path / "g")
     assert code == 1

@@ -114,7 +114,16 @@ def test_the_command_refuses_it_before_it_reads(
     text = tmp_path / "text.txt"
     text.write_text(tiny.text(1500))
     place = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    asked = ("roles", place, "--data", text, "--seq-len", 60, "--config", "needle_lengths=20")
+    asked = (
+        "roles",
+        place,
+        "--data",
+        text,
+        "--config",
+        "seq_len=60",
+        "--config",
+        "needle_lengths=20",
+    )
     code, _, err = run(capsys, *asked, tmp_path / "roles")
     assert (code, (tmp_path / "roles").exists()) == (2, False)
     assert "A needle in 20 tokens" in err

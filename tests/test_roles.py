@@ -350,7 +350,7 @@ def test_a_model_without_a_loss_has_no_effects(tmp_path: Path) -> None:
         measured(tiny.model("bert-base"), tmp_path, ablation_tokens=120)
 
 
-SMALLER = ["--sequences", "8", "--seq-len", "60", "--config", "resamples=200", "--json"]
+SMALLER = ["--sequences", "8", "--config", "seq_len=60", "--config", "resamples=200", "--json"]
 
 
 @pytest.fixture
@@ -439,10 +439,10 @@ def test_the_best_of_many_offsets_is_judged_on_sequences_that_did_not_choose_it(
 @pytest.mark.parametrize(
     ("arguments", "words", "said"),
     [
-        (["--seq-len", "60"], 20, "makes 0 sequences"),
-        (["--seq-len", "60"], 80, "an interval needs four"),
-        (["--seq-len", "8", "--sequences", "4"], 500, "an interval needs four"),
-        (["--seq-len", "60", "--config", "attention=cross"], 500, "no 'cross' attention"),
+        (["--config", "seq_len=60"], 20, "makes 0 sequences"),
+        (["--config", "seq_len=60"], 80, "an interval needs four"),
+        (["--config", "seq_len=8", "--sequences", "4"], 500, "an interval needs four"),
+        (["--config", "seq_len=60", "--config", "attention=cross"], 500, "no 'cross' attention"),
     ],
 )
 def test_bad_input_is_told_in_a_sentence(
@@ -490,8 +490,8 @@ def test_a_check_counts_the_roles_that_are_gone(
 
     limits = ("--limit", "roles_lost == 0", "--limit", "roles_lost <= 2")
     quick = (
-        "--seq-len",
-        60,
+        "--config",
+        "seq_len=60",
         "--config",
         "role_sequences=10",
         "--max-windows",

@@ -80,7 +80,15 @@ def test_what_is_printed_next_works_here(
     assert lines == [f"  headprune evaluate {out} --data TEXT --against {model}"]
     (tmp_path / "TEXT.txt").write_text(tiny.text(300))
     words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
-    quick = ["--no-speed", "--seq-len", "16", "--config", "copying=0", "--config", "last_words=0"]
+    quick = [
+        "--no-speed",
+        "--config",
+        "seq_len=16",
+        "--config",
+        "copying=0",
+        "--config",
+        "last_words=0",
+    ]
     code, said, err = run(capsys, *words, *quick)
     assert code == 0 and "perplexity" in said, err
 

@@ -239,8 +239,17 @@ def test_kv_heads_go_in_ways_that_the_engine_holds(target: str, said: list[str])
 def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, text = saved(tmp_path), tmp_path / "t.txt"
     text.write_text(tiny.text(4_000))
-    line = ("convert-gqa", model, "--kv-budget", "0.5", "--calibrate", text, "--seq-len", "16")
-    line = (*line, "--calibration-tokens", "256")
+    line = (
+        "convert-gqa",
+        model,
+        "--kv-budget",
+        "0.5",
+        "--calibrate",
+        text,
+        "--config",
+        "seq_len=16",
+    )
+    line = (*line, "--config", "calibration_tokens=256")
     code, out, err = run(capsys, *line, "--dry-run", "--json")
     assert code == 0, err
     found = json.loads(out)

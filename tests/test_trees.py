@@ -271,7 +271,7 @@ def test_a_file_without_trees_is_refused_in_a_sentence(
     if content is not None:
         _written(tmp_path, content)
     model, output = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "roles"
-    asked = ["--data", text, "--trees", tmp_path / "trees.conllu", "--seq-len", "60"]
+    asked = ["--data", text, "--trees", tmp_path / "trees.conllu", "--config", "seq_len=60"]
     code, _, err = run(capsys, "roles", model, output, *asked)
     assert (code, output.exists()) == (2, False)
     assert said in err

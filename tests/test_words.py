@@ -212,7 +212,7 @@ def test_a_pipe_gets_a_line_per_stage_and_no_bars(
     Path("plan.json").write_text('{"model.layers.1.self_attn": [0, 1]}')
     names = {"model": llama_folder, "text": text_file, "plan": "plan.json"}
     words = [word.format(**names) for word in line.split()]
-    words += [] if "convert" in line else ["--seq-len", "16"]
+    words += [] if "convert" in line else ["--config", "seq_len=16"]
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert all(stage in err for stage in stages), err

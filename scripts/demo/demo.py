@@ -65,7 +65,7 @@ def evaluate(model: Path, *more: object) -> dict[str, Any]:
         "--data",
         f"novel={SHIPPED / 'novel.txt.gz'}",
     ]
-    options = ["--seq-len", 256, "--max-windows", 24, report, *more]
+    options = ["--config", "seq_len=256", "--max-windows", 24, report, *more]
     headprune("evaluate", model, *texts, *options)
     content: dict[str, Any] = json.loads(report.read_text())
     return content
@@ -142,11 +142,25 @@ def main() -> None:
     learnt |= {name: SHIPPED / f"{name}.txt.gz" for name in OTHERS}
     texts = [word for name, file in learnt.items() for word in ("--data", f"{name}={file}")]
 
-    size = ["--calibration-tokens", 8192, "--config", "held_out_tokens=3072", "--seq-len", 256]
+    size = [
+        "--config",
+        "calibration_tokens=8192",
+        "--config",
+        "held_out_tokens=3072",
+        "--config",
+        "seq_len=256",
+    ]
     headprune("compress", model, "--keep", 0.75, *texts, *size, small, "--overwrite")
     pruned = evaluate(small, "--against", model)
 
-    text = ["--calibrate", HERE / "train.txt", "--calibration-tokens", 4096, "--seq-len", 256]
+    text = [
+        "--calibrate",
+        HERE / "train.txt",
+        "--config",
+        "calibration_tokens=4096",
+        "--config",
+        "seq_len=256",
+    ]
     headprune("convert-gqa", model, "--kv-heads", 1, *text, mqa, "--overwrite")
     converted = evaluate(mqa, "--against", model, "--config", "decode_batches=1")
 

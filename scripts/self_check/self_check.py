@@ -103,7 +103,7 @@ def main() -> None:
         trained().save_pretrained("original")
         tokenizer().save_pretrained("original")
         gates = ("train-gates", "original", "--data", "train.txt", "gates")
-        budget = ("--target-heads", "0.75", "--steps", 60, "--seq-len", LENGTH)
+        budget = ("--target-heads", "0.75", "--steps", 60, "--config", f"seq_len={LENGTH}")
         prune = ("prune", "original", "--gates", "gates", "smaller")
         check = ("check", "--config", HERE / "headprune.yaml", "--baseline", HERE / "baseline.json")
         for command in ((*gates, *budget), prune, (*check, *update)):

@@ -89,12 +89,11 @@ def _train() -> object:
 
 def _settings(command: str, file: str) -> object:
     """What --config gives a command."""
-    from headprune.cli.settings import read_settings
-    from headprune.declaration import COMMANDS, build
+    from headprune.cli.app import settings_in
+    from headprune.commands.command import COMMANDS
 
-    asked = COMMANDS[command]
-    inputs = {"model": "m", "data": "d", "output": "o"}
-    return build(asked.options, {**inputs, **read_settings(Path(file), asked)})
+    required = {"model": "m", "data": "d", "output": "o"}
+    return COMMANDS[command].arguments({**required, **settings_in(Path(file), COMMANDS[command])})
 
 
 def _baseline() -> object:
@@ -118,12 +117,11 @@ _LLAMA = f"evaluate llama --data text.txt {_EVALUATE}"
 _DRY = "prune llama --plan plan.json --dry-run"
 _GATED = ("prune llama --gates gates --dry-run", "prune llama --gates gates out")
 _SCORED = (
-    "score --show scores",
-    "plan llama --scores scores --criterion fisher --keep 0.5 out.json",
+    "prune llama --scores scores --criterion fisher --keep 0.5 --dry-run --save-plan out.json",
     "prune llama --scores scores --criterion fisher --keep 4 --dry-run",
     "report scores out.md",
 )
-_PLANNED = "plan llama --scores scores --criterion fisher --keep 0.5 --roles roles"
+_PLANNED = "prune llama --scores scores --criterion fisher --keep 0.5 --roles roles --dry-run"
 _CHECK = ("check --config check.yaml",)
 _BESIDE_CHECK = ("llama", "text.txt", "baseline.json", "check.yaml")
 _DATA = ("text.txt", "text.txt.gz", "rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.tsv")
@@ -189,7 +187,6 @@ READERS: dict[str, Reader] = {
     ),
     "report": Reader("report.json", ("report result report.json out.md",), ("result",)),
     "checked": Reader("result/checked.json", ("report result out.md",)),
-    "sweep": Reader("sweep/*.*", ("report sweep out.md",)),
     "history": Reader("gates/history.jsonl", ("report gates out.md",), weight=0.5),
     "healing": Reader("healed/heal.jsonl", ("report healed out.md",), weight=0.5),
     "work-gates": Reader("resume-gates/out*/**/*", (RESUME["gates"],), folder="resume-gates"),
@@ -210,7 +207,7 @@ READERS: dict[str, Reader] = {
     "pruned-heads": Reader("legacy/config.json", ("inspect legacy", "migrate legacy out")),
     "roles": Reader(
         "roles/roles.json",
-        (f"{_PLANNED} --keep-roles broad out.json", f"{_PLANNED} --dry-run"),
+        (f"{_PLANNED} --keep-roles broad --save-plan out.json", _PLANNED),
         ("llama", "scores"),
         _roles,
         weight=3,

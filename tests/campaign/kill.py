@@ -52,6 +52,7 @@ class Job:
     weight: float = 1.0
 
 
+_PLAN = "prune llama --scores scores --criterion fisher --dry-run --save-plan out.json --keep"
 _PRUNE = "prune llama --plan plan.json"
 _OLD_MODEL = "prune llama --plan short.json out"
 _CHECK = f"check llama --data text.txt {MEASURING}"
@@ -66,8 +67,8 @@ _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} out.json"
 JOBS: dict[str, Job] = {
     "score": Job(f"{_SCORE} --criterion fisher", f"{_SCORE} --criterion magnitude"),
     "plan": Job(
-        "plan llama --scores scores --criterion fisher --keep 6 out.json",
-        "plan llama --scores scores --criterion fisher --keep 4 out.json",
+        f"{_PLAN} 6",
+        f"{_PLAN} 4",
         "out.json",
     ),
     "prune": Job(f"{_PRUNE} out", _OLD_MODEL),

@@ -37,7 +37,6 @@ PAGES = [
         "result": ("headprune.json", "plan.json", "config.json", "checked.json", "report.json"),
         "gates": ("gates.json", "config.yaml", "history.jsonl"),
         "scores": ("scores.json",),
-        "sweep": ("sweep.json", "config.yaml"),
         "healed": ("headprune.json", "heal.jsonl"),
     }.items()
     for file in files
@@ -130,7 +129,7 @@ def actions(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
         rows = [{"text": f"w1 w2 w{i}", "label": STRING} for i in range(8)]
         data = "labels.jsonl"
         (here / data).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words += ["--label-column", "label"]
+        words += ["--config", "label_column=label"]
     elif kind == "baseline":
         shutil.copyfile(originals / "baseline.json", here / "evil.json")
         _put(here / "evil.json", None)

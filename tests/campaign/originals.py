@@ -21,11 +21,11 @@ from tests import gguf_words, tiny
 from tests.campaign.watched import command, watched
 
 # settings that make a command short
-REFITTING = "--calibration-tokens 64 --seq-len 16"
+REFITTING = "--config calibration_tokens=64 --config seq_len=16"
 SCORING = f"{REFITTING} --config batch_size=2"
-TRAINING = "--steps 6 --config batch_size=2 --config save_every=2 --seq-len 16"
-MEASURING = "--max-windows 2 --seq-len 16 --config batch_size=2"
-TELLING = "--sequences 4 --seq-len 16 --config batch_size=2 --config resamples=20"
+TRAINING = "--steps 6 --config batch_size=2 --config save_every=2 --config seq_len=16"
+MEASURING = "--max-windows 2 --config seq_len=16 --config batch_size=2"
+TELLING = "--sequences 4 --config seq_len=16 --config batch_size=2 --config resamples=20"
 
 GATES = f"train-gates llama --data text.txt --target-heads 0.5 {TRAINING}"
 ROLES = f"roles llama --data text.txt {TELLING}"
@@ -34,17 +34,15 @@ HEAL = f"heal gqa --teacher mha --data text.txt {TRAINING}"
 RESUME = {"gates": f"{GATES} out --resume", "heal": f"{HEAL} out --resume"}
 
 CHECK = {
-    "check": {
-        "model": "llama",
-        "data": "text.txt",
-        "baseline": "baseline.json",
-        "against": "llama",
-        "limits": ["perplexity <= +2 %", "perplexity >= 98 %", "query_heads == 12"],
-        "seq_len": 16,
-        "max_windows": 3,
-    }
+    "model": "llama",
+    "data": "text.txt",
+    "baseline": "baseline.json",
+    "against": "llama",
+    "limits": ["perplexity <= +2 %", "perplexity >= 98 %", "query_heads == 12"],
+    "seq_len": 16,
+    "max_windows": 3,
 }
-TRAIN = {"train_gates": {"target_heads": 0.5, "gate_lr": 0.5, "objective": "lm"}}
+TRAIN = {"target_heads": 0.5, "gate_lr": 0.5, "objective": "lm"}
 # a parsed sentence per line: word, its head, the relation to it
 _TREES = (
     (("w1", 2, "nsubj"), ("w2", 0, "root"), ("w3", 2, "obj"), ("w4", 3, "amod")),
@@ -132,7 +130,7 @@ def _commands(place: Path) -> None:
     scored = f"--data text.txt --criterion magnitude {SCORING}"
     for line in (
         f"score llama --criterion fisher {scored} scores",
-        "plan llama --scores scores --criterion fisher --keep 0.5 plan.json",
+        "prune llama --scores scores --criterion fisher --keep 0.5 --dry-run --save-plan plan.json",
         "prune llama --plan plan.json result",
         "convert-gqa mha --kv-heads 2 gqa",
         f"{GATES} --train attention gates",
@@ -142,7 +140,6 @@ def _commands(place: Path) -> None:
         "export speaking --to gguf --config prove=read-back spoken",
         f"evaluate result --data text.txt --against llama --no-speed {MEASURING} report.json",
         "check --config check.yaml --update-baseline --config allow_dirty=true",
-        f"sweep llama {scored} --keep 0.5 --refit none --max-windows 2 sweep",
     ):
         well(line, place)
     # a report of check goes to stdout

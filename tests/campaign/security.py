@@ -128,12 +128,11 @@ _PATHS: tuple[Callable[[Path], str], ...] = (
         "!prune llama --gates evil out",
     ),
     _renamed("gates/config.yaml", "text.txt", _SECRET, "report evil out.md"),
-    _renamed("scores/scores.json", '"fisher"', '"../../outside/x"', "!score --show evil"),
     _renamed(
-        "sweep/sweep.json",
-        '"name": "',
-        '"name": "../../outside/',
-        "report evil out.md",
+        "scores/scores.json",
+        '"fisher"',
+        '"../../outside/x"',
+        "!prune llama --scores evil --criterion fisher --keep 0.5 --dry-run",
     ),
     _renamed("llama/tokenizer_config.json", "{", _FILES, _EVALUATED),
 )

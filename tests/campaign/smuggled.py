@@ -134,7 +134,6 @@ _COMMANDS = (
     f"heal evil --teacher llama {_DATA} {_TRAIN} out",
     f"heal llama --teacher evil {_DATA} {_TRAIN} out",
     "migrate evil out",
-    f"sweep evil {_DATA} --keep 0.5 --criterion magnitude --refit none {SCORING} out",
     "report evil out.html",
     "verify result --against evil",
 )
