@@ -397,7 +397,7 @@ def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and len(err) <= 408 and "asked x" in err and "do this" in err
     path = tmp_path / "r.yaml"
-    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"check: {a: {b: " + b"x" * 9_000):
+    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"a: {b: {c: " + b"x" * 9_000):
         path.write_bytes(content)
         code, _, err = run(capsys, "check", "--config", path)
         assert code == 2 and err.count("\n") == 1 and len(err) < 420, err

@@ -135,7 +135,7 @@ def actions(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
         _put(here / "evil.json", None)
         words += ["--baseline", "evil.json", "--limit", "perplexity <= +2 %"]
     else:
-        (here / "evil.yaml").write_text(json.dumps({"check": {"limits": [STRING]}}))
+        (here / "evil.yaml").write_text(json.dumps({"limits": [STRING]}))
         words += ["--config", "evil.yaml"]
     words += [model, "--data", data, "--limit", limit]
     environment = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(here / "summary.md")}

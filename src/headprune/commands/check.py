@@ -41,15 +41,13 @@ def _notify(
     values: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> None:
-    """Tell GitHub Actions; after an error, have an earlier JUnit file say so."""
+    """Tell GitHub Actions."""
     from headprune.regression import actions
     from headprune.regression.check import CheckReport
 
     on_actions = os.environ.get("GITHUB_ACTIONS") == "true"
-    if isinstance(result, HeadpruneError):
-        _mark_failed(values, result)
-        if on_actions:
-            say(actions.annotation("error", f"could not run: {result}"))
+    if isinstance(result, HeadpruneError) and on_actions:
+        say(actions.annotation("error", f"could not run: {result}"))
     if not isinstance(result, CheckReport):
         return
     for line in actions.workflow_commands(result.limits) if on_actions else ():
@@ -64,6 +62,7 @@ def _notify(
 
 
 def _mark_failed(values: Mapping[str, Any], error: HeadpruneError) -> None:
+    """Have an earlier JUnit file say so, unless it is another's."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import JUNIT
     from headprune.io.writing import write_whole
@@ -85,6 +84,7 @@ def _exit_code(result: CheckReport | Baseline) -> int:
     _show,
     as_json=lambda result: result.model_dump_json(indent=2, exclude={"samples"}),
     exit_code=_exit_code,
+    failed=_mark_failed,
     notify=_notify,
     needs=dict.fromkeys(("allow_dirty", "allow_other"), "update_baseline"),
 )

@@ -74,6 +74,7 @@ class Command:
         exit_code: 1 where a check failed, 2 where it cannot be decided.
         together: Whether several processes can share the work.
         needs: Options without effect unless one of others ("a|b") is set.
+        failed: Called with the arguments and an error, to mark stale output as failed.
         notify: Called at the command line with a result or an error, the arguments, and a function
             that prints a workflow command of a CI runner.
     """
@@ -87,6 +88,7 @@ class Command:
     exit_code: Callable[[Any], int] = lambda result: 0
     together: bool = False
     needs: Mapping[str, str] | None = None
+    failed: Callable[[Values, HeadpruneError], None] = lambda values, error: None
     notify: Callable[[Any, Values, Callable[[str], None]], None] = lambda result, values, say: None
 
     @property
@@ -148,17 +150,21 @@ def command(
     def register(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            values = inspect.signature(function).bind(*args, **kwargs).arguments
-            values = registered.arguments(values)
-            context = values["context"]
-            remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
-            context = replace(
-                context,
-                made_by=MadeBy(command=registered.name, options=_recorded(values)),
-                allowed=replace(context.allowed, trust_remote_code=remote),
-            )
-            with _surroundings(values, context) as context:
-                return function(**{**values, "context": context})  # type: ignore[call-arg]
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            try:
+                values = registered.arguments(given)
+                context = values["context"]
+                remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
+                context = replace(
+                    context,
+                    made_by=MadeBy(command=registered.name, options=_recorded(values)),
+                    allowed=replace(context.allowed, trust_remote_code=remote),
+                )
+                with _surroundings(values, context) as context:
+                    return function(**{**values, "context": context})  # type: ignore[call-arg]
+            except HeadpruneError as error:
+                registered.failed(given, error)
+                raise
 
         registered = Command(run, panel, show, **more)
         COMMANDS[registered.name] = registered
