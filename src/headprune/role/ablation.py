@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.config import RolesConfig
-from headprune.evidence.statistics import collect
 from headprune.evidence.losses import example_losses
+from headprune.evidence.statistics import collect
 from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import Batch
 from headprune.model.loading import task_of
