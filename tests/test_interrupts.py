@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic_core import SchemaError
@@ -15,7 +14,6 @@ from pydantic_core import SchemaError
 import headprune
 from headprune.cli import terminal
 from headprune.errors import CheckpointError
-from headprune.io import writing
 from tests import tiny
 
 
@@ -49,24 +47,6 @@ def test_such_an_error_alone_is_a_bug() -> None:
 
     with pytest.raises(SchemaError):
         terminal.run(command)
-
-
-def test_an_interrupt_as_a_reservation_ends_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits, calls = writing._interrupts_wait, []
-
-    def late() -> Any:
-        calls.append(1)
-        if len(calls) == 2:  # before the first line of what clears up
-            raise KeyboardInterrupt
-        return waits()
-
-    monkeypatch.setattr(writing, "_interrupts_wait", late)
-    with pytest.raises(KeyboardInterrupt), writing.reserved(tmp_path / "new" / "out") as new:
-        new.write_text("half")
-    assert len(calls) == 3 and not [*tmp_path.iterdir()]
-    assert not writing.is_reserved(tmp_path / "new" / "out")
 
 
 def test_a_config_that_loads_and_cannot_be_written_is_refused(tmp_path: Path) -> None:

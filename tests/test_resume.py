@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import resource
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -377,10 +377,8 @@ def claimed_by_another(output: Path) -> Iterator[None]:
     """As if another process wrote an output: locks belong to whoever opened the file."""
     folder = work_folder(output)
     folder.mkdir()
-    lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    yield
-    os.close(lock)
+    with FileLock(folder / "headprune-at-work"):
+        yield
 
 
 @pytest.mark.parametrize("train", [gates, healed])

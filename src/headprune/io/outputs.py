@@ -1,15 +1,15 @@
 """The output of a command: refused before any work if it may not be written, then written whole.
 
-An existing output is replaced only where headprune wrote all of it (``io.ownership``), only
-when the new one is complete, and in one step where the system has such a step.
+An existing output is replaced only where headprune wrote all of it (``io.ownership``), once the new
+one is complete.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,7 +26,6 @@ from headprune.io.writing import (
     real,
     refuse_strange_name,
     reserved,
-    work_folder,
     write_error,
 )
 from headprune.io.writing import write_whole as write_whole
@@ -39,63 +38,61 @@ Input = str | Path | None
 def claimed(
     path: Path, overwrite: bool, inputs: Sequence[Input] = (), goes_on: bool = False
 ) -> Iterator[None]:
-    """Reserves an output folder for as long as the block lasts, or the process lives.
-
-    Within the block it may be claimed once more; what is there is then not looked at again. A link
-    is followed: what it points to is the output.
+    """Reserve an output folder for a ``with`` block; free within an outer claim.
 
     Args:
-        path: The folder.
-        overwrite: Whether an existing one may be replaced, if headprune wrote it.
-        inputs: What the command reads: folders, files, or hub ids, which are not looked at.
-        goes_on: Whether the command goes on in an existing one, which is then not replaced.
+        path: The folder, or a link to it.
+        overwrite: Whether to replace an existing one that headprune wrote.
+        inputs: What the command reads: folders, files, or hub ids, which are skipped.
+        goes_on: Whether the command adds to an existing one.
 
     Raises:
-        CheckpointError: If it is a file, or the folder that the user is in; if it is, holds or lies
-            in an input; if there is one already and it must not be replaced; if another process is
-            writing it, or nothing can be written there.
+        CheckpointError: If it is a file or the current folder; if it is, holds or lies in an input;
+            if it exists and must not be replaced; if another process is writing it, or nothing can
+            be written there.
     """
     place = real(path)
-    _refuse_place(path, place)
-    refuse_input(path, inputs)
+    refuse_strange_name(path)
+    _refuse_unwritable(path, place)
+    if place.is_file():
+        raise CheckpointError(f"The output '{path}' is a file; give a folder name.")
+    if Path.cwd().resolve().is_relative_to(place):
+        raise CheckpointError(
+            f"The output '{path}' is the folder you are in, or holds it, which cannot be replaced "
+            "as a whole. Give another name."
+        )
+    _refuse_input(path, place, inputs)
     looked_at = goes_on or is_reserved(place)
     with reserved(place):
-        if looked_at:
-            yield
-            return
-        content = place.iterdir() if place.is_dir() else ()
-        if not overwrite and not all(abandoned(entry) for entry in content):
-            raise CheckpointError(
-                f"The output folder '{path}' already exists. Choose another one, or replace it "
-                "with --overwrite."
-            )
-        refuse_foreign(path)
+        if not looked_at:
+            content = place.iterdir() if place.is_dir() else ()
+            if not overwrite and not all(abandoned(entry) for entry in content):
+                raise CheckpointError(
+                    f"The output folder '{path}' already exists. Choose another one, or replace it "
+                    "with --overwrite."
+                )
+            refuse_foreign(path)
         yield
 
 
 @contextmanager
 def claimed_file(
-    path: Path,
-    is_ours: Callable[[Path], bool],
-    overwrite: bool,
-    inputs: Sequence[Input] = (),
+    path: Path, is_ours: Callable[[Path], bool], overwrite: bool, inputs: Sequence[Input] = ()
 ) -> Iterator[None]:
-    """Reserves an output file for as long as the block lasts, or the process lives.
+    """Reserve an output file, which ``write_whole`` writes, for a ``with`` block.
 
     Args:
-        path: The file; ``write_whole`` writes it.
-        is_ours: Tells whether an existing one is what the command writes.
-        overwrite: Whether such a one may be replaced.
-        inputs: What the command reads, as for ``claimed``.
+        path: The file, or a link to it.
+        is_ours: Returns whether an existing one is of the kind that the command writes.
+        overwrite: Whether to replace such a one.
+        inputs: As for ``claimed``.
 
     Raises:
-        CheckpointError: If it is no regular file, an input, or part of one; if there is one already
-            and it is not ours or must not be replaced; if another process is writing it, or nothing
-            can be written there.
+        CheckpointError: If it is no regular file, an input, or part of one; if it exists and must
+            not be replaced; if another process is writing it, or nothing can be written there.
     """
     place = real(path)
     _refuse_unwritable(path, place)
-    _refuse_dangling(path, place)
     if os.path.lexists(place) and not place.is_file():
         raise CheckpointError(f"The output '{path}' is no file; give the name of one.")
     for given, source in _places(inputs):
@@ -118,26 +115,12 @@ def claimed_file(
         yield
 
 
-@contextmanager
-def claimed_files(
-    paths: Iterable[Path],
-    is_ours: Callable[[Path], bool],
-    overwrite: bool,
-    inputs: Sequence[Input] = (),
-) -> Iterator[None]:
-    """Reserves several output files; arguments and errors as for ``claimed_file``."""
-    with ExitStack() as claims:
-        for path in paths:
-            claims.enter_context(claimed_file(path, is_ours, overwrite, inputs))
-        yield
-
-
 def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F]:
-    """Has a function claim its ``output`` while it runs, by its ``overwrite`` or ``writing``.
+    """Have a function claim its ``output`` by its ``overwrite`` or ``writing.overwrite``.
 
     Args:
-        *inputs: The parameters that name what it reads; "a.b" is the attribute b of a.
-        kind: What it writes, if that is a file; then it may be None, for none.
+        *inputs: Names of parameters that are inputs; "a.b" is the attribute b of a.
+        kind: The kind of an output file, which may be None; without it the output is a folder.
     """
 
     def claiming(function: F) -> F:
@@ -170,22 +153,17 @@ def _reached(given: Mapping[str, Any], name: str) -> Any:
 
 
 def place_of(value: Any) -> Input:
-    """Where an input, or the source of a data set, lies; None for what lies nowhere."""
+    """Return the path of an input, or of the source of a data set; None without one."""
     place = getattr(value, "source", value)
     return place if isinstance(place, (str, Path)) else None
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder that takes the place of ``path`` once the block ends well.
-
-    An existing ``path`` stays until the new one is complete, and the two are exchanged in one step
-    (renameat2, renamex_np) where the system has it; elsewhere a process that dies between the two
-    steps leaves what the next one that writes there finishes. If the block fails, for want of disk
-    space or by Ctrl-C, nothing is left behind.
+    """Yield a temporary folder that takes the place of ``path`` once the block ends well.
 
     Raises:
-        CheckpointError: If writing fails, or ``path`` holds what headprune did not write.
+        CheckpointError: If writing fails, or ``path`` holds a file that headprune did not write.
     """
     place = real(path)
     try:
@@ -194,14 +172,14 @@ def whole_folder(path: Path) -> Iterator[Path]:
             yield new
             for file in new.rglob("*"):
                 file.chmod(0o755 if file.is_dir() else 0o644)  # safetensors writes 0600
-            refuse_foreign(path)  # as it may have changed since
-            put(new, place, work_folder(place) / "old")
+            refuse_foreign(path)  # it may have changed since
+            put(new, place)
     except (OSError, SafetensorError) as error:
         raise write_error(path, error) from error
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuses a folder that holds what headprune did not write.
+    """Refuse a folder that holds a file that headprune did not write.
 
     Raises:
         CheckpointError: Naming the first such file.
@@ -215,13 +193,7 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def refuse_input(path: Path, inputs: Sequence[Input]) -> None:
-    """Refuses an output folder that is or holds an input, or lies in a model or the like.
-
-    Raises:
-        CheckpointError: Naming the input.
-    """
-    place = real(path)
+def _refuse_input(path: Path, place: Path, inputs: Sequence[Input]) -> None:
     for given, source in _places(inputs):
         if source == place:
             how = "is the input"
@@ -235,31 +207,10 @@ def refuse_input(path: Path, inputs: Sequence[Input]) -> None:
 
 
 def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
-    """The inputs that lie on this machine, and where."""
+    """Return the inputs on this machine, and their paths."""
     for given in inputs:
         if given is not None and is_there(given):
             yield given, real(Path(given))
-
-
-def _refuse_place(path: Path, place: Path) -> None:
-    refuse_strange_name(path)
-    _refuse_unwritable(path, place)
-    _refuse_dangling(path, place)
-    if place.is_file():
-        raise CheckpointError(f"The output '{path}' is a file; give a folder name.")
-    if Path.cwd().resolve().is_relative_to(place):
-        raise CheckpointError(
-            f"The output '{path}' is the folder you are in, or holds it, which cannot be replaced "
-            "as a whole. Give another name."
-        )
-
-
-def _refuse_dangling(path: Path, place: Path) -> None:
-    if path.is_symlink() and not place.exists():  # or it leads in a circle
-        raise CheckpointError(
-            f"The output '{path}' is a link that leads nowhere ('{place}'). Remove it, or choose "
-            "another output."
-        )
 
 
 def _refuse_unwritable(path: Path, place: Path) -> None:
@@ -273,4 +224,9 @@ def _refuse_unwritable(path: Path, place: Path) -> None:
     if not writable:
         raise CheckpointError(
             f"The output '{path}' cannot be made: '{above}' is no folder that can be written to."
+        )
+    if path.is_symlink() and not place.exists():  # or it leads in a circle
+        raise CheckpointError(
+            f"The output '{path}' is a link that leads nowhere ('{place}'). Remove it, or choose "
+            "another output."
         )

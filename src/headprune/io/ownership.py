@@ -1,13 +1,13 @@
-"""Which folders and files headprune wrote, told by what is in them and not by their names.
+"""Which folders and files headprune wrote, by their content: only these may be replaced.
 
-Only these may be replaced. A folder is ours if it has one of our records, and holds nothing beside
-what that record stands for; a file is ours if it has the fields, or the mark, of its kind.
+A folder is ours if it has one of our records, and holds nothing but the record's files. A file is
+ours if it has the fields, or the mark, of its kind.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import escape
@@ -29,39 +29,30 @@ class FolderKind:
     """A folder that headprune writes.
 
     Attributes:
-        record: The file that says what it is.
-        fields: What this file holds, among other things.
-        files: The other files, as patterns in which * spans folders as well.
-        listed: Files that the content of the record names.
+        record: The JSON or YAML file that says so.
+        fields: Some of its fields; files named under "files" belong to the folder.
+        files: Patterns of other files; * spans folders.
     """
 
     record: str
     fields: frozenset[str]
     files: tuple[str, ...] = ()
-    listed: Callable[[dict[str, Any]], Iterable[str]] = lambda content: ()
 
     def content(self, folder: Path) -> dict[str, Any] | None:
-        """The content of the record; None where the folder is none of this kind."""
-        read = read_yaml if self.record.endswith(".yaml") else read_json
-        return _content(folder / self.record, self.fields, read)
-
-
-def _of_manifest(content: dict[str, Any]) -> Iterable[str]:
-    return content["files"] if isinstance(content["files"], dict) else ()
+        """Return the content of the record; None if the folder is of another kind."""
+        return _content(folder / self.record, self.fields)
 
 
 _TRAINING = ("history.jsonl", "checkpoints/*")
-_SCORES = ("scores.safetensors", "scores.json")
-TRAININGS = (
-    FolderKind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
-    FolderKind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
+SWEEP = FolderKind(
+    "config.yaml",
+    frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
+    ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*"),
 )
 KINDS = (
+    SWEEP,
     FolderKind(
-        MANIFEST,
-        frozenset({"source", "lineage", "shape", "proof", "files"}),
-        ("README.md",),
-        _of_manifest,
+        MANIFEST, frozenset({"source", "lineage", "shape", "proof", "files"}), ("README.md",)
     ),
     FolderKind(
         "gates.json",
@@ -69,90 +60,39 @@ KINDS = (
         ("gates.safetensors", "weights.safetensors", "config.yaml", *_TRAINING),
     ),
     FolderKind(
-        "scores.json", frozenset({"versions", "model", "unit", "modules", "criteria"}), _SCORES
+        "scores.json",
+        frozenset({"versions", "model", "unit", "modules", "criteria"}),
+        ("scores.safetensors",),
     ),
     FolderKind(
         "roles.json",
         frozenset({"versions", "model", "settings", "roles", "modules"}),
         ("roles.svg", "roles.png", "scores.svg", "scores.png"),
     ),
-    *TRAININGS,
-    FolderKind(
-        EXPORTED,
-        frozenset({"versions", "format", "model", "proof", "files"}),
-        (),
-        _of_manifest,
-    ),
+    FolderKind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
+    FolderKind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
+    FolderKind(EXPORTED, frozenset({"versions", "format", "model", "proof", "files"})),
 )
-
-
-def is_one_piece(folder: Path) -> bool:
-    """Whether a folder is a model, or what headprune wrote: nothing else belongs in it."""
-    return (folder / "config.json").is_file() or bool(_parts(folder))
-
-
-def part_of(folder: Path, file: Path) -> bool:
-    """Whether a file is one of those that make up what headprune wrote in a folder."""
-    if not (file.is_relative_to(folder) and file.exists()):
-        return False
-    inside = file.relative_to(folder).as_posix()
-    return any(fnmatch(inside, pattern) for pattern in _parts(folder))
-
-
-def foreign(folder: Path) -> str | None:
-    """The first file in a folder that headprune did not write there; None if all are ours."""
-    parts = _parts(folder)
-    for file in _files(folder):
-        inside = file.relative_to(folder).as_posix()
-        known = file.name in _ANYWHERE or any(fnmatch(inside, pattern) for pattern in parts)
-        if not (known or (parts and is_ours(file))):
-            return inside
-    return None
-
-
-def _parts(folder: Path) -> list[str]:
-    """Patterns of the files that the records in a folder stand for."""
-    found: list[str] = []
-    for kind in KINDS:
-        content = kind.content(folder)
-        if content is not None:
-            listed = (escape(str(file)) for file in kind.listed(content))
-            found += [kind.record, *kind.files, *listed]
-    return found
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """All files and links but those of an output that a dead run was making, in order."""
-
-    def unreadable(error: OSError) -> None:
-        raise CheckpointError(f"'{folder}' cannot be read through: {error}.")
-
-    for place, folders, files in os.walk(folder, onerror=unreadable):
-        folders[:] = sorted(name for name in folders if not abandoned(Path(place) / name))
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
-        yield from (Path(place) / name for name in sorted([*files, *links]))
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """A file that headprune writes; called with a file, it says whether that is one.
+    """A file that headprune writes by itself; called with a file, return whether it is one.
 
     Attributes:
-        fields: What it holds, among other things, if it is JSON or YAML.
-        marks: What stands near its start, if it is neither; one of these.
-        read: Reads the former.
+        fields: Some fields of a JSON file.
+        marks: One of these stands near the start of another file.
     """
 
     fields: frozenset[str] = frozenset()
     marks: tuple[bytes, ...] = ()
-    read: Callable[[Path], Any] = read_json
 
     def __call__(self, file: Path) -> bool:
-        """Whether headprune wrote a file; a link is none of ours."""
+        """Return whether headprune wrote a file; never a link."""
         if file.is_symlink() or not file.is_file():
             return False
         if not self.marks:
-            return _content(file, self.fields, self.read) is not None
+            return _content(file, self.fields) is not None
         try:
             with file.open("rb") as stream:
                 start = stream.read(_MARKED_BYTES)
@@ -168,21 +108,61 @@ BASELINE = FileKind(frozenset({"subject", "inputs_sha256", "structure", "samples
 JUNIT = FileKind(marks=(b'<testsuite name="headprune check"',))
 REPORT = FileKind(marks=(b'<meta name="generator" content="headprune', b"<!-- headprune"))
 FIGURE = FileKind(marks=(b"<dc:title>headprune</dc:title>", b"Software\0headprune"))
-# what a user may have put into a folder of ours
 _AMONG_OTHERS = (PLAN, EVALUATION, CHECK, BASELINE, JUNIT, REPORT, FIGURE)
 
 
-def is_ours(file: Path) -> bool:
-    """Whether a file is of any kind that headprune writes by itself."""
-    return any(kind(file) for kind in _AMONG_OTHERS)
+def is_one_piece(folder: Path) -> bool:
+    """Return whether a folder is a model or was written by headprune."""
+    return (folder / "config.json").is_file() or bool(_parts(folder))
 
 
-def _content(
-    file: Path, fields: frozenset[str], read: Callable[[Path], Any]
-) -> dict[str, Any] | None:
-    """The content of a JSON or YAML file that has all of some fields."""
+def part_of(folder: Path, file: Path) -> bool:
+    """Return whether a file belongs to what headprune wrote in a folder."""
+    return file.is_relative_to(folder) and file.exists() and _matches(folder, file, _parts(folder))
+
+
+def foreign(folder: Path) -> str | None:
+    """Return the first file in a folder that headprune did not write there; None without one."""
+    parts = _parts(folder)
+    for file in _files(folder):
+        known = file.name in _ANYWHERE or _matches(folder, file, parts)
+        if not (known or (parts and any(kind(file) for kind in _AMONG_OTHERS))):
+            return file.relative_to(folder).as_posix()
+    return None
+
+
+def _matches(folder: Path, file: Path, patterns: list[str]) -> bool:
+    return any(fnmatch(file.relative_to(folder).as_posix(), pattern) for pattern in patterns)
+
+
+def _parts(folder: Path) -> list[str]:
+    """Return patterns of the files of the records in a folder."""
+    patterns: list[str] = []
+    for kind in KINDS:
+        content = kind.content(folder)
+        if content is not None:
+            listed = content.get("files") if "files" in kind.fields else None
+            names = listed if isinstance(listed, dict) else ()
+            patterns += [kind.record, *kind.files, *(escape(str(name)) for name in names)]
+    return patterns
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Return all files and links in order, without leftovers of a killed run."""
+
+    def unreadable(error: OSError) -> None:
+        raise CheckpointError(f"'{folder}' cannot be read through: {error}.")
+
+    for place, folders, files in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if not abandoned(Path(place) / name))
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        yield from (Path(place) / name for name in sorted([*files, *links]))
+
+
+def _content(file: Path, fields: frozenset[str]) -> dict[str, Any] | None:
+    """Return the content of a JSON or YAML file with these fields; None without them."""
     try:
-        content = read(file)
+        content = read_yaml(file) if file.suffix == ".yaml" else read_json(file)
     except (CheckpointError, FileNotFoundError):
         return None
     return content if isinstance(content, dict) and fields <= content.keys() else None

@@ -1,13 +1,12 @@
-"""Writing files and folders whole or not at all, and one writer at a time.
+"""Write files and folders whole or not at all, with one writer at a time.
 
-Beside every output that is being written lies a hidden folder, its work folder:
+Beside an output that is being written lies a hidden work folder:
 
-.NAME.partial/new/NAME   what is to be the output; moved into its place when it is complete
-.NAME.partial/old        the output that was there before, where the system cannot exchange the two
+.NAME.partial/new/NAME           the new output, moved to its place when complete
+.NAME.partial/old                the earlier output, where the system cannot exchange two folders
+.NAME.partial/headprune-at-work  locked by the process at work, until that ends in whatever way
 
-The process at work holds a lock on that folder, which ends with the process, however it ends. So
-the next one that writes the same output finds what a dead one left there, and takes it over. Only
-a folder with the file of the name ``headprune-at-work`` is one of these.
+The next process that writes the same output clears what a killed one left.
 """
 
 from __future__ import annotations
@@ -18,50 +17,49 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from headprune.errors import CheckpointError
-from headprune.io.locks import lock
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 _NEW, _OLD, _MARK = "new", "old", "headprune-at-work"
 _LONGEST = 255  # bytes in a name
-_held: dict[Path, Path] = {}  # outputs that this process writes, and their work folders
+_held: set[Path] = set()  # outputs that this process writes
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether there is a file or folder; False for what no file system takes as a name."""
-    with suppress(OSError, ValueError):  # of Path.exists, where a name is too long or forbidden
+    """Return whether a file or folder exists; False for a name no file system takes."""
+    with suppress(OSError, ValueError):
         return Path(path).exists()
     return False
 
 
 def real(path: Path) -> Path:
-    """Where a path leads: an output that is a link is written where the link points.
+    """Return where a path leads: an output that is a link is written where the link points.
 
     Raises:
-        CheckpointError: If it is no path at all.
+        CheckpointError: If the path holds a null character.
     """
     try:
         return Path(os.path.realpath(path))
-    except ValueError as error:  # a null character
+    except ValueError as error:
         raise CheckpointError(f"'{path}' is no path: {error}.") from None
 
 
 def beside(path: Path, form: str) -> Path:
-    """A sibling of ``path``, its name made of that of ``path``, and shortened if it is too long.
+    """Return a sibling of a path, its name shortened if it is too long.
 
     Args:
         path: The file or folder.
-        form: The name, with ``{}`` for that of ``path``.
+        form: The name of the sibling, with ``{}`` for that of ``path``.
     """
     name = form.format(path.name)
     excess = len(os.fsencode(name)) - _LONGEST
@@ -73,91 +71,90 @@ def beside(path: Path, form: str) -> Path:
 
 
 def work_folder(place: Path) -> Path:
-    """The hidden folder beside an output in which it is made."""
+    """Return the hidden folder beside an output."""
     return beside(real(place), ".{}.partial")
 
 
 def is_reserved(place: Path) -> bool:
-    """Whether this process has reserved an output."""
+    """Return whether this process has reserved an output."""
     return real(place) in _held
 
 
 @contextmanager
 def reserved(place: Path) -> Iterator[Path]:
-    """Reserves an output, file or folder, for this process; within it once more at no cost.
+    """Reserve an output, file or folder, for this process; free within an outer reservation.
 
-    What a dead process left of it is finished if it was complete, and else removed. When the block
-    ends, in whatever way, nothing but the output is left. Where the system or the file system has
-    no locks (Windows, some network file systems), two writers are not kept apart.
+    Afterwards only the output is left, after an error or Ctrl-C too.
 
     Args:
         place: The output.
 
     Yields:
-        Where its new version is to be made, of its name; nothing is there yet.
+        Where to make its new version; nothing is there yet.
 
     Raises:
         CheckpointError: If another process is writing it, or nothing can be written there.
     """
     place = real(place)
-    if place in _held:
-        yield _fresh(_held[place], place)
-        return
     work = work_folder(place)
+    if place in _held:
+        yield _emptied(work, place)
+        return
     missing = [parent for parent in work.parents if not is_there(parent)]
-    held = None
+    lock = _lock_of(work)
     try:
         try:
-            with _interrupts_wait():
-                held = _locked(work, place)
-                adopt(work / _NEW / place.name, place, work / _OLD)
-                _held[place] = work
-                new = _fresh(work, place)
+            _locked(lock, work, place)
+            _held.add(place)
+            new = _emptied(work, place)
         except OSError as error:
             raise write_error(place, error) from error
         yield new
     finally:
-
-        def release() -> None:
-            nonlocal held
-            with _interrupts_wait():
-                # an earlier output that could not be put back waits there for the next run
-                waits = (work / _OLD).is_dir() and not os.path.lexists(place)
-                if _held.pop(place, None) and not waits:
-                    _remove(work)
-                for folder in missing:
-                    with suppress(OSError):  # it holds the output
-                        folder.rmdir()
-                if held is not None:
-                    os.close(held)
-                    held = None
-
         try:
-            release()
-        except KeyboardInterrupt:  # it may have come before interrupts waited
-            release()
+            _release(lock, work, place, missing)
+        except KeyboardInterrupt:
+            _release(lock, work, place, missing)
             raise
 
 
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C takes effect when the block has ended, so that it is never half done."""
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield  # Ctrl-C raises nothing here
-        return
-    waiting: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda _, frame: waiting.append(frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if waiting:
-            before(signal.SIGINT, waiting[0])
+def _lock_of(work: Path) -> BaseFileLock:
+    from filelock import FileLock  # late: it is slow to import, and --help needs none
+
+    return FileLock(work / _MARK, timeout=0)
 
 
-def _fresh(work: Path, place: Path) -> Path:
-    """Empties a work folder."""
+def _locked(lock: BaseFileLock, work: Path, place: Path) -> None:
+    from filelock import Timeout
+
+    work.mkdir(parents=True, exist_ok=True)
+    if any(work.iterdir()) and not _is_work_folder(work):
+        raise CheckpointError(
+            f"'{work}' lies where the output would be made, and headprune did not make it. Move it "
+            "away, or choose another output."
+        )
+    with suppress(Timeout, FileNotFoundError):  # the latter as its last writer removes it
+        lock.acquire()
+        if (work / _MARK).exists():
+            return
+    raise CheckpointError(
+        f"Another process is writing '{place}'. Wait for it, or choose another output."
+    )
+
+
+def _is_work_folder(work: Path) -> bool:
+    named = re.fullmatch(r"\..+\.partial", work.name, re.DOTALL) and not work.is_symlink()
+    with suppress(OSError):
+        return bool(named) and {_MARK} <= {inside.name for inside in work.iterdir()} <= {
+            _NEW,
+            _OLD,
+            _MARK,
+        }
+    return False
+
+
+def _emptied(work: Path, place: Path) -> Path:
+    _restore(work, place)
     for name in (_NEW, _OLD):
         if (work / name).is_dir():
             shutil.rmtree(work / name)
@@ -165,132 +162,79 @@ def _fresh(work: Path, place: Path) -> Path:
     return work / _NEW / place.name
 
 
-def _remove(work: Path) -> None:
-    for name in (_NEW, _OLD):
-        shutil.rmtree(work / name, ignore_errors=True)
-    with suppress(OSError):
-        if {inside.name for inside in work.iterdir()} <= {_MARK}:  # it says whose the rest is
-            (work / _MARK).unlink(missing_ok=True)
-            work.rmdir()
+def _restore(work: Path, place: Path) -> None:
+    """Put an earlier output back after a ``put`` that was cut short between its two moves."""
+    if (work / _OLD).is_dir() and not os.path.lexists(place):
+        (work / _OLD).rename(place)
 
 
-def _locked(work: Path, place: Path) -> int | None:
-    """Makes the work folder and locks it; the lock lasts until it is closed."""
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        if sys.platform == "win32":
-            _mark(work)
-            return None
-        try:
-            folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue  # its last writer has just removed it
-        if lock(folder) is False:
-            os.close(folder)
-            raise CheckpointError(
-                f"Another process is writing '{place}'. Wait for it, or choose another output."
-            )
-        try:
-            if os.path.samestat(os.fstat(folder), work.stat()):
-                _mark(work)
-                return folder
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(folder)
-            raise
-        os.close(folder)
+def _release(lock: BaseFileLock, work: Path, place: Path, missing: list[Path]) -> None:
+    from filelock import Timeout
 
-
-def _mark(work: Path) -> None:
-    """Marks an empty folder as a work folder.
-
-    Raises:
-        CheckpointError: If it holds something, and has no mark.
-    """
-    if not (work / _MARK).is_file() and any(work.iterdir()):
-        raise CheckpointError(
-            f"'{work}' lies where the output would be made, and headprune did not make it. Move it "
-            "away, or choose another output."
-        )
-    (work / _MARK).touch()
+    with suppress(OSError, Timeout):
+        if _is_work_folder(work):
+            lock.acquire()  # held already, unless Ctrl-C came first
+            _restore(work, place)
+            for name in (_NEW, _OLD):
+                shutil.rmtree(work / name, ignore_errors=True)
+            (work / _MARK).unlink()  # last: the next writer makes its own
+    _held.discard(place)
+    lock.release(force=True)
+    with suppress(OSError):  # it is another's
+        work.rmdir()
+    for folder in missing:
+        with suppress(OSError):  # it holds the output
+            folder.rmdir()
 
 
 def abandoned(work: Path) -> bool:
-    """Whether a folder is a work folder in which no process is at work."""
-    named = re.fullmatch(r"\..+\.partial", work.name) and not work.is_symlink()
-    if sys.platform == "win32" or not named or not (work / _MARK).is_file():
-        return False
-    try:
-        if {inside.name for inside in work.iterdir()} - {_NEW, _OLD, _MARK}:
-            return False
-        folder = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return bool(lock(folder))
-    finally:
-        os.close(folder)
+    """Return whether a folder is a work folder in which no process is at work."""
+    from filelock import Timeout
+
+    with suppress(OSError, Timeout):
+        if _is_work_folder(work):
+            with _lock_of(work):
+                return True
+    return False
 
 
-def put(new: Path, place: Path, old: Path) -> None:
-    """Moves a complete folder to its place; an earlier one there is removed, at no moment both.
+def put(new: Path, place: Path) -> None:
+    """Move a complete folder to its reserved place; an earlier one there goes at no moment.
 
-    Where the system cannot exchange two folders, the earlier one goes to ``old`` first; ``adopt``
-    finishes that if the process dies in between.
-
-    Args:
-        new: The folder.
-        place: Where it belongs.
-        old: Where the earlier one waits.
+    Where the system cannot exchange two folders, a kill between two moves leaves the earlier one
+    in the work folder; the next reservation puts it back.
 
     Raises:
-        OSError: If it cannot be moved; what was there is there.
+        OSError: If it cannot be moved.
     """
-    if not os.path.lexists(place):
+    if os.path.lexists(place) and not _exchanged(new, place):
+        place.rename(work_folder(place) / _OLD)
+    if new.exists() and not os.path.lexists(place):
         new.rename(place)
-    elif _exchanged(new, place):
-        shutil.rmtree(new, ignore_errors=True)
-    else:
-        place.rename(old)
-        try:
-            new.rename(place)
-        except OSError:
-            old.rename(place)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
 
 
-def adopt(new: Path, place: Path, old: Path) -> None:
-    """Finishes a ``put`` that was cut short between its two moves."""
-    if old.is_dir() and not os.path.lexists(place):
-        (new if new.is_dir() else old).rename(place)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders in one step; False where that is not possible, and nothing is done."""
+def _exchanged(one: Path, two: Path) -> bool:
+    """Exchange two folders in one step; return False where the system cannot."""
     if sys.platform not in ("linux", "darwin"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    paths = os.fsencode(one), os.fsencode(other)
-    try:
+    a, b, swap = os.fsencode(one), os.fsencode(two), ctypes.c_uint(2)
+    with suppress(AttributeError):  # an old C library
         if sys.platform == "darwin":
-            return bool(libc.renamex_np(*paths, ctypes.c_uint(2)) == 0)  # RENAME_SWAP
-        here = ctypes.c_int(-100)  # AT_FDCWD
-        flag = ctypes.c_uint(2)  # RENAME_EXCHANGE
-        return bool(libc.renameat2(here, paths[0], here, paths[1], flag) == 0)
-    except AttributeError:  # an old C library
-        return False
+            return bool(libc.renamex_np(a, b, swap) == 0)
+        here = ctypes.c_int(-100)
+        return bool(libc.renameat2(here, a, here, b, swap) == 0)
+    return False
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8, by way of a temporary one.
+    """Write a file, text as UTF-8, by way of a temporary one.
 
     Raises:
         CheckpointError: If writing fails, or another process is at it.
     """
     path = real(path)
-    # a lone surrogate, as a file name may hold, is no UTF-8; what JSON would write is readable
+    # a lone surrogate, as in a file name, is no UTF-8
     text = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     try:
         with reserved(path) as new:
@@ -300,13 +244,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise write_error(path, error) from error
 
 
+def write_yaml(content: dict[str, Any], path: Path) -> None:
+    """Write YAML, whole or not at all."""
+    write_whole(path, yaml.safe_dump(content, sort_keys=False))
+
+
 def of_full_disk(error: Exception) -> bool:
-    """Whether an error says that there is no space left, in Python's words or those of Rust."""
+    """Return whether an error of Python or Rust says that no space is left."""
     return getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
 
 
 def write_error(path: Path, error: Exception) -> CheckpointError:
-    """Says in one sentence why writing failed."""
+    """Return the sentence for a failed write."""
     strerror = getattr(error, "strerror", None)
     why = "the disk is full" if of_full_disk(error) else strerror or str(error)
     return CheckpointError(
@@ -316,10 +265,10 @@ def write_error(path: Path, error: Exception) -> CheckpointError:
 
 
 def refuse_strange_name(path: str | Path) -> None:
-    """Refuses a folder whose path is no UTF-8, which safetensors cannot open.
+    """Refuse a path that is no UTF-8, which safetensors cannot open.
 
     Raises:
-        CheckpointError: If it is such a one.
+        CheckpointError: If it is none.
     """
     try:
         str(path).encode()
@@ -327,8 +276,3 @@ def refuse_strange_name(path: str | Path) -> None:
         raise CheckpointError(
             f"The path '{path}' is no UTF-8, and safetensors opens no such files. Rename it."
         ) from None
-
-
-def write_yaml(content: dict[str, Any], path: Path) -> None:
-    """Writes YAML, whole or not at all."""
-    write_whole(path, yaml.safe_dump(content, sort_keys=False))

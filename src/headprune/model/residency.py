@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -246,7 +246,7 @@ class _Spool:
     def __init__(self) -> None:
         self._file, self._path = temporary_file()
         self._end = self._kept = 0
-        weakref.finalize(self, _discard, self._file, self._path)
+        weakref.finalize(self, os.close, self._file)
 
     def keep(self) -> None:
         """Overwrites nothing of what is there."""
@@ -267,16 +267,11 @@ class _Spool:
                 done += os.pwrite(self._file, content[done:], start + done)
         except OSError as error:
             raise CheckpointError(
-                f"The weights that change cannot be kept in '{self._path.parent}': {error}. Set "
+                f"The weights that change cannot be kept in '{gettempdir()}': {error}. Set "
                 "TMPDIR to a folder with room for them."
             ) from None
         name = next(name for name, dtype in SAFETENSORS.items() if dtype is tensor.dtype)
         return StoredTensor(name, tuple(tensor.shape), self._path, start)
-
-
-def _discard(file: int, path: Path) -> None:
-    os.close(file)
-    path.unlink(missing_ok=True)
 
 
 _PLACE = "headprune_place"  # of a module: what fills it, and which block it is in
