@@ -111,10 +111,12 @@ class Run:
         with suppress(OSError):
             (self.folder / CONFIG).unlink(missing_ok=True)
             (self.folder / HISTORY).unlink(missing_ok=True)
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            for folder in filter(abandoned, [*self.folder.iterdir()]):  # of a killed run
+            left = filter(abandoned, self.folder.iterdir())  # by a killed run
+            for folder in [*left, *self.checkpoints.glob("checkpoint-*")]:
                 shutil.rmtree(folder, ignore_errors=True)
-            self.folder.rmdir()  # unless a user put something there
+        for folder in (self.checkpoints, self.folder):
+            with suppress(OSError):  # a user put something there
+                folder.rmdir()
 
     def _refuse_foreign(self) -> None:
         if not self.folder.is_dir():
