@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, HealTrain, Resuming, Writing
 from headprune.context import Context
-from headprune.data.sources import refuse_missing_file
+from headprune.data.read import refuse_missing_file
 from headprune.distillation.optimizer import resolved
 from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights

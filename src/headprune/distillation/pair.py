@@ -13,8 +13,7 @@ from headprune import devices
 from headprune.config import DataConfig, Dtype, HealConfig, Objective
 from headprune.context import Context
 from headprune.data.batches import batches
-from headprune.data.rows import apart
-from headprune.data.samples import Collate
+from headprune.data.text import Collate, split
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
 from headprune.exporting.prune import whole
@@ -130,5 +129,5 @@ def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset, Dataset]:
             f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
             "hold some out. Give more text, or a smaller --seq-len."
         )
-    trained, held = apart(len(rows), 2 * count)
-    return rows.select(trained), rows.select(held[::2]), rows.select(held[1::2])
+    fit, choose, report = map(rows.select, split(len(rows), len(rows) - 2 * count))
+    return fit, choose, report

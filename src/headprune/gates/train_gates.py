@@ -27,10 +27,9 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
-from headprune.data.batches import batches
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.batches import batches, calibration
+from headprune.data.read import refuse_missing_file
+from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
@@ -195,9 +194,7 @@ def _announce(context: Context, tokens: int, config: TrainGatesConfig, steps: in
     )
 
 
-def _calibration(
-    model: Model, data: DataConfig, config: TrainGatesConfig
-) -> CalibrationSample | None:
+def _calibration(model: Model, data: DataConfig, config: TrainGatesConfig) -> Sequences | None:
     """Return text to choose heads on before any step, where the method is or may be refit."""
     may = config.leaves_method and model.task == "causal-lm" and not in_shards()
     if config.method is not Method.REFIT and not may:
@@ -206,7 +203,7 @@ def _calibration(
     length = min(usual, most_tokens(model.config, tokenizer) or usual)
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
     try:
-        return calibration(model.net, tokenizer, data, sizes, "train-gates")
+        return calibration(model.net, tokenizer, data, sizes, "train-gates").fit
     except DataError as error:
         if config.method is Method.REFIT:
             raise DataError(f"{error} Or use --method l0.") from None
