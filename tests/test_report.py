@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -34,8 +34,9 @@ from headprune.reports.charts import quality_charts
 from headprune.reports.report import read_evaluation, report
 from headprune.reports.view import Quality, ShownInterval, ShownRun
 from headprune.reports.words import compared
-from headprune.schemas.gates import GatesMetadata, write_gates
+from headprune.schemas.gates import GatesMetadata, read_gates, read_metadata, write_gates
 from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.browser import Browser, started
@@ -205,9 +206,10 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["small"]
     assert runs[0].histories and runs[0].head_map
 
-    tensors = load_file(tmp_path / "gates" / "gates.safetensors")
-    tensors["value"][tensors["kept"]] += 0.01
-    save_file(tensors, tmp_path / "gates" / "gates.safetensors")
+    folder = tmp_path / "gates"
+    gates = read_gates(folder, read_metadata(folder).model)
+    tensors = {"log_alpha": gates.log_alpha, "kept": gates.kept, "value": gates.value + 0.01}
+    write_gates(folder, gates.metadata, tensors, gates.weights)
     runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
     assert [run.name for run in runs] == ["small", "gates"]
     assert not runs[0].histories
@@ -290,14 +292,12 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     gates = json.loads((place / "cut" / "gates" / "gates.json").read_text())
     units = sum(len(sizes) for sizes in gates["group_sizes"])
     scores = tmp_path / "scores"
-    scores.mkdir()
     counts = [len(sizes) for sizes in gates["group_sizes"]]
     metadata = {name: gates[name] for name in ("model", "unit", "modules", "query_heads")}
     metadata |= {"created": "", "versions": {}, "criteria": {"taylor": ""}, "units": counts}
     metadata |= {"data": None, "calibration": {}, "tokens": 0}
-    (scores / "scores.json").write_text(json.dumps(metadata))
-    values = torch.arange(units, dtype=torch.float32)
-    save_file({"taylor": values}, scores / "scores.safetensors")
+    values = {"taylor": torch.arange(units, dtype=torch.float32)}
+    write_scores(scores, Scores(ScoresMetadata.model_validate_json(json.dumps(metadata)), values))
     (run,) = report([place / "cut", scores], tmp_path / "a.html").runs
     assert run.head_map is not None
     assert dict(run.head_map.layers[1].cells[0].facts)["score taylor"] == "3"
@@ -315,42 +315,9 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     prune(str(place / "cut" / "small"), tmp_path / "again", CutRequest(plan=tmp_path / "plan.json"))
     (run,) = report([tmp_path / "again", scores], tmp_path / "again.html").runs
     assert run.head_map is not None and run.head_map.evidence is None  # they are of the original
-    save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
-    with pytest.raises(CheckpointError, match="damaged: taylor has 11 scores for 12 units"):
+    save_file({"taylor": values["taylor"][:-1]}, scores / "scores.safetensors")
+    with pytest.raises(CheckpointError, match="not as they were written"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
-
-
-def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
-    def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
-        size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
-        named = {"name": f"{criterion}-{keep}", "task": "causal-lm", "criterion": criterion}
-        found = {"quality": quality, "metrics": {"perplexity": quality}}
-        return {**named, "keep": keep, "refit": True, **size, **found}
-
-    points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
-    content: dict[str, Any] = {"metric": "perplexity", "higher_is_better": False, "front": []}
-    content["scores"] = "0" * 64
-    content["base"] = point("", 1.0, 10.0)
-    folder = tmp_path / "sweep"
-    (folder / "points").mkdir(parents=True)
-    (folder / "config.yaml").write_text("keep: [0.5]\n")
-    with pytest.raises(CheckpointError, match="sweep in .* is not finished"):
-        report([folder], tmp_path / "page.html")
-    (folder / "sweep.json").write_text(json.dumps({**content, "points": points}))
-    done = report([folder], tmp_path / "page.html")
-    assert done.runs[0].asked.startswith("Measure 3 cuts of sweep: 50%, 75% of its heads, by tay")
-    browser.open(done.output)
-    assert browser.complaints() == []
-    told = {tile.text.split("\n")[0]: tile.text.split("\n")[1] for tile in browser.all(".tile")}
-    assert told == {
-        "cuts": "3",
-        "best perplexity at 75.0%": "11",
-        "best perplexity at 50.0%": "12.25",
-    }
-    assert "30.0000" in done.output.read_text()
-    (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
-    with pytest.raises(CheckpointError, match="sweep.json' is not valid: points"):
-        report([folder], tmp_path / "other.html")
 
 
 def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:
@@ -455,15 +422,15 @@ def test_the_model_card_has_the_same_parts(place: Path) -> None:
 
 def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "page.html"
-    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--json")
+    code, out, _ = command(capsys, "report", place / "cut", output, "--json")
     assert code == 0
     assert json.loads(out)["runs"][0]["name"] == "cut"
-    code, _, err = command(capsys, "report", place / "cut", "--output", output)
+    code, _, err = command(capsys, "report", place / "cut", output)
     assert code == 2 and "already exists" in err and "--overwrite" in err
-    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
+    code, out, _ = command(capsys, "report", place / "cut", output, "--overwrite")
     assert code == 0 and "Written to" in out
     for name in ("summary.md", "summary.md", "page.html"):
-        to = ["--output", tmp_path / name, "--overwrite"]
+        to = [tmp_path / name, "--overwrite"]
         code, _, err = command(capsys, "report", place / "cut", *to)
         assert code == 0, err
     (tmp_path / "summary.md").write_text("## mine")
@@ -505,7 +472,7 @@ def test_what_cannot_be_reported_on(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run, message in unfinished(place, tmp_path).values():
-        code, _, err = command(capsys, "report", run, "--output", tmp_path / "page.html")
+        code, _, err = command(capsys, "report", run, tmp_path / "page.html")
         assert code == 2
         assert message in err
         assert err.count("error:") == 1 and "Traceback" not in err
@@ -590,11 +557,11 @@ def test_what_is_unfinished_is_left_out_and_told(
     runs = shutil.copytree(place / "cut", tmp_path / "runs")
     (runs / "other-checkpoints").mkdir()
     shutil.copy(runs / "gates" / "config.yaml", runs / "other-checkpoints")
-    code, out, err = command(capsys, "report", runs, "--output", tmp_path / "page.html", "--json")
+    code, out, err = command(capsys, "report", runs, tmp_path / "page.html", "--json")
     told = "Not in the report: The training in"
     assert code == 0 and told in err and "other-checkpoints' is not finished" in err
     assert json.loads(out)["warnings"][0].startswith(told)
-    code, out, err = command(capsys, "report", place / "cut", "--output", tmp_path / "b.html")
+    code, out, err = command(capsys, "report", place / "cut", tmp_path / "b.html")
     assert code == 0 and told not in err
 
 

@@ -455,7 +455,7 @@ def test_a_training_that_breaks_down_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_nan_after(step, group, monkeypatch)
-    with pytest.raises(TrainingError, match="Training broke down: .*Lower --gate-lr") as told:
+    with pytest.raises(TrainingError, match="Training broke down: .*Lower gate_lr") as told:
         gates(home, tmp_path / "g", train=Train.ATTENTION, save_every=9)
     assert message in str(told.value)
     assert told.value.exit_code == 1
@@ -465,11 +465,20 @@ def test_a_training_that_breaks_down_writes_nothing(
 def test_a_learning_rate_that_is_too_large_is_named(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["--steps", "9", "--seq-len", "16", "--train", "all", "--weight-lr", "1e9"]
+    settings = [
+        "--steps",
+        "9",
+        "--config",
+        "seq_len=16",
+        "--train",
+        "all",
+        "--config",
+        "weight_lr=1e9",
+    ]
     command = ["train-gates", home / "model", "--data", home / "text.txt", *settings]
-    code, _, err = run(capsys, *command, "--target-heads", "0.5", "--output", tmp_path / "g")
+    code, _, err = run(capsys, *command, "--target-heads", "0.5", tmp_path / "g")
     assert code == 1
-    assert "Lower --gate-lr or --scale-lr or --weight-lr, and start anew" in err
+    assert "Lower gate_lr or scale_lr or weight_lr, and start anew" in err
     assert not (tmp_path / "g").exists()
 
 
@@ -518,7 +527,7 @@ def test_settings_that_no_run_could_have_are_refused(
 
 
 def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(HeadpruneError, match=r"--epochs 1e\+09 of .* Give fewer, or --steps"):
+    with pytest.raises(HeadpruneError, match=r"epochs 1e\+09 of .* Give fewer, or --steps"):
         gates(home, tmp_path / "g", steps=None, epochs=1e9)
 
 

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from headprune.config import EvaluateConfig
 from headprune.data.read import Examples
 from headprune.data.tokens import around
-from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.formats.format import is_exported, read_export
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
-from headprune.schemas.exports import read_export
 
 
 def refuse_exported(model: str) -> None:
@@ -52,7 +51,7 @@ def refuse_unfit(
         raise HeadpruneError(
             f"There is no metric for the head of a {type(nets[0]).__name__} ({task}) here. "
             "Evaluate it with a script of its task, or evaluate the model below its head: put the "
-            "class that AutoModel gives into the config.json of a copy (--drop-unexpected)."
+            "class that AutoModel gives into the config.json of a copy with drop_unexpected."
         )
     if task in CLASSIFIERS and examples.labels is None:
         raise DataError(

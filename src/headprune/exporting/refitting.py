@@ -78,7 +78,6 @@ def judged_refit(
         modules=len(modules),
         error_before=sum(m.before for m in modules) / max(len(modules), 1),
         error_after=sum(m.after for m in modules) / max(len(modules), 1),
-        ridges={m.path: m.ridge for m in modules if math.isfinite(m.ridge)},  # the others stay
         seed=seed,
     )
     if not text.choose.rows or not modules:
@@ -111,7 +110,7 @@ def _worth(
                 distances[number].append(float(distance(outputs(net, batch), wanted, batch, head)))
     if not math.isfinite(sum(map(sum, distances))):
         raise DataError(
-            "The outputs of the cut model on held-out sequences are not finite. Try --dtype "
+            "The outputs of the cut model on held-out sequences are not finite. Try dtype "
             "float32, or cut without a refit."
         )
     without, refitted = map(fmean, distances)

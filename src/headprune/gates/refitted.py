@@ -20,6 +20,7 @@ from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
+from headprune.evidence.statistics import collect
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import open_elsewhere
@@ -32,8 +33,11 @@ ENOUGH = 4096  # tokens for a refit by default
 
 
 def can_refit(net: PreTrainedModel, examples: Sequences) -> bool:
-    """Whether there is text enough, and every W_O in one place, for a refit by default."""
-    return examples.tokens >= ENOUGH and refits(net, examples)
+    """Return whether there is text enough, and every W_O in one place, to refit by default."""
+    if examples.tokens < ENOUGH:
+        return False
+    first = collect(net, attention_of(net), [examples.first()], frozenset({"activations"}))
+    return refits(first, examples)
 
 
 def original_of(net: PreTrainedModel, changed: Iterable[nn.Parameter]) -> nn.Module | None:

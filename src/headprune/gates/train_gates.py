@@ -244,7 +244,7 @@ def _steps(config: TrainGatesConfig, rows: int) -> int:
     steps = config.steps or math.ceil(config.epochs * rows / config.batch_size)
     if steps > MOST_STEPS:
         raise HeadpruneError(
-            f"--epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "
+            f"epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "
             f"{MOST_STEPS:,} are made. Give fewer, or --steps."
         )
     return steps
@@ -253,10 +253,10 @@ def _steps(config: TrainGatesConfig, rows: int) -> int:
 def _remedies(config: TrainGatesConfig) -> tuple[str, str]:
     """Return advice where a number is not finite: before, and after training."""
     half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
-    precision = "compute with --dtype float32, " if half else ""
+    precision = "compute with --config dtype=float32, " if half else ""
     hidden = "give text with tokens to mask, " if config.objective is Objective.MLM else ""
-    rates = ["--scale-lr"] if config.method is not Method.L0 else ["--gate-lr", "--scale-lr"]
-    rates += ["--weight-lr"] if config.train is not Train.GATES else []
+    rates = ["scale_lr"] if config.method is not Method.L0 else ["gate_lr", "scale_lr"]
+    rates += ["weight_lr"] if config.train is not Train.GATES else []
     return (
         f"Nothing was trained yet: {precision}{hidden}or look at the model with "
         "'headprune evaluate'.",
@@ -286,7 +286,7 @@ def _objective(config: TrainGatesConfig, model: Model, data: DataConfig) -> Obje
         without = " without --label-column" if wanted is Objective.TASK else ""
         listed = " or ".join(dict.fromkeys(each.value for each in possible))
         raise HeadpruneError(
-            f"--objective {wanted.value} does not fit {type(model.net).__name__}{without}; use "
+            f"objective {wanted.value} does not fit {type(model.net).__name__}{without}; use "
             f"{listed}."
         )
     return wanted

@@ -22,7 +22,7 @@ from headprune.config import ConvertConfig
 from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
-from headprune.evidence.collection import collect
+from headprune.evidence.statistics import collect
 from headprune.model.batch import Batch
 from headprune.model.heads import HeadWeights
 from headprune.planning.constraints import Constraints
@@ -163,7 +163,7 @@ def plan_kv_heads(
         kinds = dict.fromkeys(a.kind for a in attentions if a.path in found)
         raise PlanError(
             f"--kv-budget: '{idle.path}' does not run on the calibration text, so that it cannot "
-            f"be weighed. Leave it out with {' '.join(f'--attention {kind}' for kind in kinds)}."
+            f"be weighed. Leave it out with {' '.join(f'attention {kind}' for kind in kinds)}."
         )
     ways = {a.path: found[a.path] for a in attentions}
     return choose(ways, budget, f"--kv-budget {config.kv_budget}", constraints)
@@ -294,7 +294,7 @@ class _Measure:
         if not cost < float("inf"):
             raise DataError(
                 f"What '{self.attention.path}' gives with fewer KV heads is not finite. Try "
-                "--dtype float32."
+                "--config dtype=float32."
             )
         return cost
 
@@ -315,8 +315,4 @@ def _curvature(
         special_ids=examples.special_ids,
         seed=seed,
     )
-    found = {}
-    for part in evidence:
-        assert part.curvature is not None
-        found[part.path] = part.curvature
-    return found
+    return {part.path: part.curvature for part in evidence}
