@@ -23,7 +23,7 @@ from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.head_names import layer_names
 from headprune.planning.from_evidence import CutRequest
-from headprune.reports.attention import AttentionPicture
+from headprune.render.attention import AttentionPicture
 from headprune.role.sentence import MOST_TOKENS, read_sentence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from headprune.regression.actions import annotation, step_summary, workflow_commands
 
 import headprune
 from headprune.config import CheckConfig
@@ -28,7 +29,6 @@ from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
 from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
-from headprune.regression.actions import annotation, step_summary, workflow_commands
 from headprune.regression.baseline import Baseline, read_baseline
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.regression.git import git_state

@@ -22,8 +22,6 @@ from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.compression.selection import lead
 from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfig
-from headprune.console import compressed as console
-from headprune.console.compressed import contenders
 from headprune.context import Context
 from headprune.errors import (
     CheckpointError,
@@ -39,6 +37,8 @@ from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
 from headprune.planning.budgets import Price, Prices
+from headprune.render import compressed as console
+from headprune.render.compressed import contenders
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
 from headprune.tensors.units import Unit

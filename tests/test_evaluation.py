@@ -16,7 +16,6 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.console.models import evaluation
 from headprune.data.sequences import masked, packed_sequences
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError, HeadpruneError
@@ -30,6 +29,7 @@ from headprune.evaluation.report import Report, metric
 from headprune.evaluation.samples import Samples
 from headprune.model.attention import attention_of
 from headprune.model.speed import measure
+from headprune.render.models import evaluation
 from tests import tiny
 
 FAST = {"seq_len": 16, "resamples": 200, "speed": False}

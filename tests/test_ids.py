@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headprune.render.view import ShownRun
 from safetensors.torch import load_file, save_file
 
 from headprune.config import (
@@ -36,8 +37,7 @@ from headprune.model.identity import id_of_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
-from headprune.reports.report import report
-from headprune.reports.view import ShownRun
+from headprune.render.report import report
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.records import Evidence, Healing, Merging, Pruning

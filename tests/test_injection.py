@@ -27,7 +27,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
-from headprune.reports.report import report
+from headprune.render.report import report
 from tests import forked, tiny
 from tests.test_cli import printed
 

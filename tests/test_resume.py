@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from headprune.render.discovery import discover
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -39,7 +40,6 @@ from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.refitted import choose_and_refit
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
-from headprune.reports.discovery import discover
 from headprune.training import checkpoints, resumable
 from headprune.training.checkpoints import Expected
 from headprune.training.work import GatesSettings, Work, settings_now

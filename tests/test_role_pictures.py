@@ -19,7 +19,7 @@ from headprune.exporting.prune import prune
 from headprune.io.figures import MUTED, SERIES, save
 from headprune.model.attention import attention_of, identity
 from headprune.planning.from_evidence import CutRequest
-from headprune.reports.report import report
+from headprune.render.report import report
 from headprune.role import ROLES
 from headprune.role.pictures import roles_figure, roles_table, scores_figure
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan

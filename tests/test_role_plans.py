@@ -13,7 +13,7 @@ from headprune.exporting.card import rewrite_card, roles_section
 from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import Planned, plan
-from headprune.reports.report import report
+from headprune.render.report import report
 from headprune.role.roles import roles
 from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit

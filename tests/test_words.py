@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 import headprune
 from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.console import tables
 from headprune.context import Context
 from headprune.data.sources import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
@@ -28,6 +27,7 @@ from headprune.model.attention import attention_of
 from headprune.model.loading import load_config
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
+from headprune.render import tables
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import tiny

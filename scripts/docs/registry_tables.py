@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from headprune.console.models import families_markdown
 from headprune.engines.targets import SHAPES, TARGETS
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Report
@@ -18,6 +17,7 @@ from headprune.exporting.formats import FORMATS
 from headprune.family.capabilities import capabilities
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
+from headprune.render.models import families_markdown
 from headprune.role import ROLES
 from headprune.schemas.exports import ExportRecord
 from headprune.schemas.gates import GatesMetadata

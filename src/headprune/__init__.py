@@ -13,14 +13,14 @@ from headprune._version import __version__ as __version__
 if TYPE_CHECKING:  # and for the reference, which reads these names here
     from headprune.context import Context as Context
     from headprune.model.loading import from_pretrained as from_pretrained
-    from headprune.reports.attention import attention_picture as attention_picture
+    from headprune.render.attention import attention_picture as attention_picture
     from headprune.schemas.plan import Plan as Plan
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _OTHERS = {
     "Context": "headprune.declaration",
     "Plan": "headprune.schemas.plan",
-    "attention_picture": "headprune.reports.attention",
+    "attention_picture": "headprune.render.attention",
     "from_pretrained": "headprune.model.loading",
 }
 

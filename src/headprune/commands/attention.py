@@ -14,7 +14,7 @@ from headprune.declaration import Chapter, Command, Panel, declare, option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.reports.attention import AttentionPicture
+    from headprune.render.attention import AttentionPicture
 
 
 class AttentionOptions(OneModel, Replacing, Loading, Placed):
@@ -48,7 +48,7 @@ def run(options: AttentionOptions, context: Context) -> AttentionPicture:
     """Reads the sentence and writes the page."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import REPORT
-    from headprune.reports.attention import AttentionPicture, refuse_other_suffix
+    from headprune.render.attention import AttentionPicture, refuse_other_suffix
     from headprune.role.sentence import read_sentence
 
     refuse_other_suffix(options.output)

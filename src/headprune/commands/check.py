@@ -135,8 +135,8 @@ def _write(report: CheckReport, options: CheckOptions) -> None:
 
 def show(result: CheckReport | Baseline, options: CheckOptions, console: Console) -> None:
     """Prints limit by limit."""
-    from headprune.console import checks
     from headprune.regression.baseline import Baseline
+    from headprune.render import checks
 
     if isinstance(result, Baseline):
         checks.recorded(console, result, str(options.baseline))
@@ -146,8 +146,8 @@ def show(result: CheckReport | Baseline, options: CheckOptions, console: Console
 
 def _tell(result: CheckReport | Baseline | HeadpruneError, say: Callable[[str], None]) -> None:
     """Tells GitHub Actions, where it runs there."""
-    from headprune.regression import actions
     from headprune.regression.check import CheckReport
+    from headprune.render import checks as actions
 
     if os.environ.get("GITHUB_ACTIONS") == "true":
         if isinstance(result, HeadpruneError):

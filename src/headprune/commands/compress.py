@@ -61,7 +61,7 @@ def run(options: CompressOptions, context: Context) -> Compressed | Outline:
 def show(result: Compressed | Outline, options: CompressOptions, console: Console) -> None:
     """Prints what was chosen, and what the alternatives would have cost."""
     from headprune.compression.compress import Outline
-    from headprune.console import compressed
+    from headprune.render import compressed
 
     if isinstance(result, Outline):
         compressed.outline(console, result)

@@ -157,9 +157,9 @@ def _converted(options: ConvertOptions, output: Path, context: Context) -> Conve
 
 def show(result: Converted | Healed | KvPreview, options: ConvertOptions, console: Console) -> None:
     """Prints how many KV heads are left, and what it cost."""
-    from headprune.console import results
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import KvPreview
+    from headprune.render import results
 
     if isinstance(result, Healed):
         results.healed(console, result)

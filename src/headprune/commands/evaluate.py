@@ -73,7 +73,7 @@ def run(options: EvaluateOptions, context: Context) -> Report:
 
 def show(result: Report, options: EvaluateOptions, console: Console) -> None:
     """Prints metrics, sizes and speed."""
-    from headprune.console.models import evaluation
+    from headprune.render.models import evaluation
 
     evaluation(console, result)
 

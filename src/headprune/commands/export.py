@@ -38,7 +38,7 @@ def run(options: ExportOptions, context: Context) -> Exported:
 
 def show(result: Exported, options: ExportOptions, console: Console) -> None:
     """Prints what was written, and how it was proven."""
-    from headprune.console.results import exported
+    from headprune.render.results import exported
 
     exported(console, result)
 

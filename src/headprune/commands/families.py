@@ -30,7 +30,7 @@ def run(options: FamiliesOptions, context: Context) -> list[Capability]:
 
 def show(rows: list[Capability], options: FamiliesOptions, console: Console) -> None:
     """Prints it."""
-    from headprune.console import models
+    from headprune.render import models
 
     if options.markdown:
         console.out(models.families_markdown(rows))

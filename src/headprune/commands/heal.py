@@ -54,7 +54,7 @@ def run(options: HealOptions, context: Context) -> Healed:
 
 def show(result: Healed, options: HealOptions, console: Console) -> None:
     """Prints how near it came."""
-    from headprune.console.results import healed
+    from headprune.render.results import healed
 
     healed(console, result)
 

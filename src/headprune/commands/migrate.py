@@ -40,7 +40,7 @@ def run(options: MigrateOptions, context: Context) -> Pruned:
 
 def show(result: Pruned, options: MigrateOptions, console: Console) -> None:
     """Prints what was written."""
-    from headprune.console.results import pruned
+    from headprune.render.results import pruned
 
     pruned(console, result)
 

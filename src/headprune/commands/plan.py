@@ -40,7 +40,7 @@ def run(options: PlanOptions, context: Context) -> Planned:
 
 def show(result: Planned, options: PlanOptions, console: Console) -> None:
     """Prints the plan, and the command that cuts by it."""
-    from headprune.console import next_commands, scores
+    from headprune.render import next_commands, scores
 
     following = ""
     if options.output is not None:

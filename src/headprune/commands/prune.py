@@ -138,8 +138,8 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
 
 def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
     """Prints what was cut, or would be."""
-    from headprune.console import results
     from headprune.exporting.preview import Preview
+    from headprune.render import results
 
     if isinstance(result, Preview):
         results.preview(console, result)

@@ -15,7 +15,7 @@ from headprune.declaration import Chapter, Command, Panel, declare, option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.reports.report import Reported
+    from headprune.render.report import Reported
 
 
 def _listed(value: object) -> object:
@@ -37,7 +37,7 @@ class ReportOptions(Replacing):
 
 def run(options: ReportOptions, context: Context) -> Reported:
     """Writes the page."""
-    from headprune.reports.report import report
+    from headprune.render.report import report
 
     context.stage("drawing")
     return report(options.runs, options.output, options.overwrite)
@@ -48,17 +48,8 @@ def show(result: Reported, options: ReportOptions, console: Console) -> None:
     from rich.markup import escape
 
     for one in result.runs:
-        console.print(f"[bold]{escape(one.name)}[/]: {escape(one.asked)}")
+        console.print(f"[bold]{escape(one.name)}[/]: {escape(one.summary)}")
     console.print(f"Written to {escape(str(options.output))}.")
 
 
-declare(
-    Command(
-        "report",
-        Chapter.JUDGE,
-        ReportOptions,
-        run,
-        show,
-        warnings=lambda result: result.warnings,
-    ),
-)
+declare(Command("report", Chapter.JUDGE, ReportOptions, run, show))

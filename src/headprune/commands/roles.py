@@ -64,7 +64,7 @@ def run(options: RolesOptions, context: Context) -> RolesRecord:
 
 def show(result: RolesRecord, options: RolesOptions, console: Console) -> None:
     """Prints the table of heads, and a line per role."""
-    from headprune.console.roles import roles
+    from headprune.render.roles import roles
 
     roles(console, result, options.output)
 

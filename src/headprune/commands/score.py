@@ -58,7 +58,7 @@ def run(options: ScoreOptions, context: Context) -> Scores:
 
 
 def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
-    from headprune.console.scores import figures
+    from headprune.render.scores import figures
     from headprune.schemas.scores import read_scores
 
     found = read_scores(folder)
@@ -70,7 +70,7 @@ def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
 
 def show(result: Scores, options: ScoreOptions, console: Console) -> None:
     """Prints the ranks, and the command that cuts by them."""
-    from headprune.console import next_commands, scores
+    from headprune.render import next_commands, scores
 
     if options.model is None or options.output is None:
         scores.heat_maps(console, result)
@@ -81,7 +81,7 @@ def show(result: Scores, options: ScoreOptions, console: Console) -> None:
 
 
 def _as_json(result: Scores) -> str:
-    from headprune.console.scores import scores_json
+    from headprune.render.scores import scores_json
 
     return scores_json(result)
 

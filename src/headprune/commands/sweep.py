@@ -77,7 +77,7 @@ def run(options: SweepOptions, context: Context) -> Sweep:
 
 def show(result: Sweep, options: SweepOptions, console: Console) -> None:
     """Prints the curve as a table."""
-    from headprune.console.scores import sweep
+    from headprune.render.scores import sweep
 
     sweep(console, result, options.output)
 

@@ -49,7 +49,7 @@ def run(options: TrainGatesOptions, context: Context) -> GatesRun:
 
 def show(result: GatesRun, options: TrainGatesOptions, console: Console) -> None:
     """Prints what stays, and the command that cuts the rest."""
-    from headprune.console import next_commands, results
+    from headprune.render import next_commands, results
 
     allowed = Allowed.by(options)
     following = next_commands.after_gates(result, options.model, options.dtype, allowed)

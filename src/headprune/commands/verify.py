@@ -36,7 +36,7 @@ def run(options: VerifyOptions, context: Context) -> Verification:
 
 def show(result: Verification, options: VerifyOptions, console: Console) -> None:
     """Prints check by check."""
-    from headprune.console.results import verification
+    from headprune.render.results import verification
 
     verification(console, result)
 

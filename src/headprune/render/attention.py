@@ -14,14 +14,12 @@ import numpy as np
 from markupsafe import Markup
 from torch import Tensor
 
-from headprune._version import __version__
 from headprune.context import Allowed, Context
 from headprune.errors import HeadpruneError, PlanError
-from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import REPORT
 from headprune.io.writing import write_whole
-from headprune.reports.rendering import environment, script_json, template
+from headprune.render.html import page, template
 from headprune.role.sentence import LayerWeights, Sentence, read_sentence
 
 FIRST = 3  # heads that are shown where none is named
@@ -66,18 +64,14 @@ class AttentionPicture:
 
     def html(self) -> str:
         """The page: one file, nothing from elsewhere."""
-        return xml_safe(
-            environment(autoescape=True)
-            .get_template("attention.html.jinja")
-            .render(
-                sentence=self.sentence,
-                left_out=list(self.left_out()),
-                grids=[_grid(layers) for layers in _by_kind(self.sentence)],
-                version=__version__,
-                css=Markup(template("page.css") + template("attention.css")),
-                script=Markup(template("attention.js")),
-                data=Markup(script_json(self._data())),
-            )
+        return page(
+            "attention.html.jinja",
+            sentence=self.sentence,
+            left_out=list(self.left_out()),
+            grids=[_grid(layers) for layers in _by_kind(self.sentence)],
+            css=Markup(template("page.css") + template("attention.css")),
+            script=Markup(template("attention.js")),
+            data=self._data(),
         )
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
