@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from headprune.regression.actions import annotation, step_summary, workflow_commands
 
 import headprune
 from headprune.config import CheckConfig
@@ -44,6 +43,7 @@ from headprune.regression.verdicts import (
     overall,
     with_rare_errors,
 )
+from headprune.render.checks import annotation, step_summary, workflow_commands
 from tests import tiny
 from tests.test_cli import run
 

@@ -82,7 +82,7 @@ def test_the_best_on_held_out_text_is_taken(
     assert result.as_json()["unseen_beyond"] == SMALL["seq_len"]
     paper = io.StringIO()
     console.compressed(Console(file=paper, width=200), result)
-    assert "contexts of more than 16 tokens were not looked at" in paper.getvalue()
+    assert "contexts of more than 16 tokens were not measured" in paper.getvalue()
     assert choice.chosen.kv_heads == manifest.kv_heads[1] < manifest.kv_heads[0]
     assert set(choice.chosen.by_text) == {"text0", "text1"}
     net = from_pretrained(tmp_path / "out")

@@ -277,7 +277,7 @@ def test_a_bug_is_shown_and_is_no_command(
     assert len(meant) == 1 and "RuntimeError" in meant[0]
     assert "Traceback" in err and "in broken" in err
     assert_inert(err, *meant)
-    monkeypatch.setattr("headprune.regression.actions.annotation", broken)
+    monkeypatch.setattr("headprune.render.checks.annotation", broken)
     code, _, err = run(capsys, *FILES["baseline"][1](place))  # nothing is left to catch that
     assert code == 1 and "RuntimeError" in err
     assert_inert(err)

@@ -287,36 +287,6 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
         report([place / "cut" / "small", scores], tmp_path / "c.html")
 
 
-def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
-    def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
-        size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
-        named = {"name": f"{criterion}-{keep}", "task": "causal-lm", "criterion": criterion}
-        found = {"quality": quality, "metrics": {"perplexity": quality}}
-        return {**named, "keep": keep, "refit": True, **size, **found}
-
-    points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
-    content: dict[str, Any] = {"metric": "perplexity", "higher_is_better": False, "front": []}
-    content["scores"] = "0" * 64
-    content["base"] = point("", 1.0, 10.0)
-    folder = tmp_path / "sweep"
-    (folder / "points").mkdir(parents=True)
-    (folder / "sweep.json").write_text(json.dumps({**content, "points": points}))
-    done = report([folder], tmp_path / "page.html")
-    assert done.runs[0].summary == "3 cuts of sweep, measured."
-    browser.open(done.output)
-    assert browser.complaints() == []
-    numbers = {tile.text.split("\n")[0]: tile.text.split("\n")[1] for tile in browser.all(".tile")}
-    assert numbers == {
-        "cuts": "3",
-        "best perplexity at 75.0%": "11",
-        "best perplexity at 50.0%": "12.25",
-    }
-    assert "30.0000" in done.output.read_text()
-    (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
-    with pytest.raises(CheckpointError, match="sweep.json' is not valid: points"):
-        report([folder], tmp_path / "other.html")
-
-
 def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:
     """Gates of a large model, with a history as train-gates writes it."""
     folder.mkdir()

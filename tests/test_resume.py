@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from headprune.render.discovery import discover
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -458,16 +457,6 @@ def test_a_long_name_has_a_work_folder(tmp_path: Path) -> None:
     one, other = (Work.beside(tmp_path / ("n" * 254 + end)).folder for end in "ab")
     one.mkdir()
     assert one != other and one.name.endswith("-checkpoints")
-
-
-@pytest.mark.parametrize(("train", "command"), [(gates, "train-gates"), (healed, "heal")])
-def test_a_report_names_what_goes_on(
-    train: Callable[..., Any], command: str, home: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Killed):
-        train(home, tmp_path / "o", step=kill_at(1))
-    with pytest.raises(CheckpointError, match=f"is not finished; go on with {command} --resume"):
-        discover(tmp_path)
 
 
 # numbers that are not finite

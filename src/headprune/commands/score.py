@@ -31,17 +31,14 @@ class ScoreOptions(ScoreConfig, Columns, Replacing, Loading, Placed):
     )
     output: Path | None = output("Folder for the scores.", None)
     show: Path | None = option("Draw the scores of this folder instead.", None, Panel.OUTPUT)
-    figure: Path | None = option(
-        "With --show: also as .svg or .png, a file per criterion.",
-        None,
-        Panel.OUTPUT,
-    )
 
 
 def run(options: ScoreOptions, context: Context) -> Scores:
     """Scores, or reads scores to be shown."""
     if options.show is not None:
-        return _drawn(options, options.show, context)
+        from headprune.schemas.scores import read_scores
+
+        return read_scores(options.show)
     if options.model is None or options.output is None:
         raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
     from headprune.evidence.score import score
@@ -55,17 +52,6 @@ def run(options: ScoreOptions, context: Context) -> Scores:
         options.overwrite,
         context,
     )
-
-
-def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
-    from headprune.render.scores import figures
-    from headprune.schemas.scores import read_scores
-
-    found = read_scores(folder)
-    if options.figure is not None:
-        for path in figures(found, options.figure, options.overwrite):
-            context.line(f"Drawn to {path}.", True)
-    return found
 
 
 def show(result: Scores, options: ScoreOptions, console: Console) -> None:
@@ -99,8 +85,7 @@ declare(
             **of_text("data"),
             **dict.fromkeys(("calibration_tokens", "seq_len", "batch_size"), "data"),
             "gates": "criterion=gates",
-            "figure": "show",
-            "overwrite": "output | figure",
+            "overwrite": "output",
         },
     ),
 )

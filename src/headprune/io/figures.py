@@ -4,13 +4,12 @@ Colours are those of Okabe and Ito, which the colour-blind tell apart, and every
 marker and a dash of its own. Nothing here touches pyplot, so there is no global state and no
 display. Text is drawn as it is: a ``$`` in a model's name is no formula.
 
-    figure = heat_map(scores, ["0", "1"], "Scores")
-    save(figure, Path("scores.svg"))
+    figure = curve([Series("gates", [1, 2], [3, 4])], "Title", "size", "loss")
+    save(figure, Path("curve.svg"))
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -128,53 +127,6 @@ def _axes(
         title=drawable(title), xlabel=drawable(x_label), ylabel=drawable(y_label), facecolor="none"
     )
     return figure, axes
-
-
-@styled
-def heat_map(
-    rows: Sequence[Sequence[float | None]],
-    row_labels: Sequence[str],
-    title: str,
-    value_label: str = "evidence",
-    column_label: str = "head",
-) -> Figure:
-    """Draw layer by head: darker means more.
-
-    Args:
-        rows: One row of values per layer, of whatever length; None where there is no value.
-        row_labels: One label per row.
-        title: Title.
-        value_label: What the colours mean.
-        column_label: What a column is.
-    """
-    width = max((len(row) for row in rows), default=0)
-    grid = [
-        [math.nan if v is None else v for v in row] + [math.nan] * (width - len(row))
-        for row in rows
-    ]
-    labels = [drawable(label) for label in row_labels]
-    letters = max(map(len, labels), default=0)
-    size = max(3.4, 0.24 * width + 1.4 + 0.07 * letters), max(1.8, 0.24 * len(rows) + 0.9)
-    figure, axes = _axes(*size, title, column_label, "")
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    for y, row in enumerate(rows):  # heads without a value are there, only unmeasured
-        axes.barh([y] * len(row), 1, 1, [x - 0.5 for x in range(len(row))], fc="#eef1f4", ec=GRID)
-    known = [v for row in grid for v in row if math.isfinite(v)]
-    if known:
-        low, high = min(known), max(known)
-        # equal values are neither low nor high: they get the middle of the scale
-        span = (low, high) if high > low else (low - 1.0, high + 1.0)
-        # one hue, ever darker: read by lightness alone
-        image = axes.imshow(grid, cmap="Blues", vmin=span[0], vmax=span[1], zorder=2)
-        bar = figure.colorbar(image, ax=axes, label=drawable(value_label), shrink=0.8, pad=0.02)
-        bar.outline.set_visible(False)
-    axes.set_aspect("equal")
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_xticks(range(0, width, 1 if width <= 16 else 2 if width <= 32 else 4))
-    axes.set(xlim=(-0.5, max(width, 1) - 0.5), ylim=(max(len(rows), 1) - 0.5, -0.5))
-    axes.tick_params(length=0)
-    return figure
 
 
 @styled

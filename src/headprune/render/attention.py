@@ -29,15 +29,10 @@ _COLOUR = (11, 83, 148)
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """What heads attend to in a sentence: a notebook shows it, and it can be saved.
-
-    Attributes:
-        sentence: The sentence, and all weights that are on the page.
-        heads: The heads shown first.
-    """
+    """What heads attend to in a sentence: a notebook shows it, and it can be saved."""
 
     sentence: Sentence
-    heads: tuple[str, ...]
+    heads: tuple[str, ...]  # shown first
 
     @staticmethod
     def of(

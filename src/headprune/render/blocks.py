@@ -21,23 +21,14 @@ class Signs(str):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text.
-
-    Attributes:
-        columns: Headers; the first may be empty.
-        rows: Cells, not escaped.
-        title: Its name.
-        names: How many columns, from the left, hold names; the others hold numbers.
-        modules: Whether the first column holds module paths, which a narrow terminal shortens.
-        facts: Whether its cells are long values that may break anywhere.
-    """
+    """A table of text that is not escaped."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
-    names: int = 1
-    modules: bool = False
-    facts: bool = False
+    names: int = 1  # columns of names, from the left; the others hold numbers
+    modules: bool = False  # the first column holds module paths, which a narrow terminal shortens
+    facts: bool = False  # cells are long values that may break anywhere
 
 
 @dataclass(frozen=True)
@@ -59,23 +50,14 @@ class Code:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing with its numbers, for those who cannot see it.
-
-    Attributes:
-        title: Its title.
-        figure: The drawing, without a title.
-        alt: What it shows, in a sentence.
-        table: The numbers.
-        note: What to know when reading it.
-        wide: Whether it needs the width of the page.
-    """
+    """A drawing without a title, and its numbers for readers who cannot see it."""
 
     title: str
     figure: Figure
-    alt: str
+    alt: str  # a sentence for screen readers
     table: Table
     note: str = ""
-    wide: bool = False
+    wide: bool = False  # it needs the width of the page
 
 
 @dataclass(frozen=True)

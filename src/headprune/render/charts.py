@@ -15,7 +15,6 @@ from headprune.render.histories import History
 from headprune.render.records import short_name
 from headprune.render.runs import Run
 from headprune.role import pictures
-from headprune.schemas.sweeps import Point, Sweep
 
 
 def main_metric(report: Report) -> Metric:
@@ -103,55 +102,6 @@ def _bounds(value: float, difference: Difference | None) -> tuple[float, float]:
     return (
         (value * i.low / i.estimate, value * i.high / i.estimate) if i.estimate else (value, value)
     )
-
-
-def sweep_charts(run: Run) -> list[Chart]:
-    """Quality against size of many cuts."""
-    if run.sweep is None:
-        return []
-    sweep, base = run.sweep, run.sweep.base
-    name = sweep.metric.replace("_", " ")
-    series, rows = [], []
-    for criterion in dict.fromkeys(point.criterion for point in sweep.points):
-        own = sorted(
-            (p for p in sweep.points if p.criterion == criterion), key=lambda p: p.parameters
-        )
-        sizes = [100 * point.parameters / base.parameters for point in own]
-        series.append(Series(criterion, sizes, [point.quality for point in own]))
-    for p in (*sweep.points, base):
-        cells = (f"{p.keep:.1%}", f"{p.query_heads:,}", f"{p.parameters:,}", f"{p.quality:.4f}")
-        rows.append((p.criterion or "original", *cells))
-    figure = figures.curve(
-        series,
-        "",
-        "parameters, % of the original",
-        name,
-        base.quality,
-        higher_is_better=sweep.higher_is_better,
-    )
-    better = "higher" if sweep.higher_is_better else "lower"
-    return [
-        Chart(
-            "Quality against size",
-            figure,
-            f"{name} of {len(sweep.points)} cuts against their parameters, and of the original.",
-            Table(("", "kept", "query heads", "parameters", name), rows),
-            f"{name}, {better} is better; one line per criterion.",
-        )
-    ]
-
-
-def best_of(sweep: Sweep) -> list[tuple[str, Point]]:
-    """The best cut of the largest and of the smallest fraction."""
-    best = max if sweep.higher_is_better else min
-    kept = {point.keep for point in sweep.points}
-    return [
-        (
-            f"best {sweep.metric.replace('_', ' ')} at {keep:.1%}",
-            best((p for p in sweep.points if p.keep == keep), key=lambda p: p.quality),
-        )
-        for keep in sorted({min(kept), max(kept)}, reverse=True)
-    ]
 
 
 def training_charts(run: Run) -> list[Chart]:

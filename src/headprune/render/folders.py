@@ -20,7 +20,6 @@ from headprune.schemas.plan import Plan, read_plan
 from headprune.schemas.roles import ROLES_FILE, RolesRecord
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
-from headprune.schemas.sweeps import SWEEP, Sweep
 
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
@@ -43,7 +42,6 @@ class Place:
     results: dict[Path, Result] = field(default_factory=dict)
     gates: dict[Path, TrainedGates] = field(default_factory=dict)
     scores: dict[Path, Scores] = field(default_factory=dict)
-    sweeps: dict[Path, Sweep] = field(default_factory=dict)
     roles: dict[Path, RolesRecord] = field(default_factory=dict)
     evaluations: dict[Path, Report] = field(default_factory=dict)
     checks: dict[Path, CheckReport] = field(default_factory=dict)
@@ -77,7 +75,7 @@ def read_place(path: Path) -> Place:
     if not any(part for name, part in vars(place).items() if name != "path"):
         raise CheckpointError(
             f"'{path}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), no sweep ({SWEEP}), no roles ({ROLES_FILE}), and no report of "
+            f"no scores ({SCORES}), no roles ({ROLES_FILE}), and no report of "
             "'headprune evaluate --output' or of 'headprune check'."
         )
     return place
@@ -101,8 +99,6 @@ def _read_folder(folder: Path, place: Place) -> None:
         place.gates[folder] = read_gates(folder, read_metadata(folder).model)
     elif (folder / SCORES).is_file():
         place.scores[folder] = read_scores(folder)
-    elif (folder / SWEEP).is_file():
-        place.sweeps[folder] = read_as(Sweep, folder / SWEEP)
     if (folder / ROLES_FILE).is_file():
         place.roles[folder] = read_as(RolesRecord, folder / ROLES_FILE)
     for file in sorted(folder.glob("*.json")):

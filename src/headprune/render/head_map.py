@@ -11,7 +11,7 @@ from headprune.render.blocks import GONE, KEPT
 from headprune.render.markdown import line_of_code
 from headprune.tensors.units import Unit, members
 
-State = Literal["kept", "removed", "earlier", "scored"]
+State = Literal["kept", "removed", "earlier", "scored"]  # earlier: it was gone before the run
 PerHead = Mapping[tuple[str, int], Any]  # by module path and head id
 _CELL, _GAP = 18, 3  # of the drawing, in its own units
 _WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
@@ -19,14 +19,7 @@ _WIDE = 16  # heads; with more of them the map gets the width of the page, and l
 
 @dataclass
 class Cell:
-    """One head.
-
-    Attributes:
-        head: Its id.
-        state: Whether it stays, was removed by this run, was gone before, or was only scored.
-        evidence: The number that the map shows; None where nothing was measured.
-        facts: What else is known of it, by name.
-    """
+    """One head, by its id; ``evidence`` is the number that the map shows."""
 
     head: int
     state: State
@@ -36,18 +29,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention module before the run.
-
-    Attributes:
-        path: Module path.
-        ids: Ids of its query heads.
-        sizes: Query heads of every KV head; empty where these are not known.
-        cells: Its heads.
-    """
+    """One attention module before the run."""
 
     path: str
-    ids: Sequence[int]
-    sizes: Sequence[int]
+    ids: Sequence[int]  # of its query heads
+    sizes: Sequence[int]  # query heads of every KV head; empty where these are not known
     cells: list[Cell]
 
     @staticmethod
@@ -67,16 +53,10 @@ class Layer:
 
 @dataclass
 class HeadMap:
-    """Layer by head.
-
-    Attributes:
-        layers: The attention modules, in order.
-        evidence: Name of the number that is shown; None without.
-        title: Its title.
-    """
+    """Layer by head."""
 
     layers: list[Layer]
-    evidence: str | None = None
+    evidence: str | None = None  # name of the number that is shown
 
     def keep(self, kept: Set[tuple[str, int]]) -> None:
         """Marks the heads that stay, by path and id, and those that go."""

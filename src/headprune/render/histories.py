@@ -31,19 +31,12 @@ _STEPS = TypeAdapter(tuple[_Step, ...])
 
 @dataclass(frozen=True)
 class History:
-    """A training, in as many points as a drawing can show.
+    """A training, in as many points as a drawing can show."""
 
-    Attributes:
-        kind: "gates", or "heal" for a result.
-        points: The last step of every bucket, with the mean loss of its steps.
-        phases: Where something began, and what.
-        steps: Steps in the file.
-    """
-
-    kind: str
-    points: tuple[_Step, ...]
-    phases: tuple[tuple[float, str], ...]
-    steps: int
+    kind: str  # "gates", or "heal" for a result
+    points: tuple[_Step, ...]  # the last step of every bucket, with the mean loss of its steps
+    phases: tuple[tuple[float, str], ...]  # where something began, and what
+    steps: int  # in the file
 
     def column(self, name: str) -> list[float]:
         """Numbers of all points; empty where one has none."""

@@ -22,7 +22,6 @@ from headprune.render.blocks import (
     Table,
     Text,
     Tile,
-    byte_size,
     percent,
     plural,
     short_count,
@@ -36,7 +35,6 @@ from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
 
 MARKDOWN = (".md", ".markdown")
-CONTEXTS = (4_096, 32_768, 131_072)
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def page(runs: Sequence[Run]) -> str:
     """Return the HTML page: one file, nothing from elsewhere."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
     heads = [(run, tiles(run)) for run in runs]
-    shared, own = shared_blocks(runs), [*map(run_blocks, runs)]
+    shared, own = charts.quality_charts(runs), [*map(run_blocks, runs)]
     if len(runs) == 1:  # the map of heads comes first
         first = int(runs[0].head_map is not None)
         return report_page(title, heads, [], [[*own[0][:first], *shared, *own[0][first:]]])
@@ -99,7 +97,7 @@ def summary(runs: Sequence[Run]) -> str:
     several = len(runs) > 1
     lines = [f"- **{escaped(run.name)}**: {escaped(run.summary)}" for run in runs]
     about = "\n".join(lines) if several else escaped(runs[0].summary)
-    blocks: list[Block] = [comparison(runs), *shared_blocks(runs)]
+    blocks: list[Block] = [comparison(runs), *charts.quality_charts(runs)]
     for run in runs:
         for block in run_blocks(run):
             if several and isinstance(block, Section):
@@ -111,19 +109,10 @@ def summary(runs: Sequence[Run]) -> str:
     )
 
 
-def shared_blocks(runs: Sequence[Run]) -> list[Block]:
-    """Quality against size and the KV cache, of all runs."""
-    blocks: list[Block] = [*charts.quality_charts(runs)]
-    cache = _cache(runs)
-    return (
-        [*blocks, Section("KV cache and context length", [cache], folded=True)] if cache else blocks
-    )
-
-
 def run_blocks(run: Run) -> list[Block]:
     """Heads, trainings, proof, roles, checks and evaluations of a run."""
     blocks: list[Block] = [run.head_map] if run.head_map is not None else []
-    blocks += charts.sweep_charts(run) + charts.training_charts(run) + charts.roles_charts(run)
+    blocks += charts.training_charts(run) + charts.roles_charts(run)
     if run.manifest is not None:
         code = records.load_code(run.manifest, run.path.name)
         stored = Text(records.stored(run.manifest.shape, run.manifest.uneven))
@@ -165,10 +154,6 @@ def tiles(run: Run) -> list[Tile]:
             else "with remote code, or headprune installed"
         )
         shown.append(Tile("loads", "anywhere" if native else "by runtime", how))
-    elif run.sweep is not None:
-        best = charts.best_of(run.sweep)
-        shown = [Tile("cuts", str(len(run.sweep.points)), "")]
-        shown += [Tile(name, f"{point.quality:.4g}", point.criterion) for name, point in best]
     elif drawn is not None and drawn.only_scored:
         shown.append(Tile("query heads", f"{drawn.counts[1]:,}", "scored"))
     elif run.histories:
@@ -256,25 +241,6 @@ def comparison(runs: Sequence[Run]) -> Table:
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
     return Table(["", *(run.name for run in runs)], rows, "Runs side by side")
-
-
-def _cache(runs: Sequence[Run]) -> Table | None:
-    """Bytes of KV cache, per token and at usual lengths; None where nothing has one."""
-    rows: dict[str, tuple[str, ...]] = {}
-    for run in runs:
-        if (report := run.evaluation) is None:
-            continue
-        named = [(run.name, report.model)]
-        if report.against is not None:
-            named.append((run.base_name(report), report.against))
-        for name, model in named:
-            if size := model.cost.kv_cache_bytes_per_token:
-                at = [byte_size(size * length) for length in CONTEXTS]
-                longest = "-" if model.longest_context is None else f"{model.longest_context:,}"
-                rows.setdefault(name, (name, f"{size:,}", *at, longest))
-    lengths = [f"at {length:,}" for length in CONTEXTS]
-    columns = ["", "bytes per token", *lengths, "longest context in --memory"]
-    return Table(columns, [*rows.values()]) if rows else None
 
 
 def _data(report: Report) -> str:

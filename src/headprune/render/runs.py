@@ -20,7 +20,6 @@ from headprune.schemas.gates import TrainedGates
 from headprune.schemas.manifest import HISTORY, Manifest
 from headprune.schemas.roles import RolesRecord
 from headprune.schemas.scores import Scores
-from headprune.schemas.sweeps import Sweep
 from headprune.tensors.units import Unit
 
 _UNIT = {
@@ -32,35 +31,19 @@ _UNIT = {
 
 @dataclass
 class Run:
-    """One run: a result with the parts that belong to it, or a part of no result.
-
-    Attributes:
-        path: Where it lies.
-        source: The model it began with.
-        summary: What was done.
-        name: The name of its folder, made unique.
-        manifest: The record of the result, if there is one.
-        head_map: Its heads, if it is known which.
-        histories: Trainings.
-        evaluations: What was measured; the result's come first.
-        checks: Limits that its result was held to.
-        role_table: How many heads had each role, and kept it.
-        roles: Roles of its heads, for the pictures.
-        sweep: Many cuts, where the run measured them.
-    """
+    """One run: a result with the parts that belong to it, or a part of no result."""
 
     path: Path
-    source: str
+    source: str  # the model it began with
     summary: str
-    name: str = ""
+    name: str = ""  # of its folder, made unique
     manifest: Manifest | None = None
     head_map: HeadMap | None = None
     histories: Sequence[History] = ()
-    evaluations: Sequence[Report] = ()
+    evaluations: Sequence[Report] = ()  # the result's come first
     checks: Sequence[CheckReport] = ()
-    role_table: Table | None = None
-    roles: RolesRecord | None = None
-    sweep: Sweep | None = None
+    role_table: Table | None = None  # how many heads had each role, and kept it
+    roles: RolesRecord | None = None  # for the pictures
 
     @property
     def evaluation(self) -> Report | None:
@@ -213,13 +196,6 @@ class _Parts:
                     head_map=_map_of_gates(gates),
                     histories=[*_histories([path / "history.jsonl"], "gates")],
                 )
-        for path, swept in place.sweeps.items():
-            chosen_by = self.scores.get(swept.scores)
-            self.used.add(swept.scores)
-            source = path.resolve().name if chosen_by is None else chosen_by.metadata.model.name
-            drawn = None if chosen_by is None else _map_of_scores(chosen_by)
-            summary = f"{len(swept.points)} cuts of {source}, measured."
-            yield Run(path, source, summary, head_map=drawn, sweep=swept)
         for path, scores in place.scores.items():
             if self.new(scores.id):
                 name, criteria = scores.metadata.model.name, ", ".join(scores.metadata.criteria)

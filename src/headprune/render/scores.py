@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import label, spec_of
-from headprune.io.figures import SUFFIXES, heat_map, save
-from headprune.io.outputs import claimed_files
-from headprune.io.ownership import FIGURE
-from headprune.registry import did_you_mean
 from headprune.render import records
 from headprune.render.blocks import Block, Code, Table, Text, percent
 from headprune.render.results import roles_lost
@@ -60,32 +54,6 @@ def heat_maps(console: Console, scores: Scores) -> None:
         columns = ("attention module", scores.metadata.unit.value)
         page.append(Table(columns, rows, title, names=2, modules=True))
     show(console, [*page, Text(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
-
-
-def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
-    """Draws every criterion into a file, with its name in that of the file for several.
-
-    Raises:
-        HeadpruneError: If the suffix is none that can be drawn, or a file exists and must not be
-            replaced.
-    """
-    if path.suffix not in SUFFIXES:
-        raise HeadpruneError(
-            f"--figure {path}: give a file name that ends in {' or '.join(SUFFIXES)}."
-            f"{did_you_mean(path.suffix, list(SUFFIXES))}"
-        )
-    about, several = scores.metadata, len(scores.scores) > 1
-    parts = {name: re.sub(r"[^\w-]", "_", name) for name in scores.scores}
-    files = {
-        name: path.with_stem(f"{path.stem}-{part}") if several else path
-        for name, part in parts.items()
-    }
-    with claimed_files(files.values(), FIGURE, overwrite):
-        for name, file in files.items():
-            modules, ranks = zip(*_by_module(scores, scores.scores[name]), strict=True)
-            title = f"{name}: {about.model.name}"
-            save(heat_map(ranks, modules, title, "rank among all", about.unit.value), file)
-    return list(files.values())
 
 
 def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
