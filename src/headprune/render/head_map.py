@@ -57,6 +57,7 @@ class HeadMap:
 
     layers: list[Layer]
     evidence: str | None = None  # name of the number that is shown
+    name: str = ""  # of its run, beside others
 
     def keep(self, kept: Set[tuple[str, int]]) -> None:
         """Marks the heads that stay, by path and id, and those that go."""
@@ -112,7 +113,12 @@ class HeadMap:
     def title(self) -> str:
         """How many heads stay."""
         stay, heads = self.counts
-        return f"Heads: {heads} scored" if self.only_scored else f"Heads: {stay} of {heads} stay"
+        of = f" of {self.name}" if self.name else ""
+        return (
+            f"Heads{of}: {heads} scored"
+            if self.only_scored
+            else f"Heads{of}: {stay} of {heads} stay"
+        )
 
     @property
     def key(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from headprune.io.writing import write_whole
 from headprune.render import charts, records
 from headprune.render.blocks import (
     Block,
+    Chart,
     Section,
     Table,
     Text,
@@ -27,6 +28,7 @@ from headprune.render.blocks import (
     short_count,
 )
 from headprune.render.folders import read_place
+from headprune.render.head_map import HeadMap
 from headprune.render.html import report_page
 from headprune.render.markdown import escaped, markdown
 from headprune.render.models import evaluated, speeds
@@ -88,7 +90,17 @@ def page(runs: Sequence[Run]) -> str:
     if len(runs) == 1:  # the map of heads comes first
         first = int(runs[0].head_map is not None)
         return report_page(title, heads, [], [[*own[0][:first], *shared, *own[0][first:]]])
-    return report_page(title, heads, [comparison(runs), *shared], own)
+    maps = [*_named_maps(runs)]
+    own = [[block for block in blocks if block not in maps] for blocks in own]
+    return report_page(title, heads, [comparison(runs), *shared, *maps], own)
+
+
+def _named_maps(runs: Sequence[Run]) -> Iterator[HeadMap]:
+    """The maps of heads of several runs, each with the name of its run."""
+    for run in runs:
+        if run.head_map is not None:
+            run.head_map.name = run.name
+            yield run.head_map
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -98,8 +110,11 @@ def summary(runs: Sequence[Run]) -> str:
     lines = [f"- **{escaped(run.name)}**: {escaped(run.summary)}" for run in runs]
     about = "\n".join(lines) if several else escaped(runs[0].summary)
     blocks: list[Block] = [comparison(runs), *charts.quality_charts(runs)]
+    blocks += _named_maps(runs) if several else []
     for run in runs:
         for block in run_blocks(run):
+            if isinstance(block, Chart) or block in blocks:
+                continue  # a training is for the page
             if several and isinstance(block, Section):
                 block = Section(f"{block.title}: {run.name}", block.blocks, block.folded)
             blocks.append(block)
@@ -210,7 +225,7 @@ def _measured_tiles(run: Run) -> list[Tile]:
     if ours:
         name, rate = list(ours.items())[-1]
         if name in theirs:
-            shown.append(Tile(name, f"{rate / theirs[name]:.2f} ×", f"against {base}"))
+            shown.append(Tile(name, f"{rate / theirs[name]:.2f} x", f"against {base}"))
         else:
             shown.append(Tile(name, f"{rate:,.1f}", ""))
     return shown
