@@ -34,8 +34,8 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
+from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import Examples, read_examples
 from headprune.evaluation.last_words import last_words, passages, rows_of
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
 from headprune.errors import DataError
 from headprune.evaluation import measured
 from headprune.evaluation.evaluate import evaluate

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm, t
 
-from headprune.data.rows import evenly
+from headprune.data.text import evenly
 
 # Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
 Statistic = Callable[[NDArray[np.int64]], Any]

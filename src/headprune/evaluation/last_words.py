@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from headprune.data.sources import Examples
+from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.evaluation.endings import Ending, ending_of, endings_predicted
 from headprune.evaluation.metrics import Floats

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import EvaluateConfig
-from headprune.data.sources import Examples
+from headprune.data.read import Examples
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import Numbers

@@ -18,8 +18,8 @@ import numpy as np
 from datasets import Dataset
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
+from headprune.data.read import Examples
 from headprune.data.sequences import windows
-from headprune.data.sources import Examples
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.endings import Ending, ending_of
