@@ -207,7 +207,7 @@ def test_tokens_are_text(browser: Browser, tmp_path: Path) -> None:
     page = headprune.attention_picture(place, hostile).save(tmp_path / "page.html")
     browser.open(page)
     assert browser.complaints() == []
-    assert "<script>alert(1)" in browser.find(".asked").text
+    assert "<script>alert(1)" in browser.find(".summary").text
     assert browser.all(".head") and not browser.all("h1 b")
 
 

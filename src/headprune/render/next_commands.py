@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headprune.schemas.scores import Scores, ScoresMetadata
 
 _ON_TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")  # a text file alone will do
-KEEP = 0.75  # fraction of heads that an example of a cut keeps
+KEEP = 0.75  # share of heads that an example of a cut keeps
 
 
 def after_cut(result: Pruned) -> str | None:
@@ -34,43 +34,70 @@ def after_cut(result: Pruned) -> str | None:
 
 
 def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:
-    """Cuts by gates."""
-    options = {"layout": "ragged" if run.ragged else None, "dtype": _chosen(dtype)}
-    return _prune(model, run.output, allowed, {"gates": run.output}, options)
+    """Cuts what gates were trained for."""
+    return command(
+        "prune",
+        model,
+        gates=run.output,
+        output=_free(run.output),
+        layout="ragged" if run.ragged else None,
+        dtype=_chosen(dtype),
+        **vars(allowed),
+    )
 
 
 def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> str:
     """Cuts by scores."""
     names = list(scores.scores)
-    criterion = names[0] if len(names) > 1 else None
-    evidence = {"scores": output, "criterion": criterion, "keep": KEEP}
-    return _prune(model, output, allowed, evidence, _as_scored(scores.metadata))
+    return command(
+        "prune",
+        model,
+        scores=output,
+        criterion=names[0] if len(names) > 1 else None,
+        keep=KEEP,
+        output=_free(output),
+        **_as_scored(scores.metadata),
+        **vars(allowed),
+    )
 
 
 def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
     """Cuts by a plan that was made from scores."""
-    options = _as_scored(planned.scores)
-    return _prune(model, output.with_suffix(""), allowed, {"plan": output}, options)
+    made = planned.scores
+    return command(
+        "prune",
+        model,
+        plan=output,
+        output=_free(output.with_suffix("")),
+        **_as_scored(made),
+        **vars(allowed),
+    )
 
 
-def _prune(
-    model: str, beside_: Path, allowed: Allowed, evidence: dict[str, Any], options: dict[str, Any]
-) -> str:
-    return command("prune", model, **evidence, output=_free(beside_), **options, **vars(allowed))
-
-
-def _as_scored(scores: ScoresMetadata) -> dict[str, Any]:
+def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
     """Options of prune that go with scores: a refit on the same text, the same dtype."""
-    options: dict[str, Any] = {"layout": "ragged" if scores.ragged else None}
-    if (data := scores.data) is not None and scores.refits:
-        options["refit"] = data.source
-        usual: Any = CalibrationConfig()
-        for name in ("calibration_tokens", "seq_len"):
-            used = getattr(scores.calibration, name)
-            options[name] = used if used != getattr(usual, name) else None
-        options["split"] = data.split if data.split != DataConfig(source="").split else None
-        options |= {"text_column": data.text_column, "label_column": data.label_column}
-    return {**options, "dtype": _chosen(scores.calibration.dtype)}
+    options: dict[str, Any] = {"layout": "ragged" if made.ragged else None}
+    if made.data is not None and made.refits:
+        used, usual = made.calibration, CalibrationConfig()
+        options |= {
+            "refit": made.data.source,
+            "calibration_tokens": used.calibration_tokens
+            if used.calibration_tokens != usual.calibration_tokens
+            else None,
+            "seq_len": used.seq_len if used.seq_len != usual.seq_len else None,
+            **columns(made.data),
+        }
+    return {**options, "dtype": _chosen(made.calibration.dtype)}
+
+
+def columns(data: DataConfig) -> dict[str, Any]:
+    """Options that say which part of the data is meant."""
+    usual = DataConfig(source="").split
+    return {
+        "split": data.split if data.split != usual else None,
+        "text_column": data.text_column,
+        "label_column": data.label_column,
+    }
 
 
 def _chosen(dtype: Dtype) -> Dtype | None:
