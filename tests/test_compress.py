@@ -39,7 +39,7 @@ from headprune.model.loading import from_pretrained
 from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
 from headprune.render import compressed as console
-from headprune.render.compressed import contenders
+from headprune.render import records, terminal
 from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
@@ -514,7 +514,7 @@ def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(
 ) -> None:
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     paper = io.StringIO()
-    contenders(Console(file=paper, width=80), choice)
+    terminal.show(Console(file=paper, width=80), [records.contenders(choice)])
     lines = paper.getvalue().splitlines()
     words = " ".join(lines).split()
     assert {"perplexity", "parameters", f"{choice.original.parameters:,}"} <= {*words}
