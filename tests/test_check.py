@@ -685,7 +685,7 @@ def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
     assert [c.split()[0] for c in workflow_commands(some_verdicts())] == ["::error"] * 2
     text = step_summary("<img src=x>|`a`\n# b", some_verdicts(), Verdict.BROKEN)
     assert "<img" not in text and "\n# b" not in text and "\\|\\`a\\`" in text
-    assert text.count("\n| ") == 4  # the head and three limits, below a rule
+    assert text.count("\n| ") == 5  # the head, the rule and three limits
     assert "n=40 cannot tell" in text
 
 
