@@ -426,7 +426,7 @@ def test_an_overflow_is_refused_before_any_work(
     command: str, data: DataConfig, tmp_path: Path
 ) -> None:
     base = overflowing(tmp_path, 300.0)
-    refusal = r"overflows in float16: 'model.layers.2.mlp.*--dtype float32"
+    refusal = r"overflows in float16: 'model.layers.2.mlp.*--config dtype=float32"
     with pytest.raises(CheckpointError, match=refusal):
         COMMANDS[command](base, data, tmp_path / "out", Dtype.FLOAT16)
     assert not (tmp_path / "out").exists()

@@ -117,11 +117,11 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
 @pytest.mark.parametrize(
     "line",
     [
-        "evaluate m --data t.txt --no-speed --seq-len 16",
-        "score m --data t.txt --criterion fisher --seq-len 16 --output out",
-        "score m --data t.txt --criterion compensated --seq-len 16 --output out",
-        "train-gates m --data t.txt --target-heads 0.5 --steps 1 --seq-len 16 --output out",
-        "heal m --teacher m --data t.txt --steps 1 --seq-len 16 --output out",
+        "evaluate m --data t.txt --no-speed --config seq_len=16",
+        "score m --data t.txt --criterion fisher --config seq_len=16 out",
+        "score m --data t.txt --criterion compensated --config seq_len=16 out",
+        "train-gates m --data t.txt --target-heads 0.5 --steps 1 --config seq_len=16 out",
+        "heal m --teacher m --data t.txt --steps 1 --config seq_len=16 out",
     ],
 )
 def test_ids_that_a_model_does_not_embed(
@@ -177,8 +177,8 @@ COMMANDS = {
 def test_every_command_that_reads_text_refuses(
     command: str, strange: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--seq-len", "16"]
-    options += [] if command == "check" else ["--output", str(tmp_path / "out")]
+    options = ["--config", "seq_len=16"]
+    options += [] if command == "check" else [str(tmp_path / "out")]
     for changed, message in (
         ({}, "100% of the text's tokens are unknown"),
         ({"model": strange["bare"], "text": strange["good"]}, "has no usable tokenizer"),

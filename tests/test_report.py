@@ -385,19 +385,20 @@ def test_the_markdown_form(place: Path, tmp_path: Path) -> None:
 
 def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "page.html"
-    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--json")
+    code, out, _ = command(capsys, "report", place / "cut", output, "--json")
     assert code == 0
     assert json.loads(out)["runs"][0]["name"] == "cut"
-    code, _, err = command(capsys, "report", place / "cut", "--output", output)
+    code, _, err = command(capsys, "report", place / "cut", output)
     assert code == 2 and "already exists" in err and "--overwrite" in err
-    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
+    code, out, _ = command(capsys, "report", place / "cut", output, "--overwrite")
     assert code == 0 and "Written to" in out
     for name in ("summary.md", "summary.md", "page.html"):
-        to = ["--output", tmp_path / name, "--overwrite"]
+        to = [tmp_path / name, "--overwrite"]
         code, _, err = command(capsys, "report", place / "cut", *to)
         assert code == 0, err
     (tmp_path / "summary.md").write_text("## mine")
-    code, _, err = command(capsys, "report", place / "cut", *to[:1], tmp_path / "summary.md", to[2])
+    mine = tmp_path / "summary.md"
+    code, _, err = command(capsys, "report", place / "cut", mine, "--overwrite")
     assert code == 2 and "headprune did not write it" in err
 
 
@@ -427,7 +428,7 @@ def test_what_cannot_be_reported_on(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run, message in unreportable(place, tmp_path).values():
-        code, _, err = command(capsys, "report", run, "--output", tmp_path / "page.html")
+        code, _, err = command(capsys, "report", run, tmp_path / "page.html")
         assert code == 2
         assert message in err
         assert err.count("error:") == 1 and "Traceback" not in err

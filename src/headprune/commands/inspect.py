@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from headprune.commands.shared import Loading, OneModel, Placed
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, declare
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,22 +15,20 @@ if TYPE_CHECKING:
     from headprune.model.inspection import Inspection
 
 
-class InspectOptions(OneModel, Loading, Placed):
-    """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
-
-
-def run(options: InspectOptions, context: Context) -> Inspection:
-    """Measures it."""
-    from headprune.model.inspection import inspect
-
-    return inspect(options.model, context.allowed)
-
-
-def show(result: Inspection, options: InspectOptions, console: Console) -> None:
-    """Prints a table."""
+def _show(console: Console, result: Inspection, values: Mapping[str, Any]) -> None:
     from headprune.render.models import inspection
 
     inspection(console, result)
 
 
-declare(Command("inspect", Chapter.CHOOSE, InspectOptions, run, show))
+@command(Panel.CHOOSE, _show, config=False)
+def inspect(
+    model: o.Model,
+    *,
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Inspection:
+    """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
+    from headprune.model.inspection import inspect
+
+    return inspect(model, context.allowed)

@@ -158,7 +158,7 @@ def write(
     except Unmapped as why:
         if writing.proof is ProofOption.TENSORS:
             raise CheckpointError(
-                f"--proof tensors: {why} Such a model is cut in memory; leave out --proof."
+                f"--config proof=tensors: {why} Such a model is cut in memory; leave out proof."
             ) from None
     compares = writing.proof is not ProofOption.TENSORS and why_tensors is None
     residency = None
@@ -173,8 +173,8 @@ def write(
         if result is None:
             if residency is not None:
                 raise CheckpointError(
-                    f"--placement layers: '{model.source}' is not written tensor by tensor. Use "
-                    "--placement whole."
+                    f"placement=layers: '{model.source}' is not written tensor by tensor. Use "
+                    "--config placement=whole."
                 )
             result = _cut_in_memory(net, now, cuts, edit.plan, stored)
         else:
@@ -456,5 +456,5 @@ def _why_tensors(model: Model, needed: float) -> str | None:
         return None
     return (
         f"No outputs were compared: that takes {needed / 1e9:.1f} GB of memory, and "
-        f"{free / 1e9:.1f} GB are free. Every tensor was (--proof tensors)."
+        f"{free / 1e9:.1f} GB are free. Every tensor was (--config proof=tensors)."
     )

@@ -14,7 +14,6 @@ from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained, load_config, task_of
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
-from headprune.schemas.ranks import Ranks
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
@@ -77,7 +76,6 @@ class Inspection(_InspectionPart):
             models that generate nothing.
         savings: What cuts of several sizes would save.
         notes: What to know of the model before cutting it.
-        ranks: How wide its heads are; None where that was not asked for.
     """
 
     schema_version: Literal[1] = 1
@@ -93,7 +91,6 @@ class Inspection(_InspectionPart):
     kv_cache_bytes_per_token: dict[str, int]
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
-    ranks: Ranks | None = None
 
 
 def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:

@@ -376,5 +376,5 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
-    """Reads a ``--dtype`` value: "auto", "float32", "bfloat16", "float16", "float64"."""
+    """Reads a ``dtype`` value: "auto", "float32", "bfloat16", "float16", "float64"."""
     return "auto" if name == "auto" else getattr(torch, name)

@@ -230,11 +230,11 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
     listed = ", ".join(f"'{name}'" for name in shown) + ", ..." * (len(names) > 2)
     if not taking:
         where = f"No class of transformers for {net.config.model_type} takes them; "
-        where += "if the result can do without them, --drop-unexpected leaves them out."
+        where += "if the result can do without them, Allowed(drop_unexpected=True) leaves them out."
     else:
         where = f"They belong to {' or '.join(taking[:2])}: put "
         where += f'"architectures": ["{taking[0]}"] into its config.json, or leave them out with '
-        where += "--drop-unexpected."
+        where += "Allowed(drop_unexpected=True)."
     raise CheckpointError(
         f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and the "
         f"result would lack them: {listed}. {where}"

@@ -1,4 +1,4 @@
-"""Scores, plans and sweeps at a terminal."""
+"""Scores and plans at a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from rich.console import Console
 
-from headprune.evaluation.metrics import label, spec_of
 from headprune.render import records
 from headprune.render.blocks import Block, Code, Table, Text, percent
 from headprune.render.results import roles_lost
@@ -19,7 +18,6 @@ from headprune.render.terminal import show
 if TYPE_CHECKING:
     from headprune.planning.plan import Planned
     from headprune.schemas.scores import Scores
-    from headprune.schemas.sweeps import Point, Sweep
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 
@@ -75,23 +73,6 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
     if output is not None:
         page += [Text(f"Written to {output}."), Code(next_command, title="Next")]
     show(console, page)
-
-
-def sweep(console: Console, result: Sweep, output: Path) -> None:
-    """Quality against size, the Pareto front marked."""
-    listed = [n for n in result.base.metrics if spec_of(n).leads or spec_of(n).beside]
-    others = [name for name in listed if name != result.metric]
-
-    def row(point: Point) -> tuple[str, ...]:
-        rest = (f"{point.metrics[n]:.4f}" if n in point.metrics else "-" for n in others)
-        size = f"{point.query_heads:,}", f"{point.parameters:,}", f"{point.quality:.4f}"
-        front = "front" if point.name in result.front else ""
-        return point.criterion or "original", "yes" if point.refit else "", *size, *rest, front
-
-    columns = ("criterion", "refit", "heads", "parameters", *map(label, (result.metric, *others)))
-    rows = [row(point) for point in (result.base, *result.points)]
-    words = f"Table, JSON and plot are in {output}."
-    show(console, [Table((*columns, ""), rows, names=2), Text(words)])
 
 
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:
