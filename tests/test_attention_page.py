@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,17 +216,14 @@ def test_the_command_writes_the_page(
     output = tmp_path / "page.html"
     long = " ".join(["w1 w2"] * MOST_TOKENS)
     words = ["attention", folder, "--text", long, "--head", "1.3", output]
-    code, out, err = run(capsys, *words, "--json")
-    assert code == 0
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
     assert f"has {2 * MOST_TOKENS} tokens; the model was given the first {MOST_TOKENS}" in err
-    told = json.loads(out)["heads"][0]
-    assert (told["head"], len(told["queries"]), len(told["weights"])) == ("1.3", 40, 40)
-    assert sum(told["weights"][-1]) == pytest.approx(1, abs=0.01)
     written = output.read_text()
     code, _, err = run(capsys, *words)
     assert (code, "already exists" in err, output.read_text() == written) == (2, True, True)
-    code, out, _ = run(capsys, *words, "--config", "layer=1", "--overwrite")
-    assert (code, out.startswith("2 heads, of which 1.3 shown first.")) == (0, True)
+    code, out, _ = run(capsys, *words, "--overwrite")
+    assert (code, out.startswith("6 heads, of which 1.3 shown first.")) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -91,23 +91,6 @@ class AttentionPicture:
             'style="width:100%;height:760px;border:0"></iframe>'
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """The weights of the heads that are shown first."""
-        heads = []
-        for name in self.heads:
-            layer, place = self.sentence.head(name)
-            heads.append(
-                {
-                    **{"head": name, "path": layer.path, "kind": layer.kind},
-                    "queries": list(layer.queries.labels),
-                    "keys": list(layer.keys.labels),
-                    "weights": [
-                        [round(w, 4) for w in row] for row in layer.weights[place].tolist()
-                    ],
-                }
-            )
-        return {"text": self.sentence.text, "left_out": list(self.left_out()), "heads": heads}
-
     def left_out(self) -> Iterator[str]:
         """What of the sentence is not shown, in a sentence."""
         sides = {
