@@ -38,7 +38,6 @@ from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.refitted import choose_and_refit
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
-from headprune.reports.discovery import discover
 from headprune.resuming import CONFIG, STATE, Run
 from headprune.training import WEIGHTS, first_infinite
 from tests import tiny
@@ -409,16 +408,6 @@ def test_a_long_name_has_a_folder(tmp_path: Path) -> None:
     one, other = (Run.of(tmp_path / ("n" * 254 + end), "heal", config).folder for end in "ab")
     one.mkdir()
     assert one != other and one.name.endswith("-checkpoints")
-
-
-@pytest.mark.parametrize(("train", "command"), [(gates, "train-gates"), (healed, "heal")])
-def test_a_report_names_what_goes_on(
-    train: Callable[..., Any], command: str, home: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Killed):
-        train(home, tmp_path / "o", step=kill_at(1))
-    with pytest.raises(CheckpointError, match=f"is not finished; go on with {command} --resume"):
-        discover(tmp_path)
 
 
 # numbers that are not finite
