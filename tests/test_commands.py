@@ -149,7 +149,7 @@ def test_a_file_has_settings_and_the_command_line_wins(
     for text, message in (
         ("criterio: random", "score has no option 'criterio'. Did you mean 'criterion'"),
         ("trust_remote_code: true", "A file cannot allow code"),
-        ("seq_len: true", "--seq-len: Input should be a valid integer"),
+        ("seq_len: true", "--seq-len: give a number, not true or false"),
         ("batch_size: true", "batch_size: Value error, give a number"),
         ("just text", "holds no options"),
     ):

@@ -135,9 +135,9 @@ def _callback(command: Command) -> Callable[..., None]:
     """The function that typer calls, with the signature that it reads."""
 
     def call(context: typer.Context, **values: Any) -> None:
+        as_json = values.pop("json_", False)
+        values.pop("config", None)
         words = {name: v for name, v in values.items() if _is_given(context, name)}
-        as_json = words.pop("json_", False)
-        words.pop("config", None)
         _run(command, {**context.meta.get("headprune", {}), **words}, as_json)
 
     parameters = [_keyword("context", typer.Context, inspect.Parameter.empty)]
@@ -169,11 +169,11 @@ def _callback(command: Command) -> Callable[..., None]:
 
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _use_settings(context: typer.Context, command: Command, given: list[str]) -> None:
-    """Use settings for what the command line leaves open; expert ones pass by typer."""
+    """Use settings for what the command line leaves open; typer need not read them."""
     settings: dict[str, Any] = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -181,19 +181,9 @@ def _use_settings(context: typer.Context, command: Command, given: list[str]) ->
             settings |= _known({name.replace("-", "_"): parse_yaml(value)}, command)
         else:
             settings |= settings_in(Path(each), command)
-    shown = command.options()
-    context.meta["headprune"] = {n: v for n, v in settings.items() if n not in shown}
-    context.default_map = {
-        name: _as_words(value, is_several(shown[name][0].annotation))
-        for name, value in settings.items()
-        if name in shown
-    }
-
-
-def _as_words(value: Any, several: bool) -> Any:
-    if isinstance(value, dict):
-        value = [f"{name}={place}" for name, place in value.items()]
-    return [value] if several and not isinstance(value, list) else value
+    context.meta["headprune"] = settings
+    several = {n for n, (p, _) in command.options().items() if is_several(p.annotation)}
+    context.default_map = {n: [str(v)] if n in several else str(v) for n, v in settings.items()}
 
 
 def settings_in(path: Path, command: Command) -> dict[str, Any]:
