@@ -597,7 +597,7 @@ def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> N
         (lambda c: c | {"surprise": 1}, "is not valid: surprise"),
         (lambda c: {k: v for k, v in c.items() if k != "samples"}, "is not valid: samples"),
         (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": []}}, "must be equally long"),
-        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "NaN is no number of JSON"),
+        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "NaN is not finite"),
         (lambda c: c | {"samples": {k: v[:9] for k, v in c["samples"].items()}}, "was edited"),
         (lambda c: "{", "not readable as JSON"),
         (lambda c: '{"dirty": ' + "9" * 5_000 + "}", "not readable as JSON"),

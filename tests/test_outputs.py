@@ -22,7 +22,7 @@ from headprune.errors import CheckpointError
 from headprune.io import ownership, writing
 from headprune.io.figures import curve, save
 from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
-from headprune.io.writing import abandoned, beside, reserved, work_folder, write_whole, write_yaml
+from headprune.io.writing import abandoned, beside, reserved, work_folder, write_whole
 from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -273,7 +273,7 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
 
 RECORDS: dict[str, Callable[[Path], None]] = {
     "a plan": Plan(unit=Unit.HEAD, attentions={}).write,
-    "settings": lambda path: write_yaml({"steps": 3}, path),
+    "settings": lambda path: write_whole(path, "steps: 3"),
 }
 
 

@@ -465,7 +465,7 @@ def test_a_check_is_shown_with_its_result(place: Path, tmp_path: Path) -> None:
     [
         ({"step": 10**18}, "0.step: Input should be less than or equal to 9007199254740992"),
         ({"loss": None}, "0.loss: Input should be a valid number"),
-        ({"loss": float("nan")}, "NaN is no number of JSON"),
+        ({"loss": float("nan")}, "NaN is not finite"),
     ],
 )
 def test_damaged_histories(changed: dict[str, Any], message: str, tmp_path: Path) -> None:

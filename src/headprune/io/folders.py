@@ -1,4 +1,4 @@
-"""What results take over from the folder of their model, and what files are known by."""
+"""Files that results take over from the folder of their model, and hashes of files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-# Of a model folder, what a result takes over as it is: what belongs to tokenizers and processors,
-# code of theirs and of generation, which is not run, adapters of languages, and licences.
-# Weights and config are written anew; whatever else lies there is the user's own.
+# Files of tokenizers and processors, their code and that of generation, which is not run, adapters
+# of languages, and licences. Weights and config are written anew; other files are the user's.
 COMPANIONS = (
     *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "*.tiktoken", "*.jinja", "*processor*.json", "preprocessor_config.json"),
@@ -32,7 +31,7 @@ _AT_ONCE = 4  # files that are hashed: more wait for the disk
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies tokenizer and processor files, settings of generation and pooling, licences."""
+    """Copy tokenizer and processor files, settings of generation and pooling, licences."""
     files = {file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}
     for file in sorted(files):
         inside = file.relative_to(source)
@@ -41,7 +40,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def sha256_of(file: Path, stop: threading.Event | None = None) -> str:
-    """The SHA-256 of a file; of what was read of it until ``stop`` was set, where that is given."""
+    """Return the SHA-256 of a file, or of the part read until ``stop`` was set."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while (block := stream.read(1 << 20)) and not (stop is not None and stop.is_set()):
@@ -51,31 +50,31 @@ def sha256_of(file: Path, stop: threading.Event | None = None) -> str:
 
 @contextmanager
 def hashing(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], dict[str, str]]]:
-    """Hashes files of a folder beside what the block does, several at once.
+    """Hash finished files of a folder in threads while a ``with`` block runs.
 
     Args:
         folder: The folder.
-        names: The files, by their names in it; nothing may change them any more.
+        names: Names of the files in it.
 
     Yields:
-        Waits for the SHA-256 of each, by name. What is not waited for ends with the block.
+        A function that waits for the hashes, and returns them by name.
     """
     stop = threading.Event()
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
-        found = {name: pool.submit(sha256_of, folder / name, stop) for name in names}
-        yield lambda: {name: digest.result() for name, digest in found.items()}
-    finally:  # Ctrl-C as well does not wait for what is half read
+        digests = {name: pool.submit(sha256_of, folder / name, stop) for name in names}
+        yield lambda: {name: digest.result() for name, digest in digests.items()}
+    finally:  # Ctrl-C does not wait for half-read files
         stop.set()
         pool.shutdown(cancel_futures=True)
 
 
 def hashes_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of files of a folder, by their names in it."""
+    """Return the SHA-256 of files of a folder by name."""
     with hashing(folder, names) as hashes:
         return hashes()
 
 
 def digest_of(content: object) -> str:
-    """The SHA-256 of what JSON can hold; the order of names does not count."""
+    """Return the SHA-256 of JSON content, whatever the order of names."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Whether the hub can be asked: found out by one request, where libraries make many."""
+"""Ask the hub once whether it can be reached, where libraries ask many times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEMBERED_S = 60.0  # networks come back
 
 
 def why_not() -> str | None:
-    """Why the hub cannot be asked; None where it can."""
+    """Return why the hub cannot be asked; None where it can."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     return _why_not(constants.ENDPOINT, int(time.monotonic() / REMEMBERED_S))
@@ -26,7 +26,6 @@ def why_not() -> str | None:
 
 @cache
 def _why_not(endpoint: str, _when: int) -> str | None:
-    """One request, by the hub's own client, which knows proxies and certificates."""
     try:
         get_session().head(endpoint, timeout=PATIENCE_S)
     except Exception as error:  # of whichever client this version of huggingface_hub has
@@ -35,7 +34,7 @@ def _why_not(endpoint: str, _when: int) -> str | None:
 
 
 def may_be_id(name: str | Path) -> bool:
-    """Whether a name could be that of a repository of the hub, and is none of a file or folder."""
+    """Return whether a name could be a repository of the hub, and is no file or folder."""
     try:
         validate_repo_id(str(name))
     except HFValidationError:
@@ -44,9 +43,9 @@ def may_be_id(name: str | Path) -> bool:
 
 
 def fetched(name: str | Path, file: str, **where: Any) -> Path | None:
-    """Brings a file of a hub model into the cache, with ``revision`` and ``cache_dir``.
+    """Return the cached path of a file of a hub model; None where it has none or the hub refuses.
 
-    None where it has no such file, or the hub refuses: loading the model says it better.
+    ``where`` holds ``revision`` and ``cache_dir``.
     """
     if not may_be_id(name) or why_not() is not None:
         return None
@@ -57,11 +56,7 @@ def fetched(name: str | Path, file: str, **where: Any) -> Path | None:
 
 @contextmanager
 def asked_once(name: str | Path) -> Iterator[None]:
-    """Lets libraries go by the hub's cache alone, as HF_HUB_OFFLINE does, where it is not reached.
-
-    Args:
-        name: What they are to load; for a file or folder the hub is not asked at all.
-    """
+    """Let libraries load ``name`` from the hub's cache alone, where the hub cannot be reached."""
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or (may_be_id(name) and why_not() is not None)
     try:

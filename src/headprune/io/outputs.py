@@ -35,16 +35,13 @@ Input = str | Path | None
 
 
 @contextmanager
-def claimed(
-    path: Path, overwrite: bool, inputs: Sequence[Input] = (), goes_on: bool = False
-) -> Iterator[None]:
+def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterator[None]:
     """Reserve an output folder for a ``with`` block; free within an outer claim.
 
     Args:
         path: The folder, or a link to it.
         overwrite: Whether to replace an existing one that headprune wrote.
         inputs: What the command reads: folders, files, or hub ids, which are skipped.
-        goes_on: Whether the command adds to an existing one.
 
     Raises:
         CheckpointError: If it is a file or the current folder; if it is, holds or lies in an input;
@@ -62,7 +59,7 @@ def claimed(
             "as a whole. Give another name."
         )
     _refuse_input(path, place, inputs)
-    looked_at = goes_on or is_reserved(place)
+    looked_at = is_reserved(place)
     with reserved(place):
         if not looked_at:
             content = place.iterdir() if place.is_dir() else ()

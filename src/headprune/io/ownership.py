@@ -38,19 +38,9 @@ class FolderKind:
     fields: frozenset[str]
     files: tuple[str, ...] = ()
 
-    def content(self, folder: Path) -> dict[str, Any] | None:
-        """Return the content of the record; None if the folder is of another kind."""
-        return _content(folder / self.record, self.fields)
-
 
 _TRAINING = ("history.jsonl", "checkpoints/*")
-SWEEP = FolderKind(
-    "config.yaml",
-    frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
-    ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*"),
-)
 KINDS = (
-    SWEEP,
     FolderKind(
         MANIFEST, frozenset({"source", "lineage", "shape", "proof", "files"}), ("README.md",)
     ),
@@ -139,7 +129,7 @@ def _parts(folder: Path) -> list[str]:
     """Return patterns of the files of the records in a folder."""
     patterns: list[str] = []
     for kind in KINDS:
-        content = kind.content(folder)
+        content = _content(folder / kind.record, kind.fields)
         if content is not None:
             listed = content.get("files") if "files" in kind.fields else None
             names = listed if isinstance(listed, dict) else ()

@@ -1,6 +1,7 @@
-"""Reading JSON and YAML: finite numbers, and errors in one sentence.
+"""Read JSON and YAML: finite numbers, characters only, and errors in one sentence.
 
-Every file is read once, where it is needed, into an object with types; what lies behind trusts it.
+Every file is read once, where it is needed, into an object with types. ``json`` reads, as
+``pydantic_core.from_json`` sees neither names given twice nor numbers such as 1e999.
 """
 
 from __future__ import annotations
@@ -30,18 +31,15 @@ _short.maxlevel, _short.maxstring, _short.maxother = 2, 60, 60
 
 
 def read_json(
-    path: Path,
-    error: Error = CheckpointError,
-    distinct: bool = False,
-    any_text: bool = False,
+    path: Path, error: Error = CheckpointError, distinct: bool = False, any_text: bool = False
 ) -> Any:
-    """The content of a JSON file; its numbers are finite.
+    """Return the content of a JSON file.
 
     Args:
         path: The file.
-        error: What is raised.
-        distinct: Refuse names that are given twice, of which JSON takes the last.
-        any_text: Take texts with NUL as well, which a token may be, but no name of a file.
+        error: The error to raise.
+        distinct: Refuse names that are given twice; JSON takes the last.
+        any_text: Accept NUL in texts: tokens may hold it, names of files may not.
 
     Raises:
         error: If it cannot be read, or is no JSON; ``FileNotFoundError`` passes.
@@ -50,7 +48,7 @@ def read_json(
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuses what git-lfs puts in place of a file until the file is downloaded.
+    """Refuse the pointer that git-lfs puts in place of a file until it is downloaded.
 
     Raises:
         CheckpointError: Saying how to get the file.
@@ -64,17 +62,20 @@ def refuse_pointer(file: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The content of every line of a JSONL file that is not empty.
+    """Return the content of every line of a JSONL file that is not empty.
 
     Raises:
         CheckpointError: As for ``read_json``; ``FileNotFoundError`` passes.
     """
-    lines = _read(path, _parse_lines, "JSON lines", CheckpointError)
-    return list(lines)
+
+    def parse(text: str) -> list[Any]:
+        return [parse_json(line) for line in text.split("\n") if line.strip()]
+
+    return list(_read(path, parse, "JSON lines", CheckpointError))
 
 
 def read_yaml(path: Path, error: Error = CheckpointError) -> Any:
-    """The content of a YAML file; tags make no objects.
+    """Return the content of a YAML file; tags make no objects.
 
     Raises:
         error: If it cannot be read, or is no YAML; ``FileNotFoundError`` passes.
@@ -83,11 +84,7 @@ def read_yaml(path: Path, error: Error = CheckpointError) -> Any:
 
 
 def read_as(model: type[M], path: Path) -> M:
-    """Reads a JSON file that headprune wrote.
-
-    Args:
-        model: What it holds; its ``schema_version`` is the latest that is known.
-        path: The file.
+    """Return a JSON file of headprune as a typed object.
 
     Raises:
         CheckpointError: If it is missing, damaged, or of a later schema.
@@ -102,40 +99,31 @@ def read_as(model: type[M], path: Path) -> M:
 def validated(
     model: type[M], content: object, path: Path | str, error: Error = CheckpointError
 ) -> M:
-    """Content of a file as a typed object.
+    """Return the content of a file as a typed object.
 
     Raises:
-        error: Naming the first place that is not as it should be, or the later schema.
+        error: Naming the first invalid field, or the later schema.
     """
     if not isinstance(content, dict):
-        raise error(f"'{path}' is damaged: it holds {_kind(content)}, and settings are needed.")
-    refuse_later(model, content, path, error)
+        kinds = {list: "a list", str: "a text", type(None): "nothing"}
+        kind = kinds.get(type(content), "a number")
+        raise error(f"'{path}' is damaged: it holds {kind}, and settings are needed.")
+    if "schema_version" in model.model_fields:
+        known = max(get_args(model.model_fields["schema_version"].annotation))
+        version = content.get("schema_version", known)
+        if isinstance(version, int) and version > known:
+            raise error(
+                f"'{path}' has schema {version}; this headprune reads up to {known}. Upgrade "
+                "headprune."
+            )
     try:
         return model.model_validate(content)
     except ValidationError as problem:
         raise error(f"'{path}' is not valid: {first_problem(problem)}.") from None
 
 
-def refuse_later(
-    model: type[BaseModel], content: dict[str, Any], path: Path | str, error: Error
-) -> None:
-    """Refuses what a later headprune wrote.
-
-    Raises:
-        error: Naming both schemas.
-    """
-    if "schema_version" not in model.model_fields:
-        return
-    known = max(get_args(model.model_fields["schema_version"].annotation))
-    version = content.get("schema_version", known)
-    if isinstance(version, int) and version > known:
-        raise error(
-            f"'{path}' has schema {version}; this headprune reads up to {known}. Upgrade headprune."
-        )
-
-
 def first_problem(problem: ValidationError) -> str:
-    """Where a typed object went wrong first, and how."""
+    """Return the first invalid field and its problem."""
     first = problem.errors()[0]
     where = ".".join(map(str, first["loc"]))
     message = first["msg"].removeprefix("Value error, ")
@@ -143,38 +131,28 @@ def first_problem(problem: ValidationError) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, in a few characters whatever it holds."""
+    """Return a value as Python writes it, in a few characters."""
     return _short.repr(value)
 
 
 def parse_json(text: str, distinct: bool = False, any_text: bool = False) -> Any:
-    """The content of JSON text.
+    """Return the content of JSON text; arguments as for ``read_json``.
 
     Raises:
-        ValueError: If it is none, a number in it is not finite, or a text has an invalid
-            character.
+        ValueError: If it is no JSON, a number is not finite, or a text has an invalid character.
         RecursionError: If it is nested too deeply.
     """
     content = json.loads(
         text,
-        parse_constant=_refuse_constant,
+        parse_constant=_finite,
         parse_float=_finite,
         object_pairs_hook=_distinct if distinct else None,
     )
     return content if any_text else _sound(content, text)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in content:
-            raise ValueError(f"'{name}' is given twice")
-        content[name] = value
-    return content
-
-
 def parse_yaml(text: str) -> Any:
-    """The content of YAML text.
+    """Return the content of YAML text.
 
     Raises:
         ValueError: If a text has an invalid character.
@@ -184,28 +162,27 @@ def parse_yaml(text: str) -> Any:
     try:
         content = yaml.safe_load(text)
     except (LookupError, AttributeError, TypeError, OverflowError):
-        # what PyYAML raises where a value is not of its tag: "!!timestamp x", "!!bool x"
+        # PyYAML raises these where a value is not of its tag: "!!timestamp x", "!!bool x"
         raise yaml.YAMLError("a value does not fit its tag") from None
     return _sound(content, text)
 
 
-def _parse_lines(text: str) -> list[Any]:
-    return [parse_json(line) for line in text.split("\n") if line.strip()]
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(n for n in names if names.count(n) > 1)}' is given twice")
+    return content
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
+    if not math.isfinite(float(text)):
         raise ValueError(f"the number {text[:20]} is not finite")
-    return number
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    return float(text)
 
 
 def _sound(content: Any, text: str) -> Any:
-    """The content, if all its texts are of characters."""
+    """Return the content, if all its texts are of characters."""
     odd = _ODD_ESCAPE.search(text) and next(filter(_ODD.search, _texts(content)), None)
     if odd:
         raise ValueError(f"the text {ascii(odd)[:40]} has an invalid character")
@@ -234,7 +211,3 @@ def _read(path: Path, parse: Callable[[str], Any], form: str, error: Error) -> A
     except RecursionError:
         why = "it is nested too deeply"
     raise error(f"'{path}' is not readable as {form} ({why[:200]}).")
-
-
-def _kind(content: object) -> str:
-    return {list: "a list", str: "a text", type(None): "nothing"}.get(type(content), "a number")

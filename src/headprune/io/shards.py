@@ -1,4 +1,4 @@
-"""Reading tensors of safetensors files in blocks, and writing them so: never a whole one in memory.
+"""Read and write tensors of safetensors files in blocks, never a whole one in memory.
 
 Files are read with pread: a mapped file would count as memory of the process.
 """
@@ -27,22 +27,14 @@ from headprune.io.streaming import bytes_of, equal_bytes, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
 
-# bytes; as many as stay in a processor's cache, from which they are written faster than the system
-# copies parts of files that begin at other offsets of a page
+# bytes; they stay in the processor's cache, and are written faster than the system copies files
 BLOCK = 1 << 20
 SHARD = "50GB"  # the largest file, as transformers has it
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: Element type as safetensors names it ("BF16").
-        shape: Its shape.
-        file: The file.
-        start: Where its numbers begin there.
-    """
+    """A tensor in a file: its element type as safetensors names it ("BF16"), shape and offset."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +43,7 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -70,7 +62,7 @@ def _damage_is(file: Path) -> Iterator[None]:
 
 
 def tensors_in(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by name, from its header.
+    """Return the tensors of a file by name, from its header.
 
     Raises:
         CheckpointError: If it is damaged.
@@ -91,16 +83,15 @@ def tensors_in(file: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a result, and what it is made of.
+    """A tensor of a result, and its source.
 
     Attributes:
         name: Its name.
-        live: The name of what it is a part of in the model, uncut; None for one of several tensors
-            that are one there.
-        source: The tensor that it is a part of, in a file, or in memory if it was changed.
-        kept: Which part, and times what; None for all of it.
-        computed: Element type that it is computed in.
-        dtype: Element type that it is written in.
+        live: Name of its source in the uncut model; None if the model holds it fused with others.
+        source: The uncut tensor, in a file, or in memory if it was changed.
+        kept: The part of it, and its factors; None for all.
+        computed: Element type of the computation.
+        dtype: Element type in the written file.
     """
 
     name: str
@@ -120,7 +111,7 @@ class Piece:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """The rows of the source that it is made of: the first and the number of neighbours."""
+        """Runs of neighbouring rows of the source: the first and the number of rows."""
         if self.kept is None or self.kept.dim != 0:
             return [(0, self.source.shape[0] if self.source.shape else 1)]
         rows = self.kept.indices
@@ -129,7 +120,7 @@ class Piece:
 
     @property
     def copied(self) -> bool:
-        """Whether it is rows of a file as they are."""
+        """Whether it is rows of a file, unchanged."""
         if isinstance(self.source, Tensor):
             return False
         held = SAFETENSORS[self.source.dtype]
@@ -137,10 +128,10 @@ class Piece:
         return exact and (self.kept is None or (self.kept.dim == 0 and self.kept.scale is None))
 
     def blocks(self) -> Iterator[Tensor]:
-        """Its numbers, some rows after the others; a block is overwritten by the next.
+        """Return its rows in blocks; each is overwritten by the next.
 
         Raises:
-            CheckpointError: If they cannot be read, or written in the type that is asked for.
+            CheckpointError: If they cannot be read, or overflow in the written type.
         """
         kept, done = self.kept, 0
         for block in _read(self.source, self.runs):
@@ -152,7 +143,7 @@ class Piece:
             yield block if self.copied else self._written(block, part)
 
     def _written(self, block: Tensor, part: IndexMap | None) -> Tensor:
-        """Rows as they are written: cut and scaled in what is computed in, float32 at least."""
+        """Return rows cut, and scaled in float32 at least."""
         if part is not None and part.dim != 0:
             block = part.selected(block)
         block = block.to(self.computed)
@@ -164,7 +155,7 @@ class Piece:
         return written
 
     def _refuse_overflow(self, lost: Tensor) -> None:
-        if len(lost):  # what was infinite before, such as a mask, may stay so
+        if len(lost):  # a mask that was infinite before may stay so
             largest, limit = float(lost.abs().max()), torch.finfo(self.dtype).max
             raise CheckpointError(
                 f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
@@ -174,7 +165,7 @@ class Piece:
 
 
 def _read(source: StoredTensor | Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Rows of a tensor, at most a block of them at once."""
+    """Return rows of a tensor, at most a block at once."""
     count = max(source.shape[0] if source.shape else 1, 1)
     width = (source.nbytes if isinstance(source, Tensor) else source.bytes) // count
     most = max(1, BLOCK // max(width, 1))
@@ -186,22 +177,14 @@ def _read(source: StoredTensor | Tensor, runs: Sequence[tuple[int, int]]) -> Ite
         yield from (held[first : first + rows].cpu() for first, rows in parts)
         return
     buffer = torch.empty(most * width, dtype=torch.uint8)
-    with _opened(source) as file:
+    with _damage_is(source.file):
+        file = source.file.open("rb")
+    with file:
         for first, rows in parts:
             part = buffer[: rows * width]
             with _damage_is(source.file):
-                _fill(file, part, source.start + first * width)
+                _fill(file.fileno(), part, source.start + first * width)
             yield part.view(SAFETENSORS[source.dtype]).view(rows, *source.shape[1:])
-
-
-@contextmanager
-def _opened(source: StoredTensor) -> Iterator[int]:
-    with _damage_is(source.file):
-        file = os.open(source.file, os.O_RDONLY)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _fill(file: int, part: Tensor, offset: int) -> None:
@@ -214,7 +197,7 @@ def _fill(file: int, part: Tensor, offset: int) -> None:
 
 
 def bytes_between(source: StoredTensor, start: int, end: int) -> Tensor:
-    """Some bytes of a tensor.
+    """Return bytes ``start`` to ``end`` of a tensor.
 
     Raises:
         CheckpointError: If they cannot be read.
@@ -226,7 +209,7 @@ def bytes_between(source: StoredTensor, start: int, end: int) -> Tensor:
 
 
 def same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
-    """Whether two tensors are the same to the bit.
+    """Return whether two tensors are the same to the bit.
 
     Raises:
         CheckpointError: If they cannot be read.
@@ -239,7 +222,7 @@ def same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
 
 
 def rows_of(source: StoredTensor, start: int = 0, end: int | None = None) -> Tensor:
-    """Rows of a tensor; all of them, if not said.
+    """Return rows of a tensor; all of them by default.
 
     Raises:
         CheckpointError: If they cannot be read.
@@ -253,7 +236,7 @@ def rows_of(source: StoredTensor, start: int = 0, end: int | None = None) -> Ten
 
 
 def converted(source: StoredTensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in another element type, with no whole copy in its own beside it.
+    """Return a tensor in another element type, read in blocks.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -266,7 +249,7 @@ def converted(source: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 
 def first_numbers(source: StoredTensor, count: int) -> Tensor:
-    """The first numbers of a tensor.
+    """Return the first numbers of a tensor.
 
     Raises:
         CheckpointError: If they cannot be read.
@@ -282,11 +265,11 @@ def write_shards(
     max_shard_size: str = SHARD,
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Writes tensors as transformers does: one file, or several and an index.
+    """Write tensors as transformers does: one file, or several and an index.
 
     Args:
         pieces: The tensors.
-        folder: Where.
+        folder: The folder of the result.
         parameters: Parameters of the model, for the index.
         max_shard_size: Largest size of a file, such as "50GB".
         on_tensor: Called with tensors done and tensors in all.

@@ -1,4 +1,4 @@
-"""Command lines to be printed, which do what they say when they are pasted."""
+"""Command lines to print, quoted so that they can be pasted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from enum import Enum
 
 
 def command(name: str, *arguments: object, **options: object) -> str:
-    """A command of headprune, quoted as a shell needs it.
+    """Return a command of headprune, quoted for a shell.
 
     Args:
         name: The command.
         *arguments: Its arguments.
-        **options: Its options, named as in Python: True stands for a flag, a tuple for an option
-            that is repeated; one that is None or False is left out.
+        **options: Its options by Python name: True for a flag, a tuple for a repeated option; None
+            and False are left out.
     """
     words = ["headprune", name, *map(str, arguments)]
     for option, value in options.items():

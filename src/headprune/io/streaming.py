@@ -5,7 +5,6 @@ safetensors' own writer wants all tensors in memory.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprune.tensors.dtypes import SAFETENSORS, dtype_name
+from headprune.tensors.dtypes import SAFETENSORS
 
 DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, list[str]]:
-    """The header of a file, as safetensors writes it, and the order of the tensors behind it.
+    """Return the header of a file as safetensors writes it, and the order of the tensors.
 
     Args:
         tensors: Element type and shape by name.
@@ -40,21 +39,10 @@ def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor as bytes, in the order of its elements."""
+    """Return the numbers of a tensor as bytes, in the order of its elements."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def equal_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether bytes are the same; NumPy tells it much faster than torch does.
-
-    Args:
-        one: Some bytes, on the CPU.
-        other: As many.
-    """
-    return np.array_equal(one.numpy(), other.numpy())
-
-
-def describe(tensor: Tensor, raw: Tensor) -> list[Any]:
-    """Element type, shape, and the SHA-256 of the bytes: equal for tensors that are the same."""
-    digest = hashlib.sha256(raw.numpy().data).hexdigest()
-    return [dtype_name(tensor.dtype), list(tensor.shape), digest]
+def equal_bytes(one: Tensor, two: Tensor) -> bool:
+    """Return whether bytes on the CPU are the same; NumPy is much faster than torch here."""
+    return np.array_equal(one.numpy(), two.numpy())

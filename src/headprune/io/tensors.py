@@ -1,7 +1,8 @@
-"""The small safetensors files that headprune writes beside its JSON."""
+"""Small safetensors files that headprune writes beside its JSON."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headprune.errors import CheckpointError
-from headprune.io.streaming import bytes_of, describe
+from headprune.io.streaming import bytes_of
+from headprune.tensors.dtypes import dtype_name
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file.
+    """Return the tensors of a file.
 
     Raises:
         CheckpointError: If it is missing or damaged.
@@ -29,5 +31,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Per tensor, what is equal for those that are the same."""
-    return {name: describe(tensor, bytes_of(tensor.cpu())) for name, tensor in tensors.items()}
+    """Return element type, shape and SHA-256 of each tensor: equal where the tensors are."""
+    return {name: _described(tensor) for name, tensor in tensors.items()}
+
+
+def _described(tensor: Tensor) -> list[Any]:
+    digest = hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest()
+    return [dtype_name(tensor.dtype), list(tensor.shape), digest]

@@ -21,9 +21,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from headprune.errors import CheckpointError
 
@@ -242,11 +240,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
             new.replace(path)
     except OSError as error:
         raise write_error(path, error) from error
-
-
-def write_yaml(content: dict[str, Any], path: Path) -> None:
-    """Write YAML, whole or not at all."""
-    write_whole(path, yaml.safe_dump(content, sort_keys=False))
 
 
 def of_full_disk(error: Exception) -> bool:
