@@ -24,10 +24,8 @@ from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate, run
 from headprune.evaluation.loaded import load
-from headprune.evaluation.measured import _pairs
-from headprune.evaluation.metrics import rank_correlation, similarity_correlation
-from headprune.evaluation.report import Report, metric
-from headprune.evaluation.samples import Samples
+from headprune.evaluation.metrics import Samples, rank_correlation, similarity_correlation
+from headprune.evaluation.report import Metric, Report
 from headprune.model.attention import attention_of
 from headprune.model.speed import measure
 from tests import tiny
@@ -162,7 +160,7 @@ def test_damaged_rows_and_empty_texts_are_named() -> None:
     with pytest.raises(DataError, match="Row 2 .* has no tokens"):
         quality.embeddings(tiny.model("bert-base"), rows, tokenizer, 2)
     with pytest.raises(DataError, match="mean cosine is nan on 4 examples"):
-        metric("mean_cosine", math.nan, 4)
+        Metric.of("mean_cosine", math.nan, 4)
 
 
 def test_metrics_on_known_answers() -> None:
@@ -288,7 +286,6 @@ def test_the_examples_that_are_measured_come_from_all_over_a_table(tmp_path: Pat
         assert [text for (text,) in some.texts] == ["text0", "text3", "text6"]
         assert some.labels is not None and list(some.labels) == ["0", "3", "6"]
         assert found.spread(None) is found.spread(99) is found
-        assert _pairs(np.ones((6, 2)), found)[1].tolist() == [0, 3, 6]  # two texts of each
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
@@ -405,7 +402,7 @@ def test_classifiers_are_compared_by_the_names_of_their_classes(tmp_path: Path) 
     config = json.loads((ours / "config.json").read_text())
     (ours / "config.json").write_text(json.dumps({**config, "label2id": None}))
     assert evaluate(ours, named, EvaluateConfig(**FAST)).model.metrics == report.model.metrics
-    with pytest.raises(HeadpruneError, match="same classes: 'other' is one of only one"):
+    with pytest.raises(HeadpruneError, match="has the class 'other'"):
         evaluate(ours, named, EvaluateConfig(**FAST), against=strange)
     numbered = written(0, 1)
     evaluate(ours, numbered, EvaluateConfig(**FAST), against=ours)
@@ -432,7 +429,7 @@ def test_models_that_do_not_compare_are_refused(text_file: Path, tmp_path: Path)
     llama = tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
     bert = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert")
     data = DataConfig(source=str(text_file))
-    with pytest.raises(HeadpruneError, match="cannot be compared token by token"):
+    with pytest.raises(HeadpruneError, match="cannot be compared"):
         evaluate(llama, data, EvaluateConfig(**FAST), against=bert)
     other = tiny.save(tiny.model("llama-gqa"), tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())

@@ -15,9 +15,8 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from headprune.config import DataConfig, EvaluateConfig, NeedleConfig
 from headprune.data.sources import Examples, read_examples
 from headprune.errors import DataError
-from headprune.evaluation.endings import endings_predicted
-from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.needle import Needle, needles, retrieved
+from headprune.evaluation.evaluate import evaluate, retrieved
+from headprune.evaluation.probes import Needle, answered, needles
 from tests import tiny
 from tests.test_cli import run
 
@@ -71,8 +70,8 @@ def hidden(examples: Examples, lengths: tuple[int, ...], **settings: Any) -> tup
 
 
 def found(reach: int, given: tuple[Needle, ...]) -> dict[tuple[int, float], float]:
-    hits = endings_predicted(Finder(reach), [needle.row for needle in given], 3)
-    return {(f.tokens, f.depth): f.accuracy for f in retrieved(given, {"needle_hits": hits})}
+    hits = answered(Finder(reach), [needle.row for needle in given], 3)
+    return {(f.tokens, f.depth): f.accuracy for f in retrieved(given, hits)}
 
 
 def test_needles_are_found_as_far_back_as_a_model_sees(examples: Examples) -> None:

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.metrics import Samples
 from headprune.evaluation.recall import RecalledWords, WordMarks, copying_losses
-from headprune.evaluation.samples import Samples
 from tests import tiny
 
 TOKENS = ["<s>", "Ġthe", "Ġcat", "Ġsat", "s", ".", "-", "Ġ7", "Ġdog", "ma", "Ċ", "7"]

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from headprune.config import NEEDLE_DEPTHS, DataConfig, NeedleConfig, RolesConfig
 from headprune.data.sources import read_examples
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.endings import endings_predicted
-from headprune.evaluation.needle import Needle, needles
+from headprune.evaluation.probes import Needle, answered, needles
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import task_of, vocabulary_of
 from headprune.role.inputs import Input
@@ -43,7 +42,7 @@ def hidden_input(
     asked = NeedleConfig(needle_lengths=config.needle_lengths, needle_trials=trials)
     most, known = most_tokens(net.config, tokenizer), vocabulary_of(net)
     given = needles(read_examples(data), tokenizer, most, asked, config.seed, known)
-    hits = endings_predicted(net, [needle.row for needle in given], 1)
+    hits = answered(net, [needle.row for needle in given], 1)
     found = [needle for needle, hit in zip(given, hits, strict=True) if hit]
     places = [(needle, _elsewhere(needle, found)) for needle in found]
     rows = [(needle, place) for needle, place in places if place is not None]
