@@ -38,7 +38,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.cost import model_cost
 from headprune.model.heads import HeadWeights
-from headprune.model.opening import as_it_fits
+from headprune.model.open import as_it_fits
 from headprune.model.units import default_unit, head_budget, unit_sizes
 from headprune.placements import Placement, placing
 from headprune.planning.from_scores import plan_from_scores

@@ -34,7 +34,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.forward import eager_attention, run_model
 from headprune.model.loading import load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.role.ablation import Out, rises
 from headprune.role.effects import head_means
 from headprune.role.inputs import loss_batches, text_input

@@ -131,7 +131,7 @@ def calibration_of(
         tokens = len(rows) * OWN_LENGTH
         return CalibrationSample(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
-    every = calibration(net, model, DataConfig(source=data), config, "bench")
+    every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench")
     count = max(2, tokens // length)
     step = len(every.rows) / count
     shift = seed / 3  # of a step

@@ -59,9 +59,9 @@ def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> equivalence.
     """Gates, cuts, writes, reloads and compares."""
     expected = equivalence.expect(model, cuts)
     cut_heads(model, cuts)
-    cut = probes.probe(model, expected.inputs)
+    equivalence.conclude(expected, probes.probe(model, expected.inputs))
     reloaded = _reloaded(model, folder)
-    return equivalence.conclude(expected, cut, probes.probe(reloaded, expected.inputs))
+    return equivalence.conclude(expected, probes.probe(reloaded, expected.inputs))
 
 
 def gap(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> float:

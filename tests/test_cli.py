@@ -387,7 +387,7 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headprune.exporting import streamed
+    from headprune.exporting import write as streamed
 
     write = streamed.write_shards
 

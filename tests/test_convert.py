@@ -447,7 +447,7 @@ def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
     cut_heads(model, cuts)
     got = probes.probe(model, inputs)
     with pytest.raises(ProofError, match="differ by"):
-        equivalence.conclude(expecting(wanted), got, got)
+        equivalence.conclude(expecting(wanted), got)
 
 
 def healing(folder: Path, output: str = "healed", **options: Any) -> Any:

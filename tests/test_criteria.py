@@ -567,7 +567,7 @@ def test_nan_is_named_with_its_layer(
     tmp_path: Path, text: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # what is looked at when a model is loaded is made up; text may overflow all the same
-    monkeypatch.setattr("headprune.model.opening.refuse_not_finite", lambda *_: None)
+    monkeypatch.setattr("headprune.model.open.refuse_not_finite", lambda *_: None)
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     file = folder / "model.safetensors"
     tensors = load_file(file)

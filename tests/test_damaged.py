@@ -22,7 +22,7 @@ from headprune.io.markup import sentence
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
 from headprune.model.loading import load_config, load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.reading import damage_is
 from headprune.model.skeleton import without_weights
 from headprune.planning.from_evidence import CutRequest

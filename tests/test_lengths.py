@@ -26,6 +26,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.lengths import most_tokens, usable_length
+from headprune.model.loading import load_tokenizer
 from tests import tiny
 
 LONGEST = 128  # of the tiny models
@@ -95,10 +96,12 @@ def test_calibration_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path)
     model = tiny.model("gpt2")
     folder, data = tiny.save(model, tmp_path / "model"), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        sample = calibration(model, folder, data, CalibrationConfig(), "score")
+        sample = calibration(model, load_tokenizer(folder), data, CalibrationConfig(), "score")
     assert sample.whole()["input_ids"].shape[1] == LONGEST
     few = CalibrationConfig(calibration_tokens=64)  # fewer than the model takes: nothing to warn of
-    assert calibration(model, folder, data, few, "score").whole()["input_ids"].shape == (1, 64)
+    assert calibration(model, load_tokenizer(folder), data, few, "score").whole()[
+        "input_ids"
+    ].shape == (1, 64)
 
 
 def test_merging_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:

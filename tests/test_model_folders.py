@@ -35,7 +35,7 @@ from headprune.errors import CheckpointError
 from headprune.exporting import card
 from headprune.io.folders import COMPANIONS
 from headprune.model.loading import load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.stored import stored_tensors
 from tests import tiny
 from tests.cutting import uneven_plan

@@ -36,7 +36,7 @@ from headprune.exporting import prune as pruning
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.export import export
 from headprune.exporting.prune import migrate, prune
-from headprune.exporting.publish import Pruned
+from headprune.exporting.write import Pruned
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
 from headprune.model.attention import attention_of
@@ -255,7 +255,7 @@ def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
     cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=shifted), net))
     outputs = probes.probe(net, expected.inputs)
     with pytest.raises(ProofError, match="differ by"):
-        equivalence.conclude(expected, outputs, outputs)
+        equivalence.conclude(expected, outputs)
 
 
 @pytest.mark.parametrize("case", tiny.present("gemma3_text", "llama-gqa", "gpt2", "falcon-alibi"))
@@ -565,8 +565,8 @@ def test_a_checkpoint_of_the_hub_that_is_not_found_again_keeps_its_type(
 ) -> None:
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
-    monkeypatch.setattr("headprune.exporting.publish.stored_tensors", lambda *_: {})
-    monkeypatch.setattr("headprune.model.opening.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.exporting.write.stored_tensors", lambda *_: {})
+    monkeypatch.setattr("headprune.model.open.stored_tensors", lambda *_: {})
     monkeypatch.setattr("headprune.model.stored.stored_tensors", lambda *_: {})
     result = prune(base, tmp_path / "out", CutRequest(plan=plan))
     assert dtypes_on_disk(result.output) == {torch.bfloat16}

@@ -27,6 +27,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery import refit as refits
 from headprune.surgery.cut import cut_heads, resolve
+from headprune.surgery.edit import Edit
 from headprune.surgery.refit import FittedOutput, fit_output, refit
 from headprune.tensors import least_squares
 from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
@@ -261,20 +262,18 @@ def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
     found = {}
     for same in (True, False):
         model = tiny.model(case)
-        cuts = resolve(uneven_plan(model), model, ragged=True)
-        before = [read_output(cut.attention)[0] for cut in cuts]
+        edit = Edit(uneven_plan(model))
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
         generator = torch.Generator().manual_seed(0)
         taken = torch.randint(5, 60, (32, 24), generator=generator)
         left = taken.clone()
         if not same:  # a fit to few tokens says nothing of the others
             taken = taken % 2 + 7
             left = left % 40 + 20
-        judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
+        judged = judged_refit(model, edit, sample_of(taken, left), "text", 0, Context())
         assert judged.worth is not None
-        changed = any(
-            not torch.equal(old, read_output(cut.attention)[0])
-            for cut, old in zip(cuts, before, strict=True)
-        )
+        assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+        changed = any(not torch.equal(before[name], new) for name, new in judged.tensors.items())
         found[same] = changed, judged.taken is not None, bool(judged.warnings)
         assert (judged.worth.refitted <= judged.worth.without) == changed
     assert found == {True: (True, True, False), False: (False, False, True)}
@@ -295,8 +294,8 @@ def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
     generator = torch.Generator().manual_seed(0)
     taken, left = (torch.randint(5, 60, (16, 24), generator=generator) for _ in range(2))
     model = tiny.model("llama-gqa")
-    cuts = resolve(uneven_plan(model), model, ragged=True)
-    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
+    edit = Edit(uneven_plan(model))
+    judged = judged_refit(model, edit, sample_of(taken, left), "text", 0, Context())
     assert (judged.taken is not None) == helps and judged.worth is not None
     assert judged.worth.refitted == 0.9  # what was taken is told by the others, or why it was not
     assert judged.worth.tokens == 2 * 24  # of four sequences, two
@@ -308,19 +307,19 @@ def test_a_refit_is_judged_sequence_by_sequence_and_by_numbers() -> None:
     worth = []
     for size in (1, 3):
         model = tiny.model("llama-gqa")
-        cuts = resolve(uneven_plan(model), model, ragged=True)
+        edit = Edit(uneven_plan(model))
         sample = replace(sample_of(taken, left), batch_size=size)
-        judged = judged_refit(model, cuts, sample, "text", 0, Context())
+        judged = judged_refit(model, edit, sample, "text", 0, Context())
         assert judged.worth is not None
         worth.append((judged.worth.without, judged.worth.refitted))
     assert worth[0] == pytest.approx(worth[1], rel=1e-5)
     assert worth[0][0] != pytest.approx(worth[0][1], rel=1e-3)
     model = tiny.model("llama-gqa")
-    cuts = resolve(uneven_plan(model), model, ragged=True)
+    edit = Edit(uneven_plan(model))
     with torch.no_grad():
         model.model.embed_tokens.weight[63] = float("nan")
-    with pytest.raises(DataError, match="was not fitted to is not finite"):
-        judged_refit(model, cuts, sample_of(taken, left * 0 + 63), "text", 0, Context())
+    with pytest.raises(DataError, match="on held-out sequences are not finite"):
+        judged_refit(model, edit, sample_of(taken, left * 0 + 63), "text", 0, Context())
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
@@ -329,9 +328,9 @@ def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None
     taken, left = (torch.randint(5, 60, (40, 24), generator=generator) for _ in range(2))
     model = tiny.model(case)
     cut_heads(model, resolve(uneven_plan(model, 1), model, ragged=True))
-    cuts = resolve(uneven_plan(model), model, ragged=True)
-    heads = [cut.attention.query_heads for cut in cuts]
-    judged = judged_refit(model, cuts, sample_of(taken, left), "text", 0, Context())
+    edit = Edit(uneven_plan(model))
+    heads = [cut.attention.query_heads for cut in edit.cuts(model)]
+    judged = judged_refit(model, edit, sample_of(taken, left), "text", 0, Context())
     assert judged.taken is not None
     assert judged.taken.modules == sum(count > 0 for count in heads) < len(heads)
     assert judged.taken.error_after < judged.taken.error_before

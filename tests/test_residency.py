@@ -23,7 +23,7 @@ from headprune.io import hub
 from headprune.model import stored
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.residency import Residency, residency_of
 from headprune.model.stored import fetch_weights, stored_tensors

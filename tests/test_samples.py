@@ -14,6 +14,7 @@ from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.calibration import calibration
 from headprune.data.samples import CalibrationSample
 from headprune.model.batch import Batch
+from headprune.model.loading import load_tokenizer
 from tests import tiny
 
 
@@ -79,7 +80,7 @@ def test_pairs_stay_whole_in_calibration(tmp_path: Path) -> None:
     (tmp_path / "pairs.tsv").write_text("\n".join(["a\tb", *rows]))
     config = CalibrationConfig(calibration_tokens=10_000, seq_len=128)
     data = DataConfig(source=str(tmp_path / "pairs.tsv"), text_column="a,b")
-    found = calibration(model, folder, data, config, "score")
+    found = calibration(model, load_tokenizer(folder), data, config, "score")
     assert found.longest is None
     assert found.whole()["labels"].shape[1] >= 60
 
@@ -91,7 +92,11 @@ def test_documents_are_cut_in_calibration(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
     config = CalibrationConfig(calibration_tokens=10_000, seq_len=128)
     found = calibration(
-        model, folder, DataConfig(source=str(tmp_path / "rows.jsonl")), config, "score"
+        model,
+        load_tokenizer(folder),
+        DataConfig(source=str(tmp_path / "rows.jsonl")),
+        config,
+        "score",
     )
     ids, longest = found.whole()["input_ids"], found.longest
     assert longest is not None and ids.shape[1] == longest < 40

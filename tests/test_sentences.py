@@ -34,6 +34,7 @@ from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError
 from headprune.evaluation.evaluate import evaluate
 from headprune.model.batch import without_labels
+from headprune.model.loading import load_tokenizer
 from headprune.role.inputs import text_input
 from tests import tiny
 
@@ -99,7 +100,9 @@ def test_encoders_without_a_head_calibrate_on_sentences(
     net, folder = tiny.model(case), tiny.save(tiny.model(case), tmp_path / "model")
     config = CalibrationConfig(calibration_tokens=256, seq_len=64)
     plain, table = (
-        calibration(net, folder, DataConfig(source=str(file)), config, "score").whole()
+        calibration(
+            net, load_tokenizer(folder), DataConfig(source=str(file)), config, "score"
+        ).whole()
         for file in _written(tmp_path)
     )
     same = plain["input_ids"].shape == table["input_ids"].shape
@@ -175,7 +178,9 @@ def test_a_tokenizer_without_padding_calibrates_a_decoder_without_a_head(tmp_pat
     tokenizer.save_pretrained(tmp_path / "model")
     plain, _ = _written(tmp_path)
     config = CalibrationConfig(calibration_tokens=256, seq_len=64)
-    found = calibration(net, tmp_path / "model", DataConfig(source=str(plain)), config, "score")
+    found = calibration(
+        net, load_tokenizer(tmp_path / "model"), DataConfig(source=str(plain)), config, "score"
+    )
     masks = found.whole()["attention_mask"]
     assert 0 < int((masks == 0).sum()) < masks.numel() / 2
 
@@ -190,11 +195,13 @@ def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
     data = DataConfig(source=str(_written(tmp_path)[0]))
     config = CalibrationConfig(calibration_tokens=256, seq_len=64)
     with pytest.raises(CheckpointError, match="GPT2ForSequenceClassification has no pad_token_id"):
-        calibration(net, folder, data, config, "score")
+        calibration(net, load_tokenizer(folder), data, config, "score")
     with pytest.raises(CheckpointError, match="has no pad_token_id"):
-        merge_calibration(net, folder, data, ConvertConfig(kv_heads=3))
+        merge_calibration(net, load_tokenizer(folder), data, ConvertConfig(kv_heads=3))
     net.config.pad_token_id = 1
-    assert net(**without_labels(calibration(net, folder, data, config, "score").whole()))
+    assert net(
+        **without_labels(calibration(net, load_tokenizer(folder), data, config, "score").whole())
+    )
 
 
 @pytest.mark.parametrize(("batch_size", "of_step"), [(1, 2), (3, 3)])
@@ -231,7 +238,7 @@ def test_merges_of_encoders_see_sequences_as_long_as_sentences(
     config = ConvertConfig(kv_heads=1, calibration_tokens=512, seq_len=64)
     tokenizer = tiny.tokenizer()
     for file in _written(tmp_path):
-        found = merge_calibration(net, folder, DataConfig(source=str(file)), config)
+        found = merge_calibration(net, load_tokenizer(folder), DataConfig(source=str(file)), config)
         texts = by_sentence(read_examples(DataConfig(source=str(file)))).texts
         mean = sum(len(tokenizer(text)["input_ids"]) for (text,) in texts) / len(texts)
         assert (found.whole()["input_ids"].shape[1] == round(mean)) is alike

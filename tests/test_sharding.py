@@ -37,7 +37,7 @@ from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model import sharding
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.sharding import refuse_to_shard
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify

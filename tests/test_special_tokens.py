@@ -39,6 +39,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.evaluate import run as evaluate_loaded
 from headprune.evaluation.loaded import load
 from headprune.evaluation.refusals import refuse_other_tokenizer
+from headprune.model.loading import load_tokenizer
 from headprune.regression.check import check, update_baseline
 from headprune.role.inputs import repeated_inputs, text_input
 from tests import tiny
@@ -144,10 +145,12 @@ def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: P
     folder, data = saved(kind, tmp_path / "model"), DataConfig(source=str(text_file))
     net = tiny.model("llama-gqa")
     config = CalibrationConfig(calibration_tokens=128, seq_len=SEQ)
-    sample = calibration(net, folder, data, config, "score")
+    sample = calibration(net, load_tokenizer(folder), data, config, "score")
     assert begin(sample.rows["input_ids"], before)
     convert = ConvertConfig(kv_heads=1, calibration_tokens=128, seq_len=SEQ)
-    assert begin(merge_calibration(net, folder, data, convert).rows["input_ids"], before)
+    assert begin(
+        merge_calibration(net, load_tokenizer(folder), data, convert).rows["input_ids"], before
+    )
     text = Text("text", tuple(((tiny.text(100),), None) for _ in range(3)), False)
     heldout = HeldOut(net, of, Parts((), (text,), (text,)), SEQ, 64, 4)
     assert heldout.rows and all(begin(r["input_ids"], before) for r in heldout.rows.values())
@@ -156,7 +159,7 @@ def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: P
         assert all(begin(batch["input_ids"].tolist(), before) for batch in given.batches)
         assert not given.period or given.start == len(before)
     t5 = tiny.model("t5")
-    sample = merge_calibration(t5, folder, data, convert)
+    sample = merge_calibration(t5, load_tokenizer(folder), data, convert)
     assert begin(sample.rows["input_ids"], before)  # its encoder reads whole texts
     assert all(row[len(row) - len(after) :] == after for row in sample.rows["input_ids"])
 

@@ -22,8 +22,7 @@ from headprune import memory
 from headprune.config import Dtype, LayoutOption, ProofOption, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError, PlanError, ProofError
-from headprune.exporting import prune as export
-from headprune.exporting import streamed
+from headprune.exporting import write as streamed
 from headprune.exporting.preview import Preview, preview
 from headprune.exporting.prune import migrate, prune
 from headprune.io import shards
@@ -31,7 +30,7 @@ from headprune.io.shards import Piece, write_shards
 from headprune.model.attention import attention_of, identity
 from headprune.model.inspection import inspect
 from headprune.model.loading import uneven_heads_are_known
-from headprune.model.opening import load, result_dtypes
+from headprune.model.open import Model, open_model
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.planning.from_evidence import CutRequest
@@ -64,8 +63,12 @@ def saved(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 def opened(model: Path, plan: Callable[[PreTrainedModel], Plan], **how: Any) -> Any:
     """A model, the cuts of a plan, and the types that it is stored in."""
-    net, _ = load(model, how.pop("dtype", Dtype.AUTO), **how)
-    return net, resolve(plan(net), net, ragged=True), result_dtypes(net, model, Dtype.AUTO)
+    weights, opened = (
+        how.pop("weights", True),
+        open_model(model, how.pop("dtype", Dtype.AUTO), **how),
+    )
+    net = opened.net if weights else opened.skeleton
+    return net, resolve(plan(net), net, ragged=True), opened.result_dtypes()
 
 
 def in_memory(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **how: Any) -> Path:
@@ -190,7 +193,7 @@ def test_what_is_fused_on_disk_is_cut_in_memory(case: str, tmp_path: Path) -> No
     manifest = prune(
         model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(max_shard_size=SHARD)
     ).manifest
-    assert manifest.proof is not None and manifest.proof.gated_vs_cut is not None
+    assert manifest.proof is not None
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     with pytest.raises(CheckpointError, match="--proof tensors: 'roberta|gte|nomic.*leave out"):
         prune(
@@ -328,19 +331,20 @@ def test_prune_streams_and_proves_outputs(
     model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive, steps = list[weakref.ref[PreTrainedModel]](), list[tuple[int, int]]()
-    real_load, real_write = export.load, streamed.write_shards
+    real_load, real_write = Model.weighted, streamed.write_shards
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        net, source = real_load(*args, **kwargs)
-        if kwargs.get("weights", True):
-            alive.append(weakref.ref(net))
-        return net, source
+    def watched(model: Model) -> PreTrainedModel:
+        net = real_load(model)
+        alive.append(weakref.ref(net))
+        return net
 
     def checked(*args: Any) -> None:
-        assert [ref() for ref in alive] == [None]  # the original is let go before the result comes
+        assert [ref() for ref in alive[:1]] == [
+            None
+        ]  # the original is let go before the result comes
         real_write(*args)
 
-    monkeypatch.setattr(export, "load", watched)
+    monkeypatch.setattr(Model, "weighted", watched)
     monkeypatch.setattr(streamed, "write_shards", checked)
     result = prune(
         model,
@@ -351,7 +355,7 @@ def test_prune_streams_and_proves_outputs(
     )
     assert alive
     proof = result.manifest.proof
-    assert proof is not None and proof.passed and proof.gated_vs_cut is None
+    assert proof is not None and proof.passed
     assert result.manifest.tensor_proof is None
     tensors = len(stored_tensors(tmp_path / "out"))
     assert steps == [(done, tensors) for done in range(1, tensors + 1)]
@@ -404,7 +408,7 @@ def flip(folder: Path) -> None:
 def test_what_is_written_wrongly_is_not_kept(
     proof: ProofOption, model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = streamed.take_over
+    real = streamed._take_over
 
     def corrupting(folder: Path, *rest: Any) -> None:
         real(folder, *rest)
@@ -414,7 +418,7 @@ def test_what_is_written_wrongly_is_not_kept(
         tensors[name] = tensors[name].roll(10, dims=1).contiguous()
         save_file(tensors, file, metadata={"format": "pt"})
 
-    monkeypatch.setattr(streamed, "take_over", corrupting)
+    monkeypatch.setattr(streamed, "_take_over", corrupting)
     with pytest.raises(ProofError, match="The proof failed"):
         prune(model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=proof))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
@@ -575,7 +579,7 @@ def test_migrate_streams(tmp_path: Path) -> None:
 def test_ragged_results_are_streamed(model: Path, tmp_path: Path) -> None:
     plan = ragged_plan(headprune.from_pretrained(model))
     proven = prune(model, tmp_path / "out", CutRequest(plan=plan, layout=LayoutOption.RAGGED))
-    assert proven.manifest.proof is not None and proven.manifest.proof.gated_vs_cut is None
+    assert proven.manifest.proof is not None
     whole = in_memory(model, ragged_plan, tmp_path / "whole")
     assert weights(whole).keys() == weights(tmp_path / "out").keys()
     assert all(same(t, weights(whole)[n]) for n, t in weights(tmp_path / "out").items())

@@ -13,7 +13,7 @@ from headprune.declaration import Chapter, Command, Panel, declare, option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
 
 
 class MigrateOptions(OneModel, Writing, Loading, Placed):

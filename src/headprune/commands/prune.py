@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.exporting.preview import Preview
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
 
 _REFITS = "refit | scores & !no_refit"
 _AS_SCORED = ("calibration_tokens", "seq_len")  # of a refit, as the scores reckon with it

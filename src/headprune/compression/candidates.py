@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from headprune import devices
@@ -14,18 +13,21 @@ from headprune.config import (
     CompressConfig,
     ConvertConfig,
     DataConfig,
+    LayoutOption,
     PlanConfig,
     ScoreConfig,
     Writing,
 )
 from headprune.context import Context
 from headprune.errors import DataError, PlanError, ProofError
-from headprune.evidence.score import score
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
-from headprune.exporting.publish import Pruned
+from headprune.evidence.score import scores_on
+from headprune.exporting.convert_gqa import merged_of
+from headprune.exporting.prune import propose_removal
+from headprune.exporting.write import Proposal
+from headprune.model.open import Model
 from headprune.planning.from_evidence import CutRequest
-from headprune.planning.plan import plan
+from headprune.planning.plan import make_plan
+from headprune.schemas.scores import Scores
 from headprune.tensors.units import Unit
 
 Made = TypeVar("Made")
@@ -35,48 +37,45 @@ SCORED = 512  # tokens of a sequence at most: gradients are means over sequences
 
 @dataclass(frozen=True)
 class Job:
-    """What every candidate is made of.
+    """The input of every candidate.
 
     Attributes:
-        model: Folder or hub id.
-        goal: What may stay.
-        text: The text that heads are scored, refitted and merged on.
-        config: How.
-        work: Where scores and candidates are made.
-        context: What it runs in.
+        model: The model.
+        goal: The size to reach.
+        text: Text to score, refit and merge on.
+        config: Settings.
+        context: Progress.
+        scored: Scores by unit and criterion, as they become known.
     """
 
-    model: str
+    model: Model
     goal: SizeGoal
     text: DataConfig
     config: CompressConfig
-    work: Path
     context: Context
+    scored: dict[tuple[Unit, str], Scores] = field(default_factory=dict)
 
-    def scores(self, unit: Unit, criterion: str) -> Path:
-        """The scores of a kind of units, made once, by all criteria that candidates ask for.
+    def scores(self, unit: Unit, criterion: str) -> Scores:
+        """Return scores of a kind of units, computed once for all criteria of the candidates.
 
-        Where they cannot be made together, they are made by this criterion alone, which may do
-        without what another needs.
+        Where they cannot be computed together, this criterion is computed alone: it may need less.
         """
-        together, criteria = self.work / f"scores-{unit.value}", criteria_of(self.goal, unit)
-        alone = self.work / f"scores-{unit.value}-{criterion}"
-        for made in (together, alone):
-            if made.is_dir():
-                return made
-        try:
-            self._score(together, unit, criteria)
-        except Exception as error:  # memory runs out in several kinds; others go on
-            if len(criteria) == 1 or not is_its_own(error):
-                raise
-            self._score(alone, unit, (criterion,))
-            return alone
-        return together
+        if (unit, criterion) not in self.scored:
+            criteria = criteria_of(self.goal, unit)
+            try:
+                scores = self._score(unit, criteria)
+            except Exception as error:  # memory runs out in several kinds; others are raised
+                if len(criteria) == 1 or not is_its_own(error):
+                    raise
+                criteria = (criterion,)
+                scores = self._score(unit, criteria)
+            self.scored.update({(unit, name): scores for name in criteria})
+        return self.scored[unit, criterion]
 
-    def _score(self, folder: Path, unit: Unit, criteria: Sequence[str]) -> None:
+    def _score(self, unit: Unit, criteria: Sequence[str]) -> Scores:
         length = min(self.config.seq_len, SCORED)
         config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
-        score(self.model, folder, config, self.text, context=self.context)
+        return scores_on(self.model, config, self.text, context=self.context)
 
 
 def is_its_own(error: Exception) -> bool:
@@ -99,8 +98,8 @@ class Maker(Protocol):
     def applies(self, goal: SizeGoal) -> bool:
         """Whether it can meet a goal."""
 
-    def make(self, job: Job, folder: Path, context: Context) -> Pruned:
-        """Makes it: a folder, verified."""
+    def make(self, job: Job, context: Context) -> Proposal:
+        """Return the edit."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +120,19 @@ class RemoveHeads:
         """Where it removes what the goal counts."""
         return self.unit in goal.units
 
-    def make(self, job: Job, folder: Path, context: Context) -> Pruned:
-        """Plans and cuts."""
+    def make(self, job: Job, context: Context) -> Proposal:
+        """Plan and refit."""
         scores = job.scores(self.unit, self.criterion)
         context.stage("planning")
         config = job.goal.budget.part(PlanConfig, criterion=self.criterion)
-        made = _filled(
-            lambda least: plan(
-                job.model, scores, config.part(PlanConfig, min_per_layer=least), context=context
+        planned = _filled(
+            lambda least: make_plan(
+                job.model, scores, config.part(PlanConfig, min_per_layer=least), context
             )
         )
-        return prune(
+        return propose_removal(
             job.model,
-            folder,
-            CutRequest(plan=made.plan),
+            CutRequest(plan=planned.plan),
             job.text if self.refit else None,
             job.config.part(CalibrationConfig),
             Writing(out_dtype=job.config.out_dtype),
@@ -150,16 +148,16 @@ class ShareKvHeads:
         """Where fewer KV heads meet the goal."""
         return goal.kv_share is not None
 
-    def make(self, job: Job, folder: Path, context: Context) -> Pruned:
-        """Converts."""
+    def make(self, job: Job, context: Context) -> Proposal:
+        """Merge."""
         config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share)
-        return _filled(
-            lambda least: (
-                convert_gqa(
-                    job.model, folder, config, job.text, empty_layers=not least, context=context
-                ).pruned
+        layout = LayoutOption.PER_LAYER
+        merged = _filled(
+            lambda least: merged_of(
+                job.model, config, job.text, layout, context, empty_layers=not least
             )
         )
+        return Proposal(merged.edit, merged.changes)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from headprune.config import (
     DataConfig,
     HealConfig,
     LayoutOption,
+    Writing,
     sequences_per_pass,
 )
 from headprune.context import Context
@@ -40,15 +40,13 @@ from headprune.errors import (
     PlanError,
 )
 from headprune.exporting.card import write_card
-from headprune.exporting.publish import Pruned
+from headprune.exporting.write import Proposal, Pruned, write
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
-from headprune.model.attention import attention_of
 from headprune.model.lengths import most_tokens
-from headprune.model.loading import CLASSIFIERS, UNMEASURED, load_tokenizer, task_of
-from headprune.model.opening import load
+from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
+from headprune.model.open import open_model
 from headprune.model.refusals import refuse_without_text
-from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.planning.constraints import constraints_of
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
@@ -150,19 +148,18 @@ class _Compression:
         data: Mapping[str, DataConfig],
         context: Context,
     ) -> None:
-        self.model, self.context = model, context
+        self.context = context
         self.named = (
             ", ".join(one.source for one in data.values()) or "the text that ships with headprune"
         )
         context.stage("loading the model")
-        self.net, _ = load(model, config.dtype, context.allowed)
-        refuse_without_text(self.net, "compress")
-        constraints_of(self.net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
-        task = task_of(self.net)
+        self.model = open_model(model, config.dtype, context.allowed)
+        net = self.model.net
+        refuse_without_text(net, "compress")
+        constraints_of(net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
+        task = task_of(net)
         _refuse_unfit(task, list(data.values()))
-        remote = context.allowed.trust_remote_code
-        self.tokenizer = load_tokenizer(model, trust_remote_code=remote)
-        most = most_tokens(self.net.config, self.tokenizer) or config.seq_len
+        most = most_tokens(net.config, self.model.tokenizer) or config.seq_len
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
         if task in _OF_RUNNING_TEXT:
@@ -172,8 +169,8 @@ class _Compression:
         self.texts = texts.read(data or texts.shipped())
         if task in OF_SENTENCES:
             self.texts = self.texts.by_sentence()
-        stored = stored_dtypes(self.net, stored_tensors(model)).default
-        self.goal = goal_of(self.config, self.net, attention_of(self.net), stored)
+        stored = self.model.result_dtypes().default
+        self.goal = goal_of(self.config, net, self.model.attentions, stored)
         self.candidates = candidates_for(self.goal)
         self.parts = len(self.candidates) + (config.heal_steps is not None)
 
@@ -191,22 +188,20 @@ class _Compression:
         self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
         config = self.config
         held_out = HeldOut(
-            self.net,
-            self.tokenizer,
+            self.model.net,
+            self.model.tokenizer,
             self.texts,
             self.judged,
             config.held_out_tokens,
             sequences_per_pass(config.batch_size, self.judged),
         )
-        selection = Selection(held_out, config.dtype, config.seed, self.context.step, self.goal)
+        selection = Selection(held_out, config.seed, self.context.step, self.goal)
         self.context.stage("measuring the original")
-        selection.begin(self.net, self.model)
-        del self.net  # candidates load their own
+        selection.begin(self.model)
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)
-            best = self._best(job, selection)
-            best = self._named(best)
+            best = self._written(self._best(job, selection), work / "best")
             if config.heal_steps is not None:
                 best = self._healed(best, job, selection, config.heal_steps)
             choice = selection.concluded()
@@ -225,11 +220,11 @@ class _Compression:
             trained = 2 * healing.steps * healing.batch_size * healing.seq_len
         some = texts.mixed(self.texts.learning, config.calibration_tokens, trained)
         text = texts.write(some, work / "text")
-        return Job(self.model, self.goal, text, config, work, self.context)
+        return Job(self.model, self.goal, text, config, self.context)
 
-    def _best(self, job: Job, selection: Selection) -> Pruned:
-        """Makes all candidates and measures them; only the best so far stays on disk."""
-        best: Pruned | None = None
+    def _best(self, job: Job, selection: Selection) -> Proposal:
+        """Try all candidates in memory, and return the best."""
+        best: Proposal | None = None
         errors: list[Exception] = []
         for number, candidate in enumerate(self.candidates, start=1):
             where = f"{number}/{len(self.candidates)} {candidate.name}"
@@ -238,25 +233,18 @@ class _Compression:
                 self.context.stage(f"{where}: {what}")
 
             self.context.whole(number - 1, self.parts)
-            began, folder = time.monotonic(), job.work / str(number)
+            began = time.monotonic()
             try:
-                made = candidate.way.make(job, folder, replace(self.context, stage=stage))
-                seconds = time.monotonic() - began
+                proposal = candidate.way.make(job, replace(self.context, stage=stage))
+                seconds, name = time.monotonic() - began, _name(candidate, proposal)
                 stage("measuring")
-                better = selection.add(
-                    _name(candidate, made), folder, seconds, self.context.allowed
-                )
-            except Exception as error:  # memory runs out in several kinds; others go on
+                if selection.add(name, self.model, proposal.edit, seconds):
+                    best = proposal
+            except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_its_own(error):
                     raise
                 errors.append(error)
                 selection.failed[candidate.name] = _why(error)
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            loser = best if better else made
-            if loser is not None:
-                shutil.rmtree(loser.output)
-            best = made if better else best
         if best is None and errors:
             raise errors[0]
         if best is None:
@@ -264,13 +252,15 @@ class _Compression:
             raise PlanError(f"No candidate comes to the goal, {job.goal.said}. {name}: {why}")
         return best
 
-    def _named(self, best: Pruned) -> Pruned:
-        """The same with a record that names the text and not the file that it was mixed in."""
-        refit = best.manifest.refit
-        if refit is None:
-            return best
-        named = refit.model_copy(update={"data": self.named})
-        return replace(best, manifest=amend_manifest(best.output, refit=named))
+    def _written(self, best: Proposal, folder: Path) -> Pruned:
+        """Write the best candidate; its record names the text, not the file it was mixed in."""
+        changes = best.changes
+        if changes.refit is not None:
+            named = changes.refit.model_copy(update={"data": self.named})
+            changes = replace(changes, refit=named)
+        writing = Writing(out_dtype=self.config.out_dtype)
+        pruned = write(self.model, best.edit, folder, changes, writing, self.context)
+        return replace(pruned, warnings=(*pruned.warnings, *best.warnings))
 
     def _unseen_beyond(self, best: Pruned) -> int | None:
         """The longest context of what made a language model, if it reads longer ones."""
@@ -298,9 +288,9 @@ class _Compression:
         try:
             healed = heal(
                 best.output,
-                self.model,
+                self.model.source,
                 job.text,
-                job.work / "healed",
+                best.output.with_name("healed"),
                 healing,
                 context=self.context,
             )
@@ -309,8 +299,9 @@ class _Compression:
                 selection.failed[name] = why
                 return best
             self.context.stage("measuring the healed model")
-            seconds, output = time.monotonic() - began, healed.pruned.output
-            better = selection.add(name, output, seconds, self.context.allowed)
+            seconds = time.monotonic() - began
+            result = open_model(healed.pruned.output, self.config.dtype, self.context.allowed)
+            better = selection.add_result(name, result, seconds)
         except Interrupted:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
@@ -338,9 +329,9 @@ def _why(error: Exception) -> str:
     return _machine_ran_out(error) or str(error)
 
 
-def _name(candidate: Candidate, made: Pruned) -> str:
+def _name(candidate: Candidate, proposal: Proposal) -> str:
     """What a candidate is called, now that it is known whether its refit helped."""
-    done = made.manifest.done
+    done = proposal.changes.done
     left_out = isinstance(done, Pruning) and done.refit_left_out is not None
     return f"{candidate.name} (left out)" if left_out else candidate.name
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headprune.compression.goals import SizeGoal
-from headprune.compression.heldout import HeldOut, Measure
-from headprune.config import Dtype
-from headprune.context import Allowed
+from headprune.compression.heldout import HeldOut, Measure, Outputs
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.metrics import Floats
 from headprune.model.attention import attention_of
 from headprune.model.cost import GENERATES, kv_cache_elements_per_token
 from headprune.model.loading import task_of
-from headprune.model.opening import load
-from headprune.model.stored import stored_dtypes, stored_tensors
+from headprune.model.open import Model
 from headprune.schemas.records import Contender, ModelChoice
+from headprune.surgery.edit import Edit, sketch, trying
 
 ORIGINAL = "original"
 CONFIDENCE = 0.95
@@ -34,37 +32,56 @@ class Selection:
 
     Args:
         held_out: The text that they are measured on.
-        dtype: Element type that they compute in.
         seed: Seed of what is random.
         progress: Called with sequences done and sequences in all.
         goal: What may stay.
     """
 
-    def __init__(
-        self, held_out: HeldOut, dtype: Dtype, seed: int, progress: Progress, goal: SizeGoal
-    ) -> None:
+    def __init__(self, held_out: HeldOut, seed: int, progress: Progress, goal: SizeGoal) -> None:
         self.held_out, self.measure, self._goal = held_out, held_out.measure, goal
-        self._dtype, self._seed, self._progress = dtype, seed, progress
+        self._seed, self._progress = seed, progress
         self.contenders: list[Contender] = []
         self._rows: dict[str, Floats] = {}  # by contender: how near it comes, by reporting sequence
         self.failed: dict[str, str] = {}
 
-    def begin(self, net: PreTrainedModel, place: str | Path) -> None:
-        """Measures the original, which all others are compared with."""
-        self._outputs = self.held_out.outputs(net, self._progress)
-        self.original = self._measured(ORIGINAL, net, place, 0.0)
+    def begin(self, model: Model) -> None:
+        """Measure the original, which all others are compared with."""
+        self._outputs = self.held_out.outputs(model.net, self._progress)
+        copying = self.held_out.copying(model.net, self._seed)
+        stored = model.result_dtypes().default
+        self.original = self._measured(ORIGINAL, self._outputs, copying, model.net, stored, 0.0)
 
-    def add(self, name: str, folder: Path, seconds: float, allowed: Allowed) -> bool:
-        """Measures a model, and says whether it meets the goal and is better than all before.
+    def add(self, name: str, model: Model, edit: Edit, seconds: float) -> bool:
+        """Measure an edit in memory; return whether it meets the goal and is the best so far.
 
         Args:
-            name: What it is.
-            folder: Where it lies.
-            seconds: How long it took to make.
-            allowed: What it may bring.
+            name: Name of the candidate.
+            model: The model.
+            edit: The edit.
+            seconds: Time that it took.
         """
-        net, _ = load(folder, self._dtype, allowed)
-        found = self._measured(name, net, folder, seconds)
+        with trying(model.net, edit):
+            outputs = self.held_out.outputs(model.net, self._progress)
+            copying = self.held_out.copying(model.net, self._seed)
+        stored = model.result_dtypes().default
+        return self._add(name, outputs, copying, sketch(model, edit), stored, seconds)
+
+    def add_result(self, name: str, model: Model, seconds: float) -> bool:
+        """Measure a model that was written; see ``add``."""
+        outputs = self.held_out.outputs(model.net, self._progress)
+        copying = self.held_out.copying(model.net, self._seed)
+        return self._add(name, outputs, copying, model.net, model.result_dtypes().default, seconds)
+
+    def _add(
+        self,
+        name: str,
+        outputs: Outputs,
+        copying: float | None,
+        net: PreTrainedModel,
+        stored: torch.dtype,
+        seconds: float,
+    ) -> bool:
+        found = self._measured(name, outputs, copying, net, stored, seconds)
         missed = self._goal.missed(found)
         if missed is not None:
             self.failed[name] = missed
@@ -95,11 +112,14 @@ class Selection:
         return cost, contender.copying_nll or 0.0
 
     def _measured(
-        self, name: str, net: PreTrainedModel, place: str | Path, seconds: float
+        self,
+        name: str,
+        outputs: Outputs,
+        copying: float | None,
+        net: PreTrainedModel,
+        stored: torch.dtype,
+        seconds: float,
     ) -> Contender:
-        outputs = self._outputs
-        if name != ORIGINAL:
-            outputs = self.held_out.outputs(net, self._progress)
         choosing, by_text = (
             self.held_out.compared(outputs, self._outputs, reports) for reports in (False, True)
         )
@@ -107,14 +127,13 @@ class Selection:
         number = self.measure.number
         attentions, cached = attention_of(net), 0
         if task_of(net) in GENERATES:
-            stored = stored_dtypes(net, stored_tensors(place)).default
             cached = kv_cache_elements_per_token(net) * stored.itemsize
         return Contender(
             name=name,
             chosen_by=float(number(np.concatenate(list(choosing.values())))),
             held_out=float(number(self._rows[name])),
             by_text={text: float(number(rows)) for text, rows in by_text.items()},
-            copying_nll=self.held_out.copying(net, self._seed),
+            copying_nll=copying,
             parameters=net.num_parameters(),
             kv_cache_bytes_per_token=cached,
             query_heads=sum(a.query_heads for a in attentions),

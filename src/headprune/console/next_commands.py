@@ -11,7 +11,7 @@ from headprune.io.shell import command
 from headprune.io.writing import beside
 
 if TYPE_CHECKING:
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.plan import Planned
     from headprune.schemas.scores import Scores, ScoresMetadata

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headprune.exporting.convert_gqa import Converted, KvPreview
     from headprune.exporting.export import Exported
     from headprune.exporting.preview import Preview, ShapeCost
-    from headprune.exporting.publish import Pruned
+    from headprune.exporting.write import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan
     from headprune.proof.verify import Verification

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.model.batch import Batch
 from headprune.model.lengths import usable_length
-from headprune.model.loading import CLASSIFIERS, load_tokenizer, task_of, vocabulary_of
+from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _LOOKED_AT = 1_000  # texts whose length says how long texts are
@@ -27,21 +26,19 @@ _LOOKED_AT = 1_000  # texts whose length says how long texts are
 
 def calibration(
     net: PreTrainedModel,
-    model: str | Path,
+    tokenizer: Any,
     data: DataConfig,
     config: CalibrationConfig,
     what: str,
-    trust_remote_code: bool = False,
 ) -> CalibrationSample:
     """Takes examples from the data, evenly, up to the number of tokens that was asked for.
 
     Args:
         net: The model.
-        model: Its folder or hub id, for the tokenizer.
+        tokenizer: Its tokenizer.
         data: Where the examples come from.
         config: How many of them.
         what: The command, for messages.
-        trust_remote_code: Allow code that comes with the model.
 
     Raises:
         HeadpruneError: If the model reads no text, or the data does not fit its task.
@@ -54,7 +51,6 @@ def calibration(
         "seq2seq-lm": Objective.LM,
         "masked-lm": Objective.MLM,
     }.get(task, Objective.TASK if labelled else Objective.DISTILL)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     fitting = config.model_copy(update={"seq_len": min(config.seq_len, config.calibration_tokens)})
     rows, collate, _ = batches(objective, net, tokenizer, data, fitting)
     return CalibrationSample.spread(
@@ -69,10 +65,9 @@ def calibration(
 
 def merge_calibration(
     net: PreTrainedModel,
-    model: str | Path,
+    tokenizer: Any,
     data: DataConfig,
     config: ConvertConfig,
-    trust_remote_code: bool = False,
 ) -> CalibrationSample:
     """Takes sequences of one length from the data, evenly: text as it is, whatever the task.
 
@@ -81,17 +76,15 @@ def merge_calibration(
 
     Args:
         net: The model.
-        model: Its folder or hub id, for the tokenizer.
+        tokenizer: Its tokenizer.
         data: Where the text comes from.
         config: How much of it.
-        trust_remote_code: Allow code that comes with the model.
 
     Raises:
         HeadpruneError: If the model reads no text, or there is too little.
     """
     refuse_without_text(net, "calibration")
     refuse_without_padding(net, task_of(net))
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     asked, examples = min(config.seq_len, config.calibration_tokens), read_examples(data)
     seq_len = usable_length(net.config, tokenizer, asked)
     if task_of(net) in OF_SENTENCES:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from headprune import devices, processes
-from headprune.config import DataConfig, HealConfig, HealObjective, Resuming
+from headprune.config import DataConfig, HealConfig, HealObjective, Resuming, Writing
 from headprune.context import Context
 from headprune.data.sources import refuse_missing_file
 from headprune.distillation.optimizer import resolved
@@ -31,20 +29,16 @@ from headprune.distillation.trainer import (
     trainable,
 )
 from headprune.errors import HeadpruneError
-from headprune.exporting.publish import (
-    Changes,
-    Pruned,
-    WriteOrder,
-)
-from headprune.exporting.streamed import write_changed
+from headprune.exporting.write import Changes, Pruned, write
 from headprune.io.outputs import place_of
 from headprune.io.shell import command
 from headprune.model.attention import attention_of
 from headprune.model.identity import id_of_model
 from headprune.model.loading import load_config, task_of
-from headprune.placements import Placement, in_shards, placing
+from headprune.placements import Placement, in_shards, placing, sharding
+from headprune.proof.equivalence import Expectation
 from headprune.schemas.records import Healing
-from headprune.surgery.cut import resolve
+from headprune.surgery.edit import Edit
 from headprune.training.divergence import own_share
 from headprune.training.loss_module import recompute_activations
 from headprune.training.resumable import (
@@ -221,43 +215,47 @@ def _together(job: HealingJob, pair: Pair, resume: bool) -> Healed:
     taken_after, after = best() if in_shards() else processes.on_main(best)
     trained = _Trained(trainer.state.global_step, reported, after, taken_after)
 
-    def result() -> PreTrainedModel:
-        return (merged(student, config) if taken_after else job.student()[0]).eval()
+    healed_net = merged(student, config).eval() if taken_after else None
+    if not in_shards():
+        edit = pair.edit
+        if healed_net is None:
+            pair.model.release()  # trained by now; it is read anew
+        else:
+            vars(pair.model)["net"] = healed_net
+            edit = replace(edit, tensors=dict(healed_net.named_parameters()))
+        return processes.on_main(lambda: _written(job, pair, trained, edit))
+    context.stage("probing the healed model")
+    checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
+    sharded = ShardedResult.of(healed_net or job.student().net, checkpoint, pair.stored)
 
-    if in_shards():
-        context.stage("probing the healed model")
-        checkpoint = work.checkpoints / f"checkpoint-{taken_after}" if taken_after else None
-        skeleton = job.student(weights=False)[0]
-        sharded = ShardedResult.of(result(), skeleton, checkpoint, pair.stored)
-        return processes.on_main(lambda: _written(job, pair, trained, sharded.write))
-    return processes.on_main(lambda: _written(job, pair, trained, partial(_write, result())))
+    def write_sharded() -> Healed:
+        with sharding(False), placing(Placement.AUTO):
+            edit = replace(pair.edit, tensors=sharded.tensors())
+            return _written(job, pair, trained, edit, sharded.expected)
 
-
-def _write(net: PreTrainedModel, order: WriteOrder, context: Context) -> Pruned:
-    """Writes a healed model that is in memory."""
-    cuts = resolve(order.plan.model_copy(update={"model": None}), net, ragged=True)
-    return write_changed(net, cuts, order, context)
+    return processes.on_main(write_sharded)
 
 
 def _written(
     job: HealingJob,
     pair: Pair,
     trained: _Trained,
-    write: Callable[[WriteOrder, Context], Pruned],
+    edit: Edit,
+    expected: Expectation | None = None,
 ) -> Healed:
-    """Writes and proves what training came to, and removes its checkpoints."""
+    """Write and prove the healed model, and remove its checkpoints."""
     healing = Healing(
         teacher=str(job.teacher),
         teacher_id=id_of_model(job.teacher),
         seed=job.config.seed,
         optimizer=job.config.optimizer.value,
-        objective=_objective(job.config, pair.net).value,
+        objective=_objective(job.config, pair.original).value,
         learning_rate=job.config.learning_rate,
         **vars(trained),
     )
-    record = Changes(healing, made_by=job.context.made_by, history=job.work.history)
-    order = WriteOrder(pair.source, job.model, pair.plan, job.output, pair.stored, record)
-    pruned = write(order, job.context)
+    changes = Changes(healing, history=job.work.history)
+    writing = Writing(out_dtype=job.config.out_dtype)
+    pruned = write(pair.model, edit, job.output, changes, writing, job.context, expected)
     job.work.remove()
     if not trained.taken_after:
         pruned = replace(pruned, warnings=(*pruned.warnings, _NO_BETTER))

@@ -17,17 +17,15 @@ from headprune.data.rows import apart
 from headprune.data.samples import Collate
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
-from headprune.exporting.publish import refuse_unprovable
-from headprune.model.attention import attention_of
-from headprune.model.loading import CLASSIFIERS, class_ids, load_tokenizer, task_of
-from headprune.model.opening import as_it_fits, load, result_dtypes
+from headprune.exporting.prune import whole
+from headprune.exporting.write import refuse_unprovable
+from headprune.model.loading import CLASSIFIERS, class_ids, task_of
+from headprune.model.open import Model, as_it_fits, open_model
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import StoredDtypes
 from headprune.placements import in_shards
-from headprune.planning.from_scores import plan_from_scores
-from headprune.schemas.plan import ModelIdentity, Plan
-from headprune.tensors.units import Unit
+from headprune.surgery.edit import Edit
 from headprune.training.work import Work
 
 HELD_OUT = 16  # rows that are not trained on, to choose by, and as many to report of
@@ -55,9 +53,9 @@ class HealingJob:
     work: Work
     go_on: str
 
-    def student(self, weights: bool = True) -> tuple[PreTrainedModel, ModelIdentity]:
-        """The model to heal as it is on disk."""
-        return load(self.model, Dtype.FLOAT32, self.context.allowed, weights=weights)
+    def student(self) -> Model:
+        """Open the model to heal as it is on disk."""
+        return open_model(self.model, Dtype.FLOAT32, self.context.allowed)
 
     def original(self, dtype: torch.dtype) -> PreTrainedModel:
         """The model to match, where it computes."""
@@ -76,10 +74,9 @@ class Pair:
     """The models of a job and the text, read.
 
     Attributes:
-        net: The student.
+        model: The student.
         original: The model to match.
-        source: Who the student is.
-        plan: The plan by which it keeps all heads.
+        edit: The edit that leaves the student as it is.
         stored: Element types to write.
         rows: Sequences to train on.
         held_out: Sequences that choose.
@@ -89,10 +86,9 @@ class Pair:
         bf16: Whether to compute in bfloat16 (autocast).
     """
 
-    net: PreTrainedModel
+    model: Model
     original: PreTrainedModel
-    source: ModelIdentity
-    plan: Plan
+    edit: Edit
     stored: StoredDtypes
     rows: Dataset
     held_out: Dataset
@@ -100,6 +96,11 @@ class Pair:
     collate: Collate
     of_step: int
     bf16: bool
+
+    @property
+    def net(self) -> PreTrainedModel:
+        """The student with its weights."""
+        return self.model.net
 
     @classmethod
     def by(cls, job: HealingJob, data: DataConfig) -> Pair:
@@ -110,25 +111,23 @@ class Pair:
         """
         config, context = job.config, job.context
         context.stage("loading both models")
+        model = job.student()
         if in_shards():
-            skeleton = job.student(weights=False)[0]
-            refuse_unmapped(skeleton, job.model)
-            refuse_uneven_ties(skeleton, job.model)
-        net, source = job.student()
-        stored = result_dtypes(net, job.model, config.out_dtype)
+            refuse_unmapped(model)
+            refuse_uneven_ties(model.skeleton, job.model)
+        net = model.net
+        stored = model.result_dtypes(config.out_dtype)
         refuse_without_text(net, "heal")
         bf16 = config.bf16 and devices.computes_bfloat16()
         original = job.original(torch.bfloat16 if bf16 else torch.float32)
         _check_pair(net, original)
-        plan = plan_from_scores([], Unit.HEAD, [], 0, source, whole=attention_of(net))
-        refuse_unprovable(net, plan)
+        edit = whole(model)
+        refuse_unprovable(net, edit.plan)
         reshard(net)
         context.stage("reading the data")
-        remote = context.allowed.trust_remote_code
-        tokenizer = load_tokenizer(job.model, trust_remote_code=remote)
-        rows, collate, of_step = batches(Objective.DISTILL, net, tokenizer, data, config)
+        rows, collate, of_step = batches(Objective.DISTILL, net, model.tokenizer, data, config)
         parts = _split(rows, of_step)
-        return cls(net, original, source, plan, stored, *parts, collate, of_step, bf16)
+        return cls(model, original, edit, stored, *parts, collate, of_step, bf16)
 
 
 def _check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:

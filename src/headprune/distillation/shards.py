@@ -10,17 +10,14 @@ from transformers import PreTrainedModel
 
 from headprune import processes
 from headprune.config import HealConfig, HealTrain
-from headprune.context import Context
 from headprune.errors import HeadpruneError
-from headprune.exporting.publish import Pruned, WriteOrder
-from headprune.exporting.streamed import write_trained
-from headprune.io.shards import tensors_in
+from headprune.io.shards import StoredTensor, tensors_in
 from headprune.model.attention import attention_of
+from headprune.model.open import Model
 from headprune.model.residency import sources
 from headprune.model.sharding import refuse_to_shard
 from headprune.model.skeleton import Unmapped
-from headprune.model.stored import StoredDtypes, stored_tensors
-from headprune.placements import Placement, placing, sharding
+from headprune.model.stored import StoredDtypes
 from headprune.proof import equivalence
 from headprune.surgery.cut import uncut
 from headprune.training.checkpoints import STATE
@@ -62,73 +59,55 @@ def refuse_uneven_ties(net: PreTrainedModel, model: str | Path) -> None:
             )
 
 
-def refuse_unmapped(net: PreTrainedModel, model: str | Path) -> None:
-    """Refuses a model whose result could not be written from a checkpoint of the training.
-
-    Args:
-        net: The model without weights, where its tensors allow that.
-        model: Its folder or hub id.
+def refuse_unmapped(model: Model) -> None:
+    """Refuse a model whose result could not be written from a checkpoint of the training.
 
     Raises:
         HeadpruneError: Naming what it is made of.
     """
     try:
-        if net.device.type != "meta":
+        if model.skeleton.device.type != "meta":
             raise Unmapped("Some output projections are no tensors of the checkpoint.")
-        sources(net, stored_tensors(model))
+        sources(model.skeleton, model.tensors)
     except Unmapped as why:
         raise HeadpruneError(
-            f"--shard: '{model}' cannot be written tensor by tensor. {why} Leave out --shard, if "
-            "every GPU holds both models."
+            f"--shard: '{model.source}' cannot be written tensor by tensor. {why} Leave out "
+            "--shard, if every GPU holds both models."
         ) from None
 
 
 @dataclass(frozen=True)
 class ShardedResult:
-    """What is written of a model that was healed in shards.
+    """A model that was healed in shards.
 
     Attributes:
-        net: The model without weights.
-        healed: The best checkpoint; None where the weights stay what they were.
-        expected: What the model computes with these weights.
+        healed: The best checkpoint; None where the weights stay.
+        expected: Outputs of the model with these weights.
     """
 
-    net: PreTrainedModel
     healed: Path | None
     expected: equivalence.Expectation
 
     @classmethod
     def of(
-        cls,
-        in_shards: PreTrainedModel,
-        net: PreTrainedModel,
-        healed: Path | None,
-        stored: StoredDtypes,
+        cls, in_shards: PreTrainedModel, healed: Path | None, stored: StoredDtypes
     ) -> ShardedResult:
-        """Probes a healed model, in all processes.
+        """Probe a healed model, in all processes.
 
         Args:
-            in_shards: The model; afterwards it is rounded to what is stored of it.
-            net: The same without weights.
-            healed: The checkpoint that holds its weights, if they are not those it began with.
-            stored: The element types that are written.
+            in_shards: The model; afterwards it is rounded to the stored element types.
+            healed: The checkpoint of its weights; None where they stay.
+            stored: The element types to write.
 
         Raises:
             ProofError: If a proof would show nothing.
         """
         cuts = [uncut(attention) for attention in attention_of(in_shards)]
         expected, _ = equivalence.expect_stored(in_shards, cuts, stored)
-        return cls(net, healed, expected)
+        return cls(healed, expected)
 
-    def write(self, order: WriteOrder, context: Context) -> Pruned:
-        """Writes and proves it, in one process alone.
-
-        Raises:
-            CheckpointError: If a file cannot be read or written.
-            ProofError: If the result does not compute what is expected.
-        """
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the trained weights by name, in the file of the checkpoint."""
         held = {} if self.healed is None else tensors_in(self.healed / STATE)
         start = "trained.model."
-        trained = {n.removeprefix(start): t for n, t in held.items() if n.startswith(start)}
-        with sharding(False), placing(Placement.AUTO):
-            return write_trained(self.net, trained, order, context, self.expected)
+        return {n.removeprefix(start): t for n, t in held.items() if n.startswith(start)}

@@ -43,7 +43,7 @@ from headprune.model.loading import (
     task_of,
     vocabulary_of,
 )
-from headprune.model.opening import as_it_fits
+from headprune.model.open import as_it_fits
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text

@@ -39,7 +39,7 @@ from headprune.io.parsing import read_as, read_yaml
 from headprune.io.writing import reserved, write_whole, write_yaml
 from headprune.model.lengths import usable_length
 from headprune.model.loading import load_tokenizer, task_of
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
 from headprune.schemas.manifest import versions

@@ -30,7 +30,7 @@ from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.forward import run_model
 from headprune.model.heads import output_rows, read_output
 from headprune.model.loading import load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.refusals import refuse_without_text
 from headprune.runtime.modeling_headprune import Attention, input_dim, width
 from headprune.schemas.ranks import SHARES, HeadRanks, ModuleRanks, Ranks, Widths

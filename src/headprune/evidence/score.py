@@ -25,7 +25,7 @@ from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kin
 from headprune.model.batch import real_tokens, token_mask
 from headprune.model.fitting import fitted_gates
 from headprune.model.loading import CLASSIFIERS, task_of
-from headprune.model.opening import load
+from headprune.model.open import Model, open_model
 from headprune.model.streams import RunsTwice, in_sequence
 from headprune.model.units import default_unit, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
@@ -65,7 +65,22 @@ def score(
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
     """
-    criteria, unit = config.criterion, config.unit
+    refuse_request(config, data, gates)
+    context.stage("loading the model")
+    result = scores_on(
+        open_model(model, config.dtype, context.allowed), config, data, gates, context
+    )
+    write_scores(output, result)
+    return result
+
+
+def refuse_request(config: ScoreConfig, data: DataConfig | None, gates: Path | None) -> None:
+    """Refuse what does not fit together, whatever the model, before it is loaded.
+
+    Raises:
+        HeadpruneError: Saying what does not fit.
+    """
+    criteria = config.criterion
     needs = needs_of(criteria)
     if needs & NEEDS_DATA and data is None:
         raise DataError(f"{_listed(criteria)} looks at what heads do on text: give --data DATA.")
@@ -76,16 +91,29 @@ def score(
         read_metadata(gates)
     if data is not None and needs & NEEDS_DATA:
         refuse_missing_file(data.source)
-    context.stage("loading the model")
-    net, source = load(model, config.dtype, context.allowed)
+
+
+def scores_on(
+    model: Model,
+    config: ScoreConfig,
+    data: DataConfig | None = None,
+    gates: Path | None = None,
+    context: Context = Context(),
+) -> Scores:
+    """Score the heads of an opened model; arguments as for ``score``.
+
+    Raises:
+        HeadpruneError: If model, data and criteria do not fit together.
+    """
+    criteria, unit, needs = config.criterion, config.unit, needs_of(config.criterion)
+    net, source = model.net, model.identity
     attentions = of_kinds(attention_of(net), config.attention)
     if gates is not None:
         attentions, unit, trained = _trained_gates(net, gates, source, attentions, unit)
     unit = unit or default_unit(attentions)
     examples = None
     if data is not None and needs & NEEDS_DATA:
-        remote = context.allowed.trust_remote_code
-        examples = calibration(net, model, data, config, "score", remote)
+        examples = calibration(net, model.tokenizer, data, config, "score")
         if task_of(net) in CLASSIFIERS and data.label_column is None and needs & NEEDS_LOSS:
             raise DataError(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
@@ -97,8 +125,7 @@ def score(
         sizes = [len(members(unit, a.group_sizes)) for a in attentions]
         parts = trained.split(sizes)
         evidence = [replace(e, gates=part) for e, part in zip(evidence, parts, strict=True)]
-    found = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
-    used = data if examples is not None else None
+    values = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
     metadata = ScoresMetadata(
         created=utc_now(),
         versions=versions(),
@@ -108,7 +135,7 @@ def score(
         units=tuple(len(members(unit, a.group_sizes)) for a in attentions),
         query_heads=sum(a.query_heads for a in attentions),
         criteria={name: CRITERIA[name].source for name in criteria},
-        data=used,
+        data=data if examples is not None else None,
         data_sha256=digest_of_data(data)
         if examples and data and Path(data.source).exists()
         else None,
@@ -117,9 +144,7 @@ def score(
         ragged=leaves_ragged(attentions, unit),
         refits=examples is not None and refits(net, examples),
     )
-    result = Scores(metadata, found)
-    write_scores(output, result)
-    return result
+    return Scores(metadata, values)
 
 
 def needs_of(criteria: Sequence[str]) -> frozenset[Need]:

@@ -171,9 +171,8 @@ def proof_sentence(manifest: Manifest) -> str:
             "Every tensor of the result was read back from its folder and holds, to the bit, the "
             "slices of the original that stay, times their gates. No outputs were compared."
         )
-    in_memory = "" if manifest.proof.gated_vs_cut is None else ", the result in memory"
     return (
-        f"The {original}{in_memory} and the model read back from its folder gave the "
+        f"The {original} and the model read back from its folder gave the "
         "same outputs on probe inputs; differences are relative to the largest output."
     )
 
@@ -185,12 +184,10 @@ def proof_columns(manifest: Manifest) -> tuple[str, str]:
 
 def proof_rows(manifest: Manifest) -> list[tuple[str, str]]:
     """The differences that were measured, what they were held to, and what a mistake would show."""
-    proof, (original, result) = manifest.proof, _compared(manifest)
+    proof, original = manifest.proof, _compared(manifest)[0]
     if proof is None:
         return _tensor_rows(manifest)
     rows = [(f"{original} - reloaded from disk", f"{proof.gated_vs_reloaded:.1e}")]
-    if proof.gated_vs_cut is not None:
-        rows.insert(0, (f"{original} - {result} in memory", f"{proof.gated_vs_cut:.1e}"))
     rows.append(("gates moved by one bit: rounding alone", f"{proof.rounding:.1e}"))
     rows.append((f"allowed in {proof.dtype}", f"{proof.tolerance:.0e}"))
     if proof.control is not None:

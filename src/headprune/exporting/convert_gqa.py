@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target
+from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target, Writing
 from headprune.context import Context
+from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError, PlanError
-from headprune.exporting.opened import Opened, open_for_merging, weighs
-from headprune.exporting.publish import (
-    Changes,
-    Pruned,
-    WriteOrder,
-    refuse_unprovable,
-)
-from headprune.exporting.streamed import write_changed
+from headprune.exporting.opened import Opened, prepare_merging, refuse_request, weighs
+from headprune.exporting.write import Changes, Pruned, refuse_unprovable, write
 from headprune.io.outputs import claims_output
 from headprune.model import probes
-from headprune.model.attention import attention_of, family_of
+from headprune.model.attention import family_of
 from headprune.model.heads import read_heads, write_heads
-from headprune.model.opening import result_dtypes
+from headprune.model.open import Model, open_model
 from headprune.model.residency import residency_of
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import equal_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
+from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.records import Merging
 from headprune.surgery.conversion import convert_in_sequence, geometry
-from headprune.surgery.cut import resolve
+from headprune.surgery.edit import Edit, collecting
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
+from headprune.surgery.merges.merger import Merger
 from headprune.surgery.merges.outputs import without
 from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit, members
@@ -100,7 +95,7 @@ class KvPreview:
 
 
 @claims_output("model", "calibrate")
-def convert_gqa(  # noqa: PLR0913  (the last is for compress, and no option)
+def convert_gqa(
     model: str | Path,
     output: Path,
     config: ConvertConfig,
@@ -108,92 +103,172 @@ def convert_gqa(  # noqa: PLR0913  (the last is for compress, and no option)
     layout: LayoutOption = LayoutOption.PER_LAYER,
     overwrite: bool = False,
     context: Context = Context(),
-    empty_layers: bool = True,
 ) -> Converted:
-    """Merges KV heads and writes the result, proven, to ``output``.
+    """Merge KV heads and write the result, proven, to ``output``.
 
     Args:
         model: Folder or hub id.
         output: Folder to write; it appears whole or not at all.
-        config: How many KV heads, and how they are merged.
+        config: Number of KV heads, and the merge.
         calibrate: Text that shows what the heads do; some merges need it.
-        layout: What the result may look like.
+        layout: Shapes that the result may have.
         overwrite: Replace an existing output.
-        context: What it runs in.
-        empty_layers: Whether a budget may take all heads of a layer.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
         ProofError: If the result does not compute what the merged original computes.
     """
-    opened = open_for_merging(model, config, calibrate, layout, context, empty_layers)
-    net, merger, attentions = opened.net, opened.merger, opened.attentions
+    refuse_request(config, calibrate, layout)
+    context.stage("loading the model")
+    opened = open_model(model, config.dtype, context.allowed)
+    merged = merged_of(opened, config, calibrate, layout, context)
+    writing = Writing(out_dtype=config.out_dtype)
+    pruned = write(opened, merged.edit, output, merged.changes, writing, context)
+    grouping, tokens = config.grouping.value, merged.calibration_tokens
+    own_keys, planned = merged.own_keys, merged.planned
+    return Converted(pruned, merged.merge, grouping, merged.kv_heads, own_keys, tokens, planned)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """KV heads that were merged in memory.
+
+    Attributes:
+        edit: The change.
+        changes: Its record.
+        merge: Name of the merge.
+        kv_heads: KV heads per module, before and after.
+        own_keys: Modules whose queries could absorb nothing.
+        calibration_tokens: Tokens of the text.
+        planned: The way of every module, under a budget.
+    """
+
+    edit: Edit
+    changes: Changes
+    merge: str
+    kv_heads: dict[str, tuple[int, int]]
+    own_keys: tuple[str, ...]
+    calibration_tokens: int
+    planned: KvPlan | None
+
+
+def merged_of(
+    model: Model,
+    config: ConvertConfig,
+    calibrate: DataConfig | None,
+    layout: LayoutOption,
+    context: Context,
+    empty_layers: bool = True,
+) -> Merged:
+    """Merge the KV heads of an opened model, whose weights stay as they are.
+
+    Args:
+        model: The model.
+        config: Number of KV heads, and the merge.
+        calibrate: Text that shows what the heads do.
+        layout: Shapes that the result may have.
+        context: Progress.
+        empty_layers: Let a budget take all heads of a layer.
+
+    Raises:
+        HeadpruneError: If the input does not fit together.
+        ProofError: If a proof of the result would show nothing.
+    """
+    opened = prepare_merging(model, config, calibrate, layout, context, empty_layers)
+    net, merger, attentions = model.net, opened.merger, opened.attentions
     planned, sample = opened.planned, opened.sample
-    stored = result_dtypes(net, model, config.out_dtype)
-    settings: dict[str, MergeContext] = {}
-    compares = merger.name == "procrustes" or config.grouping is Grouping.SIMILAR
-    if sample is None and compares:
-        settings = geometry(net, attentions, probes.probe_inputs(net))
+    model.result_dtypes(config.out_dtype)  # refuses an overflow before long work
     ways = {} if planned is None else planned.chosen
     wanted = {path: way.kv_heads for path, way in ways.items()}
     if planned is None:
         wanted = _wanted(config, attentions)
     _check_native(opened.constraints, net, wanted)
-    if has_twin(net) and set(wanted.values()) == {1} and residency_of(net) is not None:
+    becomes_twin = has_twin(net) and set(wanted.values()) == {1}
+    if becomes_twin and residency_of(net) is not None:
         raise PlanError(
             "With one KV head this model becomes one of another class, which is made of all its "
             "weights at once. Give --placement whole."
         )
-    groups: dict[str, Groups] = {}
-    own_keys: list[str] = []
-    done = itertools.count(1)
-
-    def converted(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        way = ways.get(attention.path)
-        if way is not None and not way.merges:
-            assert setting.activations is not None
-            changed = without(heads, way.kept, setting.activations)
-        else:
-            chosen = merger.groups(heads, setting, wanted[attention.path])
-            groups[attention.path] = chosen
-            if not setting.linear and merger.name in ("lowrank", "procrustes"):
-                own_keys.append(attention.path)
-            changed = merger.merged(heads, setting, chosen)
-        _refuse_not_finite(changed, attention.path, merger.name)
-        context.step(next(done), len(attentions))
-        return changed
-
     context.stage("testing the verification")
-    refuse_unprovable(net, _plan(net, opened.source, {}))
+    refuse_unprovable(net, _plan(model, {}))
     context.stage(f"merging KV heads ({merger.name})")
-    if sample is not None:
-        convert_in_sequence(net, attentions, sample.whole(), converted)
-    else:
-        for attention in attentions:
-            setting = settings.get(attention.path, MergeContext())
-            write_heads(attention, converted(attention, read_heads(attention), setting))
-
-    plan = _plan(net, opened.source, groups, ways)
+    merging = _Merging(merger, ways, wanted, lambda done: context.step(done, len(attentions)))
+    with collecting(net, attentions) as tensors:
+        merging.run(net, attentions, sample)
+    plan = _plan(model, merging.groups, ways)
     plan = plan.model_copy(update={"merge": merger.name if plan.merged else None})
-    # its weights are others by now than those of the model the plan names
-    ragged = layout is LayoutOption.RAGGED
-    cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=ragged)
-    if not (has_twin(net) and set(wanted.values()) == {1}):
-        opened.constraints.check(cuts)
-    tokens = sample.tokens if sample is not None else 0
-    merging = Merging(
+    edit = Edit(plan, tensors)
+    if not becomes_twin:
+        opened.constraints.check(edit.cuts(net))
+    record = Merging(
         merge=merger.name,
         grouping=config.grouping.value,
-        calibration_tokens=tokens,
+        calibration_tokens=sample.tokens if sample is not None else 0,
         seed=config.seed,
         ways=None if planned is None else planned.records(),
     )
     kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
-    work = Changes(merging, made_by=context.made_by)
-    order = WriteOrder(opened.source, model, plan, output, stored, work)
-    pruned = write_changed(net, cuts, order, context)
-    grouping = config.grouping.value
-    return Converted(pruned, merger.name, grouping, kv_heads, tuple(own_keys), tokens, planned)
+    own_keys, tokens = tuple(merging.own_keys), record.calibration_tokens
+    return Merged(edit, Changes(record), merger.name, kv_heads, own_keys, tokens, planned)
+
+
+@dataclass
+class _Merging:
+    """A merge of modules one after the other.
+
+    Attributes:
+        merger: The merge.
+        ways: The way of every module, under a budget.
+        wanted: KV heads per module.
+        step: Called with modules done.
+        groups: KV heads that share, per merged module.
+        own_keys: Modules whose queries could absorb nothing.
+    """
+
+    merger: Merger
+    ways: Mapping[str, Way]
+    wanted: Mapping[str, int]
+    step: Callable[[int], None]
+    groups: dict[str, Groups] = field(default_factory=dict)
+    own_keys: list[str] = field(default_factory=list)
+    done: int = 0
+
+    def run(
+        self,
+        net: PreTrainedModel,
+        attentions: Sequence[Attention],
+        sample: CalibrationSample | None,
+    ) -> None:
+        """Merge all modules in place."""
+        if sample is not None:
+            convert_in_sequence(net, attentions, sample.whole(), self.convert)
+            return
+        settings: dict[str, MergeContext] = {}
+        if self.merger.name == "procrustes" or self.merger.grouping is Grouping.SIMILAR:
+            settings = geometry(net, attentions, probes.probe_inputs(net))
+        for attention in attentions:
+            setting = settings.get(attention.path, MergeContext())
+            write_heads(attention, self.convert(attention, read_heads(attention), setting))
+
+    def convert(
+        self, attention: Attention, heads: HeadWeights, setting: MergeContext
+    ) -> HeadWeights:
+        """Return the weights of one module in which every group's KV heads are the same."""
+        way = self.ways.get(attention.path)
+        if way is not None and not way.merges:
+            assert setting.activations is not None
+            changed = without(heads, way.kept, setting.activations)
+        else:
+            chosen = self.merger.groups(heads, setting, self.wanted[attention.path])
+            self.groups[attention.path] = chosen
+            if not setting.linear and self.merger.name in ("lowrank", "procrustes"):
+                self.own_keys.append(attention.path)
+            changed = self.merger.merged(heads, setting, chosen)
+        _refuse_not_finite(changed, attention.path, self.merger.name)
+        self.done += 1
+        self.step(self.done)
+        return changed
 
 
 def preview(
@@ -213,11 +288,14 @@ def preview(
             "--dry-run shows how a budget is spent: give --kv-budget and --calibrate, and neither "
             "--merge nor --layout uniform, which leave nothing to choose."
         )
-    opened = open_for_merging(model, config, calibrate, layout, context)
+    refuse_request(config, calibrate, layout)
+    context.stage("loading the model")
+    loaded = open_model(model, config.dtype, context.allowed)
+    opened = prepare_merging(loaded, config, calibrate, layout, context)
     assert opened.planned is not None
     ways = opened.planned.chosen
     groups = {path: way.groups for path, way in ways.items() if way.merges}
-    plan = _plan(opened.net, opened.source, groups, ways)
+    plan = _plan(loaded, groups, ways)
     plan = plan.model_copy(update={"merge": opened.merger.name if plan.merged else None})
     before = sum(a.kv_heads for a in opened.attentions)
     after = sum(way.kv_heads for way in ways.values())
@@ -234,10 +312,10 @@ def _costs_for(opened: Opened, budget: int) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for target in Target:
         try:
-            constraints = constraints_of(opened.net, LayoutOption.PER_LAYER, (target,))
+            constraints = constraints_of(opened.model.net, LayoutOption.PER_LAYER, (target,))
             chosen = choose(opened.planned.ways, budget, "the budget", constraints)
             wanted = {path: way.kv_heads for path, way in chosen.chosen.items()}
-            _check_native(constraints, opened.net, wanted)
+            _check_native(constraints, opened.model.net, wanted)
             found[target.value] = chosen.cost
         except PlanError as error:
             found[target.value] = str(error).split(". ")[0] + "."
@@ -282,13 +360,12 @@ def _check_native(constraints: Constraints, net: PreTrainedModel, wanted: dict[s
 
 
 def _plan(
-    net: PreTrainedModel,
-    source: ModelIdentity,
+    model: Model,
     groups: Mapping[str, Groups],
     ways: Mapping[str, Way] | None = None,
 ) -> Plan:
     parts = {}
-    for attention in attention_of(net):
+    for attention in model.attentions:
         chosen, way = groups.get(attention.path), (ways or {}).get(attention.path)
         kept = range(attention.kv_heads) if way is None else way.kept
         queries_of = members(Unit.KV_GROUP, attention.group_sizes)
@@ -303,4 +380,4 @@ def _plan(
             if chosen is None
             else tuple(tuple(ids[position] for position in group) for group in chosen),
         )
-    return Plan(unit=Unit.KV_GROUP, model=source, attentions=parts)
+    return Plan(unit=Unit.KV_GROUP, model=model.identity, attentions=parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from transformers import PreTrainedModel
 
@@ -17,12 +16,11 @@ from headprune.engines.targets import EMPTY
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import CLASSIFIERS, task_of
-from headprune.model.opening import load
+from headprune.model.open import Model
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import ModelIdentity
 from headprune.surgery.merges.merger import Merger
 
 
@@ -31,8 +29,7 @@ class Opened:
     """A model that is about to be converted.
 
     Attributes:
-        net: The model.
-        source: Who it is.
+        model: The model.
         attentions: The modules to convert.
         merger: What merges them.
         sample: The text that it merges by, if it does.
@@ -40,8 +37,7 @@ class Opened:
         constraints: What the result must look like.
     """
 
-    net: PreTrainedModel
-    source: ModelIdentity
+    model: Model
     attentions: list[Attention]
     merger: Merger
     sample: CalibrationSample | None
@@ -55,15 +51,14 @@ def weighs(config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOp
     return free and calibrate is not None and layout is not LayoutOption.UNIFORM
 
 
-def open_for_merging(
-    model: str | Path,
-    config: ConvertConfig,
-    calibrate: DataConfig | None,
-    layout: LayoutOption,
-    context: Context,
-    empty_layers: bool = True,
-) -> Opened:
-    """Loads the model, takes the text, and weighs the ways where that was asked for."""
+def refuse_request(
+    config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOption
+) -> None:
+    """Refuse what does not fit together, whatever the model, before it is loaded.
+
+    Raises:
+        HeadpruneError: Saying what does not fit.
+    """
     if layout is LayoutOption.PADDED:
         raise PlanError(
             "--layout padded is for heads that are removed (headprune prune). A layer that loses "
@@ -76,13 +71,23 @@ def open_for_merging(
             "Without text there is procrustes, or mean with training afterwards (--heal)."
         )
     refuse_unknown_kinds(config.attention)
-    weighing = weighs(config, calibrate, layout)
-    if not weighing:
+    if not weighs(config, calibrate, layout):
         _refuse_unmeasured(config, layout is LayoutOption.UNIFORM or bool(config.targets))
     if calibrate is not None:
         refuse_missing_file(calibrate.source)
-    context.stage("loading the model")
-    net, source = load(model, config.dtype, context.allowed)
+
+
+def prepare_merging(
+    model: Model,
+    config: ConvertConfig,
+    calibrate: DataConfig | None,
+    layout: LayoutOption,
+    context: Context,
+    empty_layers: bool = True,
+) -> Opened:
+    """Read the calibration text of a model, and weigh the ways of each module under a budget."""
+    merger, weighing = Merger.of(config, calibrate is not None), weighs(config, calibrate, layout)
+    net = model.net
     constraints = constraints_of(net, layout, config.targets)
     if not empty_layers:
         constraints = replace(constraints, shapes=constraints.shapes - {EMPTY})
@@ -92,17 +97,17 @@ def open_for_merging(
         stated_counts(config.kv_heads, attentions)
     if not weighing:
         _refuse_unmeasured(config, constraints.even_kv_heads)
-    sample, planned, remote = None, None, context.allowed.trust_remote_code
+    sample, planned = None, None
     if calibrate is not None and merger.calibrates:
-        sample = merge_calibration(net, model, calibrate, config, remote)
+        sample = merge_calibration(net, model.tokenizer, calibrate, config)
         if weighing:
             scored = None
             if _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
-                scored = calibration(net, model, calibrate, settings, "--kv-budget", remote)
+                scored = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
             texts = Texts(sample.whole(), scored)
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
-    return Opened(net, source, attentions, merger, sample, planned, constraints)
+    return Opened(model, attentions, merger, sample, planned, constraints)
 
 
 def _refuse_unmeasured(config: ConvertConfig, even: bool) -> None:

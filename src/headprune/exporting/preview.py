@@ -15,7 +15,7 @@ from headprune.config import Dtype, LayoutOption, Target
 from headprune.context import Allowed
 from headprune.errors import PlanError
 from headprune.model.fitting import fitted_gates, fitted_scores
-from headprune.model.opening import load
+from headprune.model.open import open_model
 from headprune.model.units import unit_sizes
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.roles import roles_lost
@@ -95,7 +95,8 @@ def preview(
 ) -> Preview:
     """Says what ``prune`` would do with the same arguments, and writes nothing."""
     refuse_request(asked)
-    net, source = load(model, dtype, allowed, weights=False)
+    opened = open_model(model, dtype, allowed)
+    net, source = opened.skeleton, opened.identity
     record = None if roles is None else read_roles(roles, source)
     chosen = cuts_by(net, source, asked)
     cuts = chosen.cuts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -15,10 +14,8 @@ from headprune.data.samples import CalibrationSample
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
 from headprune.model.embedding import head_of
-from headprune.model.gating import fixed, gated
-from headprune.model.heads import keeping_outputs
 from headprune.schemas.records import Refit, RefitWorth
-from headprune.surgery.cut import Cut
+from headprune.surgery.edit import Edit, Tensors, collecting, trying
 from headprune.surgery.refit import refit
 
 
@@ -27,13 +24,15 @@ class JudgedRefit:
     """A refit, and what it is worth.
 
     Attributes:
-        taken: The record of it; None where it was left out, and the weights are as before.
-        worth: What it is worth on held-out sequences, where it was taken on others than those that
+        taken: Its record; None where it was left out.
+        worth: Its worth on held-out sequences, where it was taken on others than those that
             chose; None where the text has none.
+        tensors: The refitted weights by name; none where it was left out.
     """
 
     taken: Refit | None
     worth: RefitWorth | None
+    tensors: Tensors = field(default_factory=dict)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -49,30 +48,30 @@ class JudgedRefit:
 
 def judged_refit(
     net: PreTrainedModel,
-    cuts: Sequence[Cut],
+    edit: Edit,
     examples: CalibrationSample,
     source: str,
     seed: int,
     context: Context,
 ) -> JudgedRefit:
-    """Refits every W_O of a model that is about to be cut, in place, unless that makes it worse.
+    """Refit every W_O of an edit, unless that makes it worse on held-out sequences.
 
     Args:
-        net: The model, uncut.
-        cuts: What it will lose.
-        examples: Calibration text; what is held out are sequences of it that were not taken.
-        source: Where the text came from, for the record.
+        net: The model; its weights stay as they are.
+        edit: The heads that go.
+        examples: Calibration text; the held-out sequences are others of it.
+        source: Place of the text, for the record.
         seed: Seed of the sample, for the record.
-        context: What it runs in.
+        context: Progress.
 
     Raises:
         DataError: If there is too little text, or the outputs are not finite.
         PlanError: If a module runs more than once.
     """
-    cuts = [cut for cut in cuts if cut.attention.query_heads]  # of earlier cuts some have none
+    cuts = [cut for cut in edit.cuts(net) if cut.attention.query_heads]
     attentions, gates = [cut.attention for cut in cuts], [cut.gate() for cut in cuts]
-    whole = keeping_outputs(net, attentions)
-    modules = refit(net, attentions, gates, examples.whole(), context.step)
+    with collecting(net, attentions) as tensors:
+        modules = refit(net, attentions, gates, examples.whole(), context.step)
     taken = Refit(
         data=source,
         tokens=examples.tokens,
@@ -84,26 +83,36 @@ def judged_refit(
     )
     held_out = examples.held_out()
     if held_out is None or not modules:
-        return JudgedRefit(taken, None)
-    versions = whole, keeping_outputs(net, attentions)
-    head = head_of(net)
-    distances: list[list[float]] = [[], []]
-    batches = held_out.batches()
+        return JudgedRefit(taken, None, tensors)
     context.stage("measuring the refit")
-    with torch.no_grad():
-        for done, batch in enumerate(batches, 1):
-            context.step(done, len(batches))
-            whole()
-            wanted = outputs(net, batch)
-            for number, write_back in enumerate(versions):
-                write_back()
-                with gated(attentions, fixed(gates)):
-                    found = distance(outputs(net, batch), wanted, batch, head)
-                    distances[number].append(float(found))
+    choosing, reported = _worth(net, edit, tensors, held_out, context)
+    if choosing.refitted <= choosing.without:
+        taken = taken.model_copy(update={"held_out": reported})
+        return JudgedRefit(taken, reported, tensors)
+    return JudgedRefit(None, choosing)
+
+
+@torch.no_grad()
+def _worth(
+    net: PreTrainedModel,
+    edit: Edit,
+    tensors: Tensors,
+    held_out: CalibrationSample,
+    context: Context,
+) -> tuple[RefitWorth, RefitWorth]:
+    """Measure an edit with and without refitted weights, to choose and to report."""
+    head, batches = head_of(net), held_out.batches()
+    versions = edit, replace(edit, tensors=tensors)
+    distances: list[list[float]] = [[], []]
+    for batch in context.each(batches):
+        wanted = outputs(net, batch)
+        for number, version in enumerate(versions):
+            with trying(net, version):
+                distances[number].append(float(distance(outputs(net, batch), wanted, batch, head)))
     if not math.isfinite(sum(map(sum, distances))):
         raise DataError(
-            "What the cut model makes of sequences that the refit was not fitted to is not finite. "
-            "Try --dtype float32, or cut without a refit."
+            "The outputs of the cut model on held-out sequences are not finite. Try --dtype "
+            "float32, or cut without a refit."
         )
 
     def worth(first: int) -> RefitWorth:
@@ -116,8 +125,4 @@ def judged_refit(
             refitted=refitted,
         )
 
-    choosing, reported = worth(0), worth(1)
-    if choosing.refitted <= choosing.without:
-        return JudgedRefit(taken.model_copy(update={"held_out": reported}), reported)
-    whole()
-    return JudgedRefit(None, choosing)
+    return worth(0), worth(1)

@@ -52,7 +52,7 @@ from headprune.model.embedding import head_of
 from headprune.model.gating import gated
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import CLASSIFIERS, load_tokenizer, task_of
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.sharding import refuse_to_shard
 from headprune.model.units import (
@@ -205,7 +205,7 @@ def _calibration(
     length = min(usual.seq_len, most_tokens(net.config, tokenizer) or usual.seq_len)
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
     try:
-        return calibration(net, model, data, sizes, "train-gates", trust_remote_code)
+        return calibration(net, tokenizer, data, sizes, "train-gates")
     except DataError as error:
         if config.method is Method.REFIT:
             raise DataError(f"{error} Or use --method l0.") from None

@@ -81,11 +81,43 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     if config is None:
         config = load_config(model, **{name: kwargs[name] for name in _HUB if name in kwargs})
         _override(config, kwargs)
-    folder = Path(model) / kwargs.get("subfolder", "")
     where = {name: kwargs[name] for name in _PLACE if name in kwargs}
     if "variant" not in kwargs:
-        refuse_pickles(folder)
-        _refuse_incomplete(model, where)
+        refuse_absent_weights(model, **where)
+    tensors = {} if "variant" in kwargs else stored_tensors(model, **where)
+    net, info = assemble(model, config, tensors, auto_class, dropping, weights, **kwargs)
+    return (net, info) if wants_info else net
+
+
+def assemble(
+    model: str | Path,
+    config: PreTrainedConfig,
+    tensors: Mapping[str, StoredTensor],
+    auto_class: str | None = None,
+    dropping: bool = False,
+    weights: bool | None = True,
+    **kwargs: Any,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build a model from its config and the headers of its files.
+
+    Args:
+        model: A folder or a hub id.
+        config: Its config.
+        tensors: The tensors of its files; empty where they are not read by their headers.
+        auto_class: The Auto class of another head than the one in the config.
+        dropping: Leave out tensors that the class does not take.
+        weights: Read the weights. False: the model is on the meta device, where names allow it.
+            None: it must be.
+        **kwargs: As for ``AutoModel.from_pretrained``.
+
+    Returns:
+        The model in eval mode, and the loading info of transformers.
+
+    Raises:
+        CheckpointError: If it does not load, lacks tensors, or would lose some.
+        Unmapped: If it must be on the meta device, and its tensors have other names on disk.
+    """
+    folder = Path(model) / kwargs.get("subfolder", "")
     refuse_damaged_json(folder, "generation_config.json")
     record = read_record(folder)
     native = native_of(config, auto_class)
@@ -95,7 +127,6 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     if getattr(config, "headprune", None) is not None:
         config.headprune = checked_description(model, config, record)
         cls = modeling_headprune.pruned_class(native)
-    tensors = {} if "variant" in kwargs else stored_tensors(model, **where)
     options = {"dtype": "auto", **kwargs, "use_safetensors": True, "output_loading_info": True}
     refused = damage_is(lambda why: _does_not_load(model, config, cls, why))
     with refused, hub.asked_once(model), uneven_heads_are_known():
@@ -119,7 +150,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
         refuse_unexpected(model, net, info["unexpected_keys"])
     if record is not None and config.model_type in FAMILIES:
         restore_ids(net, record.layout, FAMILIES[config.model_type].for_runtime())
-    return (net.eval(), info) if wants_info else net.eval()
+    return net.eval(), info
 
 
 def _loaded(
@@ -128,11 +159,11 @@ def _loaded(
     config: PreTrainedConfig,
     options: dict[str, Any],
     tensors: Mapping[str, StoredTensor],
-    weights: bool,
+    weights: bool | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model; without weights, if the headers of its files are there and say enough."""
+    """Build a model; without weights, if the headers of its files describe it."""
     if tensors and not weights:
-        with suppress(Unmapped):
+        with suppress(*([] if weights is None else [Unmapped])):
             return built(cls, model, copy.deepcopy(config), tensors, options)
     if _widens(options, tensors):
         return widening(cls, model, config, tensors, options)
@@ -149,8 +180,13 @@ def _widens(options: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> 
     return dtype in _WIDE and bool(held) and held <= _WIDE[dtype]
 
 
-def _refuse_incomplete(model: str | Path, where: dict[str, Any]) -> None:
-    """Refuses a hub model whose weights are not all in the cache, where the hub cannot be asked."""
+def refuse_absent_weights(model: str | Path, **where: Any) -> None:
+    """Refuse a folder without safetensors, and an incomplete hub model that cannot be fetched.
+
+    Raises:
+        CheckpointError: Naming the missing file, or the pickle that is there.
+    """
+    refuse_pickles(Path(model) / where.get("subfolder", ""))
     files = weight_files(model, **where) or {"the weights": None}
     lacking = next((name for name, file in files.items() if file is None), None)
     offline = hub.why_not() if lacking and hub.may_be_id(model) else None
@@ -266,7 +302,7 @@ def uneven_heads_are_known() -> Iterator[None]:
         logger.removeFilter(told)
 
 
-def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
+def load_tokenizer(model: str | Path, config: PreTrainedConfig | None = None, **kwargs: Any) -> Any:
     """Loads the tokenizer beside a model.
 
     Where there are no files of a vocabulary, transformers makes a tokenizer for many families
@@ -276,12 +312,13 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
 
     Args:
         model: Folder or hub id.
+        config: Its config; None to read it.
         **kwargs: As for ``AutoTokenizer.from_pretrained``.
 
     Raises:
         CheckpointError: If there is none, or one without a vocabulary.
     """
-    config = load_config(model, **kwargs)
+    config = config or load_config(model, **kwargs)
     for file in (*Path(model).glob("tokenizer*.json"), *Path(model).glob("*.model")):
         refuse_pointer(file)
     refuse_damaged_json(Path(model), "tokenizer_config.json", "special_tokens_map.json")
@@ -291,7 +328,7 @@ def load_tokenizer(model: str | Path, **kwargs: Any) -> Any:
     )
     refused = damage_is(lambda why: f"{why_not} {why}")
     with refused, hub.asked_once(model), without_native_output():
-        tokenizer = AutoTokenizer.from_pretrained(str(model), **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(str(model), config=config, **kwargs)
         tokenizer("a", verbose=False)  # some settings are not looked at before
         added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         ordinary = sum(token not in added for token in tokenizer.get_vocab())

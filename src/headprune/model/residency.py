@@ -105,16 +105,43 @@ class Residency:
         return {full: source for full, source in self._sources.items() if source in kept}
 
     def restored(self) -> Callable[[], None]:
-        """Notes what the weights are now, and returns what makes them so again."""
+        """Return a function that undoes all that is written to the weights from now on."""
         noted = {**self._sources}, {**self.changed}
         self._spool.keep()
 
         def restore() -> None:
             self._coming = None  # read ahead, of what they were
-            self._spool.drop()
+            self._spool.keep()
             self._sources, self.changed = ({**part} for part in noted)
 
         return restore
+
+    @contextmanager
+    def replaced(self, tensors: Mapping[str, StoredTensor | Tensor]) -> Iterator[None]:
+        """Swap weights of blocks for the time of a ``with`` block."""
+        restore = self.restored()
+        try:
+            for name, tensor in tensors.items():
+                if isinstance(tensor, Tensor):
+                    self._keep(name, tensor.detach())
+                    continue
+                disk = self._disk[self._sources[name]]
+                self._sources[name] = self.changed[disk] = tensor
+                self._disk[tensor] = disk
+            self._coming = None  # read ahead, of what they were
+            yield
+        finally:
+            restore()
+
+    @contextmanager
+    def collecting(self, changed: dict[str, Any]) -> Iterator[None]:
+        """Collect the weights that a ``with`` block writes, and undo it at the end."""
+        before, restore = {**self._sources}, self.restored()
+        try:
+            yield
+            changed |= {n: each for n, each in self._sources.items() if each != before[n]}
+        finally:
+            restore()
 
     @contextmanager
     def holding(self, number: int) -> Iterator[None]:
@@ -224,10 +251,6 @@ class _Spool:
     def keep(self) -> None:
         """Overwrites nothing of what is there."""
         self._kept = self._end
-
-    def drop(self) -> None:
-        """Forgets what was written since then."""
-        self._end = self._kept
 
     def written(self, tensor: Tensor, before: StoredTensor) -> StoredTensor:
         """Writes a tensor in the place of its last version, or behind all others.

@@ -256,17 +256,21 @@ class StoredDtypes:
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def stored_dtypes(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> StoredDtypes:
-    """The element types of a loaded model's checkpoint.
+def stored_dtypes(
+    net: PreTrainedModel,
+    tensors: Mapping[str, StoredTensor],
+    default: torch.dtype | None = None,
+) -> StoredDtypes:
+    """Return the element types of a loaded model's checkpoint.
 
     Args:
         net: The model.
-        tensors: What its checkpoint holds; empty where that cannot be seen, as for a model that
-            was made in memory; then it is the type that the loader noted, or that of ``net``.
+        tensors: Its tensors on disk; empty for a model that was made in memory.
+        default: Element type without such tensors; None for that of ``net``.
     """
     floats = {name: _FLOATS[t.dtype] for name, t in tensors.items() if t.dtype in _FLOATS}
     if not floats:
-        return StoredDtypes(getattr(net, "headprune_checkpoint_dtype", None) or net.dtype)
+        return StoredDtypes(default or net.dtype)
     counts: Counter[torch.dtype] = Counter()
     for name, dtype in floats.items():
         counts[dtype] += tensors[name].elements

@@ -17,10 +17,9 @@ from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
 from headprune.model.fitting import fitted_scores
-from headprune.model.opening import load
+from headprune.model.open import Model, open_model
 from headprune.model.residency import residency_of
 from headprune.model.speed import measure
-from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.model.units import head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
@@ -29,7 +28,7 @@ from headprune.planning.constraints import constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import ModelIdentity, Plan
+from headprune.schemas.plan import Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit, members
@@ -91,28 +90,21 @@ def plan(
     refuse_target(config.keep)
     asked_roles(config)
     context.stage("loading the model")
-    runs = config.min_speedup is not None
-    dtype = found.metadata.calibration.dtype
-    net, source = load(model, dtype, context.allowed, weights=runs)
-    planned = make_plan(net, source, model, read_scores(scores, source), config, context)
+    opened = open_model(model, found.metadata.calibration.dtype, context.allowed)
+    planned = make_plan(opened, read_scores(scores, opened.identity), config, context)
     if output is not None:
         planned.plan.write(output)
     return planned
 
 
-def make_plan(
-    net: PreTrainedModel,
-    source: ModelIdentity,
-    model: str | Path,
-    scores: Scores,
-    config: PlanConfig,
-    context: Context,
-) -> Planned:
-    """Makes a plan for a loaded model; arguments as for ``plan``.
+def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context) -> Planned:
+    """Make a plan for an opened model; arguments as for ``plan``.
 
     Raises:
         PlanError: If the budgets cannot be kept to.
     """
+    net = model.any_net if config.min_speedup is None else model.net
+    source = model.identity
     name, values = scores.of(config.criterion)
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
@@ -120,7 +112,7 @@ def make_plan(
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
     constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
-    stored = stored_dtypes(net, stored_tensors(model)).default
+    stored = model.result_dtypes().default
     limits = _limits(net, attentions, config, stored, context)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
     choice = HeadChoice(attentions, unit, config, limits, constraints, held)

@@ -426,12 +426,11 @@ def expect_stored(
     return expected, folded
 
 
-def conclude(expected: Expectation, cut: Outputs | None, reloaded: Outputs) -> Proof:
+def conclude(expected: Expectation, reloaded: Outputs) -> Proof:
     """Compares a result with what was expected of it.
 
     Args:
         expected: What the gated original computes.
-        cut: Outputs of the cut model in memory; None where it was cut on disk.
         reloaded: Outputs of the model read back from disk.
 
     Raises:
@@ -439,16 +438,14 @@ def conclude(expected: Expectation, cut: Outputs | None, reloaded: Outputs) -> P
     """
     expected.refuse_inconclusive()
     wanted, control = expected.wanted, expected.control
-    for got in filter(None, (cut, reloaded)):
-        apart = expected.apart(got)
-        if apart is not None:
-            raise ProofError(
-                "The proof failed, and nothing was written: the gated original and the cut model "
-                f"differ by {apart}. Please report this model and plan; computing in float64 rules "
-                "out rounding."
-            )
+    apart = expected.apart(reloaded)
+    if apart is not None:
+        raise ProofError(
+            "The proof failed, and nothing was written: the gated original and the result differ "
+            f"by {apart}. Please report this model and plan; computing in float64 rules out "
+            "rounding."
+        )
     return Proof(
-        gated_vs_cut=None if cut is None else difference(wanted, cut),
         gated_vs_reloaded=difference(wanted, reloaded),
         largest_output=largest_output(wanted),
         control=None if control is None else difference_in(wanted, control),

@@ -25,7 +25,7 @@ from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
 from headprune.model.loading import auto_class_of, from_pretrained
-from headprune.model.opening import as_it_fits
+from headprune.model.open import as_it_fits
 from headprune.model.placement import placed
 from headprune.model.precision import compute_dtype
 from headprune.model.probes import Outputs
@@ -286,8 +286,8 @@ def _proof_dtype(proof: Proof) -> torch.dtype:
 def _doubts(proof: Proof) -> Iterator[str]:
     """What is wrong with the numbers of a recorded proof, by the rules that it is made with."""
     allowed = equivalence.explained(_proof_dtype(proof), proof.rounding)
-    if not all(difference <= allowed for difference in proof.differences):
-        worst = max(proof.differences)
+    if not proof.gated_vs_reloaded <= allowed:
+        worst = proof.gated_vs_reloaded
         yield f"{MANIFEST} records a proof that failed: {worst:.1e}, and {allowed:.0e} is allowed"
     if not proof.tolerance <= allowed * (1 + 1e-6):
         yield f"{MANIFEST} was changed: it allows {proof.tolerance:.0e}, a proof {allowed:.0e}"

@@ -16,7 +16,7 @@ from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import load_tokenizer
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.refusals import refuse_without_text
 from headprune.role import ROLES, Role
 from headprune.role.against import changes

@@ -22,7 +22,7 @@ from headprune.model.forward import run_model
 from headprune.model.head_names import layer_names
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import load_tokenizer, vocabulary_of
-from headprune.model.opening import load
+from headprune.model.open import load
 from headprune.model.placement import on_device
 from headprune.model.refusals import refuse_without_text
 from headprune.role.collection import weights_told

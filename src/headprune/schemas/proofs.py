@@ -15,7 +15,6 @@ class Proof(BaseModel):
     """What a proof measured; differences are relative to the largest output.
 
     Attributes:
-        gated_vs_cut: Gated original against the cut model in memory; None where it was cut on disk.
         gated_vs_reloaded: Gated original against the cut model read back from disk.
         largest_output: Largest absolute output of the gated original.
         control: Gated original against itself with every gate shifted by one head or, where that
@@ -33,7 +32,6 @@ class Proof(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    gated_vs_cut: float | None = None
     gated_vs_reloaded: float
     largest_output: float
     control: float | None
@@ -45,15 +43,9 @@ class Proof(BaseModel):
     seed: Count = PROBE_SEED
 
     @property
-    def differences(self) -> tuple[float, ...]:
-        """Those that were measured."""
-        known = (self.gated_vs_cut, self.gated_vs_reloaded)
-        return tuple(difference for difference in known if difference is not None)
-
-    @property
     def passed(self) -> bool:
-        """Whether the differences are within the tolerance; NaN is not."""
-        return all(difference <= self.tolerance for difference in self.differences)
+        """Whether the difference is within the tolerance; NaN is not."""
+        return self.gated_vs_reloaded <= self.tolerance
 
 
 class TensorProof(BaseModel):

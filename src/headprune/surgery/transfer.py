@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import transformers
 from transformers import GPTBigCodeConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headprune.model.attention import attention_of
 from headprune.model.loading import native_class
+from headprune.surgery.cut import Cut
 
 _SHARED = (
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),
@@ -31,6 +34,13 @@ def has_twin(net: PreTrainedModel) -> bool:
 def _twin_name(net: PreTrainedModel) -> str:
     name = native_class(type(net)).__name__.replace("LMHeadModel", "ForCausalLM")
     return name.replace("GPT2", "GPTBigCode")
+
+
+def twin_of(net: PreTrainedModel, cuts: Sequence[Cut]) -> str | None:
+    """Return the other stock class of a model that ends with one KV head in every layer."""
+    one_each = all(len(cut.kv_positions) == 1 for cut in cuts)
+    whole = all(len(cut.query_positions) == cut.attention.query_heads for cut in cuts)
+    return _twin_name(net) if one_each and whole and has_twin(net) else None
 
 
 def native_twin(net: PreTrainedModel) -> PreTrainedModel | None:

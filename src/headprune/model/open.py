@@ -1,0 +1,253 @@
+"""A model opened once: config, headers and identity at once, weights when they are needed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headprune import devices
+from headprune.config import Dtype
+from headprune.context import Allowed
+from headprune.errors import CheckpointError
+from headprune.io.shards import StoredTensor
+from headprune.model.attention import attention_of, identity
+from headprune.model.loading import (
+    assemble,
+    load_config,
+    load_tokenizer,
+    refuse_absent_weights,
+    task_of,
+)
+from headprune.model.placement import placed, reshard
+from headprune.model.precision import (
+    compute_dtype,
+    refuse_missing_dtype,
+    refuse_not_finite,
+    refuse_unwritable,
+)
+from headprune.model.refusals import refuse_quantised
+from headprune.model.residency import Residency
+from headprune.model.sharding import load_sharded
+from headprune.model.skeleton import Unmapped
+from headprune.model.stored import (
+    StoredDtypes,
+    commonest_dtype,
+    fetch_weights,
+    refuse_quantised_tensors,
+    stored_dtypes,
+    stored_tensors,
+)
+from headprune.placements import Placement, asked_placement, by_layers, in_shards
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.plan import ModelIdentity
+
+
+@dataclass
+class Model:
+    """A model opened once; every stage takes it.
+
+    Attributes:
+        source: Folder or hub id.
+        config: Its config, as it was read.
+        tensors: Its tensors on disk by their names there: type, shape and place, no numbers.
+        dtype: Element type to compute in.
+        allowed: Permissions that it was opened with.
+    """
+
+    source: str | Path
+    config: PreTrainedConfig
+    tensors: dict[str, StoredTensor]
+    dtype: torch.dtype | str
+    allowed: Allowed = Allowed()
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The model on the meta device; with weights where its headers do not describe it."""
+        if not self.is_loaded:
+            return self._assembled(weights=False)
+        try:
+            return self._assembled(weights=None)
+        except Unmapped:
+            return self.net
+
+    @cached_property
+    def net(self) -> PreTrainedModel:
+        """The model with its weights, on the device of the command, in eval mode.
+
+        Raises:
+            CheckpointError: If it does not load, or does not compute finite numbers.
+        """
+        net = placed(self.weighted())
+        refuse_not_finite(net, self.source)
+        reshard(net)
+        return net
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Name, classes and fingerprint."""
+        return identity(self.any_net, self.source)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer.
+
+        Raises:
+            CheckpointError: If there is none.
+        """
+        trust = self.allowed.trust_remote_code
+        return load_tokenizer(self.source, self.config, trust_remote_code=trust)
+
+    @property
+    def task(self) -> str:
+        """The task of its head: "causal-lm", "classification" and so on."""
+        return task_of(self.any_net)
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """Its attention modules, first layer first; of ``net`` where that is loaded."""
+        return attention_of(self.any_net)
+
+    @property
+    def checkpoint_dtype(self) -> torch.dtype | None:
+        """Element type of most of its weights on disk, or else of its config."""
+        return commonest_dtype(self.tensors) or getattr(self.config, "dtype", None)
+
+    def result_dtypes(self, out_dtype: Dtype = Dtype.AUTO) -> StoredDtypes:
+        """Return the element types to write; "auto" keeps those of the checkpoint.
+
+        Raises:
+            CheckpointError: If the loaded model overflows in them.
+        """
+        stored = stored_dtypes(self.any_net, self.tensors, self.checkpoint_dtype)
+        if out_dtype is not Dtype.AUTO:
+            stored = StoredDtypes(getattr(torch, out_dtype.value))
+        if self.any_net.device.type != "meta":
+            refuse_unwritable(self.any_net, self.source, stored)
+        return stored
+
+    def release(self) -> None:
+        """Drop both nets: a writer spends them."""
+        vars(self).pop("net", None)
+        vars(self).pop("skeleton", None)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are there."""
+        return "net" in vars(self)
+
+    @property
+    def any_net(self) -> PreTrainedModel:
+        """The loaded net, or else the skeleton."""
+        return self.net if self.is_loaded else self.skeleton
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "trust_remote_code": self.allowed.trust_remote_code}
+
+    def _assembled(self, weights: bool | None) -> PreTrainedModel:
+        return assemble(
+            self.source,
+            copy.deepcopy(self.config),
+            self.tensors,
+            dropping=self.allowed.drop_unexpected,
+            weights=weights,
+            **self._options,
+        )[0]
+
+    def weighted(self) -> PreTrainedModel:
+        """Load the weights: whole, in shards, or to be run layer by layer, as the command says."""
+        built = vars(self).get("skeleton")
+        if built is not None and built.device.type != "meta":
+            loaded: PreTrainedModel = vars(self).pop("skeleton")
+            return loaded
+        if in_shards():
+            dropping = self.allowed.drop_unexpected
+            return load_sharded(self.source, drop_unexpected=dropping, **self._options)
+        tensors = self.tensors.values()
+        size = sum(tensor.bytes for tensor in tensors)
+        if isinstance(self.dtype, torch.dtype):
+            size = sum(tensor.elements for tensor in tensors) * self.dtype.itemsize
+        if by_layers(size):
+            net = self._assembled(weights=False)
+            try:
+                if net.device.type != "meta":
+                    raise Unmapped("Some output projections are no tensors of the checkpoint.")
+                Residency(net, self.tensors, devices.chosen()).attach()
+                return net
+            except Unmapped as why:
+                if asked_placement() is Placement.LAYERS:
+                    raise CheckpointError(
+                        f"--placement layers: '{self.source}' cannot be read layer by layer. "
+                        f"{why} Use --placement whole."
+                    ) from None
+        return self._assembled(weights=True)
+
+
+def read_model(
+    source: str | Path, dtype: torch.dtype | str = "auto", allowed: Allowed = Allowed()
+) -> Model:
+    """Read the config and the headers of a model; quantised ones too.
+
+    Args:
+        source: Folder or hub id.
+        dtype: Element type to compute in; "auto" is that of the checkpoint.
+        allowed: Permissions: code that comes with it, tensors to leave out.
+
+    Raises:
+        HeadpruneError: If it cannot be read.
+    """
+    config = load_config(source, trust_remote_code=allowed.trust_remote_code)
+    refuse_absent_weights(source)
+    fetch_weights(source)
+    return Model(source, config, stored_tensors(source), dtype, allowed)
+
+
+def open_model(
+    source: str | Path,
+    dtype: Dtype | torch.dtype = Dtype.AUTO,
+    allowed: Allowed = Allowed(),
+    keep_bfloat16: bool = False,
+) -> Model:
+    """Open a model to work on it.
+
+    Args:
+        source: Folder or hub id.
+        dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
+        allowed: Permissions: code that comes with it, tensors to leave out.
+        keep_bfloat16: Leave bfloat16 as it is where ``dtype`` is "auto".
+
+    Raises:
+        HeadpruneError: If it cannot be read, or is quantised.
+    """
+    model = read_model(source, allowed=allowed)
+    refuse_quantised(source, model.config)
+    refuse_quantised_tensors(source, model.tensors)
+    if isinstance(dtype, Dtype):
+        dtype = compute_dtype(dtype, model.checkpoint_dtype, keep_bfloat16)
+    refuse_missing_dtype(dtype, devices.chosen())
+    model.dtype = dtype
+    return model
+
+
+def load(
+    model: str | Path, dtype: Dtype, allowed: Allowed = Allowed(), keep_bfloat16: bool = False
+) -> tuple[PreTrainedModel, ModelIdentity]:
+    """Load a model to work on it, and name it; see ``open_model``."""
+    opened = open_model(model, dtype, allowed, keep_bfloat16)
+    return opened.net, opened.identity
+
+
+def as_it_fits(
+    model: str | Path,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool = False,
+    drop_unexpected: bool = False,
+) -> PreTrainedModel:
+    """Load a model whole, in shards or layer by layer; see ``read_model``."""
+    return read_model(model, dtype, Allowed(trust_remote_code, drop_unexpected)).weighted()
