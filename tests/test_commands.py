@@ -247,8 +247,14 @@ def words_of(command: Command[Any, Any], values: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "setting", "conditions"), NEEDS)
 def test_an_option_without_effect_is_refused(
-    name: str, setting: str, conditions: str, capsys: pytest.CaptureFixture[str]
+    name: str,
+    setting: str,
+    conditions: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a refused check writes the JUnit file of its name
     command = COMMANDS[name]
     value = some_value(command, setting)
     spelt = Door.OPTION.spell(setting, command.options)

@@ -37,13 +37,11 @@ from headprune.model.identity import id_of_model
 from headprune.model.lengths import most_tokens, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,
-    load_config,
-    load_tokenizer,
     parse_dtype,
     task_of,
     vocabulary_of,
 )
-from headprune.model.open import as_it_fits
+from headprune.model.open import Model, read_model
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
@@ -167,15 +165,15 @@ def load(
     allowed: Allowed = Allowed(),
 ) -> Loaded:
     """Open models and data, and refuse what does not fit before any work is done."""
-    trust = {"trust_remote_code": allowed.trust_remote_code}
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
     examples = [read_examples(one) for one in several.values()]
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
-        load_config(name, **trust)
-    nets = [_open(name, config, allowed) for name in names]
-    tokenizers = [load_tokenizer(name, **trust) for name in names]
+        refuse_exported(name)
+    models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
+    nets = [_loaded(model) for model in models]
+    tokenizers = [model.tokenizer for model in models]
     for one in examples:
         refuse_unfit(nets, names, one, config)
     seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len)
@@ -189,23 +187,18 @@ def load(
     return Loaded(ids, tuple(names), tuple(nets), tokenizers[0], tuple(domains))
 
 
-def _open(name: str, config: EvaluateConfig, allowed: Allowed) -> PreTrainedModel:
-    refuse_exported(name)
-    net = as_it_fits(
-        name,
-        parse_dtype(config.dtype.value),
-        trust_remote_code=allowed.trust_remote_code,
-        drop_unexpected=allowed.drop_unexpected,
-    )
+def _loaded(model: Model) -> PreTrainedModel:
+    """Return a model with its weights, off the device: one model at a time is measured there."""
+    net = model.weighted()
     refuse_missing_dtype(net.dtype, devices.chosen())
     refuse_without_text(net, "evaluate")
     if devices.emulates(dtype := dtype_name(net.dtype)):
         devices.remark(
-            f"'{name}' is measured in {dtype}, which this CPU only emulates: "
+            f"'{model.source}' is measured in {dtype}, which this CPU only emulates: "
             "--dtype float32 is several times as fast."
         )
     with alone_on_device(net):
-        refuse_not_finite(net, name)
+        refuse_not_finite(net, model.source)
     return net
 
 
