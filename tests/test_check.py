@@ -242,18 +242,6 @@ def test_a_handful_of_windows_breaks_a_bound_that_lies_far_off(n: int) -> None:
     assert verdict(limit.text, compared(limit, same, same)) is Verdict.PASSED
 
 
-def test_a_handful_of_windows_breaks_no_limit_by_chance() -> None:
-    """Four windows on the very limit: one interval in a hundred lies on its bad side by chance."""
-    limit, alarms = parse_limit("perplexity <= +0 %"), 0
-    for seed in range(400):
-        base, change = np.random.default_rng(seed).normal([[3.6], [0.0]], [[0.3], [0.03]], (2, 4))
-        theirs = Samples({"nll_nats": 255 * base, "tokens": np.full(4, 255.0)})
-        ours = Samples({**theirs.columns, "nll_nats": 255 * (base + change)})
-        drawn = bootstrap(compared(limit, ours, theirs), 4, 1000, 0.99, seed)
-        alarms += judge(limit, drawn).verdict is Verdict.BROKEN
-    assert alarms <= 7  # as above; plain percentiles give some 25
-
-
 @pytest.mark.quick
 def test_the_worst_verdict_wins() -> None:
     limit = parse_limit("query_heads <= 10")
@@ -314,21 +302,24 @@ def test_resamples_do_not_depend_on_how_many_are_drawn_at_once(
     assert bootstrap(statistic, 60, 500, 0.99, seed=4) != whole
 
 
-def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found() -> None:
+@pytest.mark.parametrize("n", [96, 4])
+def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found(n: int) -> None:
     """A model equal on average, on the very limit; and one that is 3 % worse."""
     limit, alarms, found = parse_limit("perplexity <= +0 %"), 0, 0
     for seed in range(400):
         generator = np.random.default_rng(seed)
-        tokens, base = np.full(96, 255.0), generator.normal(3.6, 0.3, 96)
-        change = generator.normal(0, 0.03, 96)  # per window, as of heads that were cut
+        tokens, base = np.full(n, 255.0), generator.normal(3.6, 0.3, n)
+        change = generator.normal(0, 0.03, n)  # per window, as of heads that were cut
         theirs = Samples({"nll_nats": base * tokens, "tokens": tokens})
         for shift in (0.0, math.log(1.03)):
             ours = Samples({"nll_nats": (base + change + shift) * tokens, "tokens": tokens})
-            drawn = bootstrap(compared(limit, ours, theirs), 96, 1000, 0.99, seed)
+            drawn = bootstrap(compared(limit, ours, theirs), n, 1000, 0.99, seed)
             broken = judge(limit, drawn).verdict is Verdict.BROKEN
             alarms, found = alarms + (broken and not shift), found + (broken and bool(shift))
-    assert alarms <= 7  # 2 expected in 400; more than 7 would come once in a thousand times
-    assert found >= 390
+    # 2 expected in 400; more than 7 would come once in a thousand times, and plain percentiles of
+    # four windows give some 25
+    assert alarms <= 7
+    assert found >= 390 or n == 4
 
 
 # --- models
@@ -384,14 +375,6 @@ def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> 
     values = [m.value for m in (worse.metrics[0], same.metrics[0])]
     assert change.value == pytest.approx(values[0] / values[1] - 1)
     assert recovery.value == pytest.approx(values[1] / values[0])
-
-
-def test_undecided_is_not_passed(folders: Path) -> None:
-    value = read_baseline(folders / "b.json").metrics["perplexity"]
-    limits = (f"perplexity <= {value}",)  # its own value: the interval holds it
-    report = check(config(folders, limits=limits))
-    assert report.verdict is Verdict.UNDECIDED and not report.passed
-    assert "use more data" in report.limits[0].sentence()
 
 
 def test_a_baseline_holds_what_it_takes(folders: Path) -> None:

@@ -22,7 +22,6 @@ from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.regression.check import check, update_baseline
-from headprune.regression.limits import parse_limit
 from headprune.reports.report import report as write_report
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -151,22 +150,6 @@ def test_samples_keep_domains_apart() -> None:
 
 
 # --- check
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("perplexty[brown] <= 2", "no metric 'perplexty' of data. Did you mean 'perplexity'?"),
-        ("query_heads[brown] <= 2", "no metric 'query_heads' of data"),
-        ("perplexity[brown] >= 2", "must be bounded by <="),
-        ("lambada:acc == 1", "bound the score of a task by <= or >="),
-        ("lambada:acc recovery >= 98 %", "bound the score of a task"),
-    ],
-)
-def test_limits_on_domains_and_tasks_that_make_no_sense(text: str, message: str) -> None:
-    with pytest.raises(HeadpruneError, match=r"The limit") as found:
-        parse_limit(text)
-    assert message in str(found.value)
 
 
 def test_limits_on_a_domain(

@@ -18,7 +18,6 @@ from headprune.errors import DataError
 from headprune.evaluation.evaluate import evaluate, retrieved
 from headprune.evaluation.probes import Needle, answered, needles
 from tests import tiny
-from tests.test_cli import run
 
 SAID = "The secret number of the is . bridge castle engine forest garden island kitchen river"
 NEARBY = 3  # tokens that say what comes next, where they stood before
@@ -135,12 +134,3 @@ def test_an_evaluation_shows_retrieval_beside_the_base(llama_folder: Path, text_
     plain = evaluate(llama_folder, data, config.model_copy(update={"needle": False}))
     assert plain.model.needle is None
     assert not any(name.startswith("needle") for name in plain.provenance.settings)
-
-
-def test_an_encoder_has_no_needle(
-    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert")
-    code, _, told = run(capsys, "evaluate", place, "--data", text_file, "--needle")
-    assert code == 2
-    assert "this one is a BertForMaskedLM" in told

@@ -123,8 +123,10 @@ def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         evaluate("nowhere", data, EvaluateConfig(**FAST, tasks="lambada_openai"))
 
 
-def test_encoders_have_no_tasks(task_file: Path, text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert")
-    config = EvaluateConfig(**FAST, tasks=str(task_file))
-    with pytest.raises(HeadpruneError, match="--tasks is for models that generate"):
-        evaluate(folder, DataConfig(source=str(text_file)), config)
+def test_encoders_have_no_tasks_and_no_needles(
+    task_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    folder, data = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert"), str(text_file)
+    for name, value in (("tasks", str(task_file)), ("needle", True)):
+        with pytest.raises(HeadpruneError, match=f"--{name} is for models that generate"):
+            evaluate(folder, DataConfig(source=data), EvaluateConfig(**FAST, **{name: value}))
