@@ -122,11 +122,10 @@ def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [
-        (0.0, 0.0199, Verdict.PASSED),
-        (0.0, 0.02, Verdict.PASSED),
+        (0.0, 0.02, Verdict.PASSED),  # the bound itself is allowed
         (0.0, 0.0200001, Verdict.UNDECIDED),
         (0.0199999, 0.05, Verdict.UNDECIDED),
-        (0.02, 0.05, Verdict.UNDECIDED),  # the bound itself is allowed
+        (0.02, 0.05, Verdict.UNDECIDED),
         (0.0200001, 0.05, Verdict.BROKEN),
     ],
 )
@@ -137,18 +136,13 @@ def test_the_whole_interval_decides(low: float, high: float, verdict: Verdict) -
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [
-        (1.0, 1.0, Verdict.PASSED),
-        (0.0, 2.0, Verdict.UNDECIDED),
-        (1.0, 2.0, Verdict.UNDECIDED),
-        (2.0, 3.0, Verdict.BROKEN),
-        (0.0, 0.0, Verdict.BROKEN),
-    ],
-)
-def test_a_number_to_be_met_may_lie_within(low: float, high: float, verdict: Verdict) -> None:
-    assert judge(parse_limit("roles_lost == 1"), interval(low, high)).verdict is verdict
+def test_a_number_to_be_met_may_lie_within() -> None:
+    def verdict(low: float, high: float) -> Verdict:
+        return judge(parse_limit("roles_lost == 1"), interval(low, high)).verdict
+
+    assert verdict(1, 1) is Verdict.PASSED
+    assert verdict(0, 2) is verdict(1, 2) is Verdict.UNDECIDED
+    assert verdict(2, 3) is verdict(0, 0) is Verdict.BROKEN
 
 
 @pytest.mark.quick
@@ -379,12 +373,11 @@ def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> 
 
 def test_a_baseline_holds_what_it_takes(folders: Path) -> None:
     made = read_baseline(folders / "b.json")
-    assert Baseline.model_validate_json((folders / "b.json").read_text()) == made
-    assert all(f in Baseline.__doc__ for f in Baseline.model_fields if f != "schema_version")
-    assert len(made.samples["nll_nats"]) == 40
+    assert all(f in Baseline.__doc__ for f in Baseline.model_fields)
     assert made.settings["seed"] == 0 and made.limits == ("perplexity <= +2 %",)
     assert made.structure["query_heads"] == 24
     nll, tokens = (np.array(made.samples[k]) for k in ("nll_nats", "tokens"))
+    assert len(nll) == 40
     assert made.metrics["perplexity"] == pytest.approx(math.exp(nll.sum() / tokens.sum()))
     assert {"torch", "transformers", "headprune"} <= set(made.versions)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -198,12 +199,14 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     hits = columns(model, tokenizer(), passages(text, 20))["last_word_hits"]
     assert found["last_word_accuracy"].n == 20
     assert found["last_word_accuracy"].value == hits.mean()
-    assert found["repeated_passage_nll"].n == 16
+    assert found["repeated_passage_nll"].n == found["copying_nll"].n == 16
+    assert abs(found["copying_nll"].value - math.log(tiny.VOCAB)) < 1.5  # it guesses
     same = {one.name: one.interval.estimate for one in report.differences}
     assert same["last_word_accuracy"] == same["repeated_passage_nll"] == 0
     assert report.provenance.settings["last_words"] == 20
     none = evaluate(tmp_path / "model", data, EvaluateConfig(**fast, last_words=0, copying=0))
-    assert not {"last_word_accuracy", "repeated_passage_nll"} & {m.name for m in none.model.metrics}
+    left_out = {"last_word_accuracy", "repeated_passage_nll", "copying_nll"}
+    assert not left_out & {m.name for m in none.model.metrics}
     assert "last_words" not in none.provenance.settings
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -148,16 +149,8 @@ def judge(limit: Limit, interval: Interval) -> Judged:
         verdict = Verdict.BROKEN
     else:
         needed = _needed(interval, limit.bound)
-    return _judged(
-        limit,
-        interval.estimate,
-        verdict,
-        low=interval.low,
-        high=interval.high,
-        confidence=interval.confidence,
-        n=interval.n,
-        n_needed=needed,
-    )
+    measured = {name: getattr(interval, name) for name in ("low", "high", "confidence", "n")}
+    return _judged(limit, interval.estimate, verdict, **measured, n_needed=needed)
 
 
 def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
@@ -169,21 +162,9 @@ def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
     return _judged(limit, value if isinstance(value, str) else float(value), verdict)
 
 
-def _judged(
-    limit: Limit, value: float | str, verdict: Verdict, **interval: float | int | None
-) -> Judged:
-    return Judged.model_validate(
-        {
-            "limit": limit.text,
-            "metric": limit.metric,
-            "kind": limit.kind,
-            "op": limit.op,
-            "bound": limit.bound,
-            "value": value,
-            "verdict": verdict,
-            **interval,
-        }
-    )
+def _judged(limit: Limit, value: float | str, verdict: Verdict, **interval: Any) -> Judged:
+    about = {name: getattr(limit, name) for name in ("metric", "kind", "op", "bound")}
+    return Judged(limit=limit.text, value=value, verdict=verdict, **about, **interval)
 
 
 def overall(judged: tuple[Judged, ...]) -> Verdict:
