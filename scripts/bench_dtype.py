@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench_quality import Protocol
 from headprune import from_pretrained
-from headprune.model.stored import stored_bytes
+from headprune.model.stored import stored_tensors
 
 console = Console()
 STORED = ("float32", "bfloat16")
@@ -118,7 +118,9 @@ def main(
                         "perplexity": perplexity(Path(work) / "out"),
                         "seconds": sum(seconds for seconds, _ in used),
                         "peak_bytes": max(peak for _, peak in used),
-                        "stored_bytes": stored_bytes(Path(work) / "out"),
+                        "stored_bytes": sum(
+                            t.bytes for t in stored_tensors(Path(work) / "out").values()
+                        ),
                     }
             rows.append(row)
             console.print(row)

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.read import read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import read_examples
 from headprune.engines.model import open_exported, run_by_engine
 from headprune.engines.spec import MODEL
 from headprune.evaluation.evaluate import run as evaluated

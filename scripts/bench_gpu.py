@@ -30,7 +30,7 @@ from bench_scale import cut as stream
 from bench_speed import forward_flops, gate_steps
 from headprune import devices
 from headprune.config import ConvertConfig, HealConfig, ScoreConfig
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.distillation.trainer import HealedModel, trainable
 from headprune.evidence.score import gather, scores_of
 from headprune.model import speed
@@ -173,7 +173,7 @@ def half_the_groups(net: PreTrainedModel) -> Plan:
     return plan_from_scores(attentions, unit, scores, head_budget(0.5, sizes))
 
 
-def sample_of(size: Size) -> CalibrationSample:
+def sample_of(size: Size) -> Sequences:
     """Random tokens."""
     draw = torch.Generator().manual_seed(0)
     shape = (size.calibrated // size.length, size.length)
@@ -185,7 +185,7 @@ def sample_of(size: Size) -> CalibrationSample:
         ids = torch.tensor([feature["input_ids"] for feature in features])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-    return CalibrationSample(rows, collate, size.calibrated, batch_size=4)
+    return Sequences(rows, collate, batch_size=4)
 
 
 def training(table: Table, size: Size, net: PreTrainedModel) -> None:
@@ -306,7 +306,7 @@ class Statistics:
     """Those of one model."""
 
     net: PreTrainedModel
-    sample: CalibrationSample
+    sample: Sequences
     found: dict[str, list[Tensor]]
 
     def run(self, table: Table, name: str) -> None:

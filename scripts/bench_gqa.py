@@ -29,8 +29,8 @@ from bench_quality import Protocol
 from headprune import from_pretrained
 from headprune.config import ConvertConfig, DataConfig, Grouping, HealConfig, HealTrain
 from headprune.context import Context
+from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
-from headprune.data.sources import Examples, read_examples
 from headprune.distillation.heal import heal
 from headprune.evaluation.quality import embeddings
 from headprune.exporting.convert_gqa import convert_gqa

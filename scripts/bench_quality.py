@@ -34,8 +34,8 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
+from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import Examples, read_examples
 from headprune.evaluation.metrics import Samples
 from headprune.evaluation.probes import answered, last_word_columns, last_words, lines_of, passages
 from headprune.evaluation.quality import causal_losses

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from headprune.config import DataConfig, Dtype, RolesConfig
 from headprune.context import Context
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.forward import eager_attention, run_model

@@ -38,10 +38,10 @@ from headprune.config import (
     DataConfig,
     ScoreConfig,
 )
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
+from headprune.data.batches import calibration
+from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
-from headprune.data.sources import Examples, read_examples
+from headprune.data.text import Sequences
 from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
 from headprune.evidence.collection import collect
@@ -101,9 +101,9 @@ def own_likelihood(net: PreTrainedModel) -> Quality:
 def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
     """Spearman on scored pairs, and fidelity to the original's similarities."""
     examples = read_examples(DataConfig(source=test, text_column="a,b", label_column="score"))
-    texts = [(text,) for pair in examples.texts[:count] for text in pair]
+    texts = [(text,) for pair in list(examples.texts)[:count] for text in pair]
     rows = tokenized_rows(Examples(texts, None, True), load_tokenizer(model), 128)
-    scores = torch.tensor([float(s) for s in (examples.labels or [])[:count]]).numpy()
+    scores = torch.tensor([float(s) for s in list(examples.labels or [])[:count]]).numpy()
     original = embeddings(net, rows, None or load_tokenizer(model), 32)
 
     def measured(cut: PreTrainedModel) -> dict[str, float]:
@@ -119,7 +119,7 @@ def pairs(model: str, net: PreTrainedModel, test: str, count: int) -> Quality:
 
 def calibration_of(
     net: PreTrainedModel, model: str, data: str | None, tokens: int, length: int, seed: int
-) -> CalibrationSample:
+) -> Sequences:
     """Another part of the calibration text per seed."""
     if data is None:
         rows = own_text(net, max(2, tokens // OWN_LENGTH), OWN_LENGTH, seed)
@@ -128,15 +128,14 @@ def calibration_of(
             ids = torch.tensor([f["input_ids"] for f in features])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-        tokens = len(rows) * OWN_LENGTH
-        return CalibrationSample(rows, collate, tokens, batch_size=8, special_ids=(0, 1, 2, 3))
+        return Sequences(rows, collate, batch_size=8, special_ids=(0, 1, 2, 3))
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
-    every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench")
+    every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench").fit
     count = max(2, tokens // length)
     step = len(every.rows) / count
     shift = seed / 3  # of a step
     chosen = every.rows.select([int((i + shift) * step) for i in range(count)])
-    return replace(every, rows=chosen, tokens=count * length)
+    return replace(every, rows=chosen)
 
 
 def main(
@@ -252,7 +251,7 @@ def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return [part.float() for part in kept.split(list(heads))]
 
 
-def _cost(net: PreTrainedModel, examples: CalibrationSample, repeats: int) -> None:
+def _cost(net: PreTrainedModel, examples: Sequences, repeats: int) -> None:
     """Scoring against a forward and backward, a refit against a forward, in turn."""
     attentions = attention_of(net)
     batches, whole = examples.batches(), examples.whole()

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from headprune import from_pretrained
 from headprune.config import DataConfig, Train
+from headprune.data.read import read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.data.sources import read_examples
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import labelled
 from headprune.gates.optimizer import GateOptimizer

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.evidence.criteria import UnitEvidence
 from headprune.evidence.criteria.spec import columns
 from headprune.evidence.losses import example_losses
@@ -55,13 +55,13 @@ class Rival:
 
 Gates = list[Tensor]
 Compensate = Callable[
-    [PreTrainedModel, Sequence[Attention], Gates, CalibrationSample, Sequence[UnitEvidence]],
+    [PreTrainedModel, Sequence[Attention], Gates, Sequences, Sequence[UnitEvidence]],
     tuple[Gates, AbstractContextManager[Any]],
 ]
 
 
 def taylor(
-    net: PreTrainedModel, attentions: Sequence[Attention], examples: CalibrationSample
+    net: PreTrainedModel, attentions: Sequence[Attention], examples: Sequences
 ) -> list[Tensor]:
     """LLM-Pruner's first-order Taylor importance: sum of |w dL/dw| over all weights of a head."""
     parameters = {
@@ -111,7 +111,7 @@ def mean_for_gone(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     gates: Gates,
-    examples: CalibrationSample,
+    examples: Sequences,
     evidence: Sequence[UnitEvidence],
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """FLAP's bias compensation: what a removed head gives in the mean is added as a bias."""
@@ -133,7 +133,7 @@ def tuned_masks(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     gates: Gates,
-    examples: CalibrationSample,
+    examples: Sequences,
     evidence: Sequence[UnitEvidence],
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """Kwon et al.'s mask tuning: one factor per kept head, least squares, layer after layer."""
@@ -183,7 +183,7 @@ def best_subset(loss: Callable[[Sequence[int]], float], heads: int, count: int) 
 
 
 def slimgpt(
-    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
+    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: Sequences
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """SlimGPT: greedy removal with the OBS update, of more heads in later layers.
 
@@ -199,7 +199,7 @@ def slimgpt(
 
 
 def osscar(
-    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
+    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: Sequences
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """OSSCAR: of every layer the same share, those heads without which a refit misses least."""
     total = sum(a.query_heads for a in attentions)
@@ -212,7 +212,7 @@ def _layer_by_layer(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     gone: Sequence[int],
-    examples: CalibrationSample,
+    examples: Sequences,
     choose: Choose,
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """Chooses heads and refits W_O on what the layers that were cut before make of the text.
@@ -259,7 +259,7 @@ def _layer_by_layer(
 
 
 def dropped_layers(
-    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: CalibrationSample
+    net: PreTrainedModel, attentions: Sequence[Attention], share: float, examples: Sequences
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """He et al.: whole layers of attention go, those after which the stream is most as before.
 

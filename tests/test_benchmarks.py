@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output
@@ -91,7 +91,7 @@ def test_what_others_cut(
     def collate(features: list[dict[str, Any]]) -> Any:
         return {key: torch.tensor([f[key] for f in features]) for key in features[0]}
 
-    text = CalibrationSample(rows, collate, ids.numel(), batch_size=4)
+    text = Sequences(rows, collate, batch_size=4)
     before, wanted = [read_output(a)[0].clone() for a in attentions], net(ids).logits
     gates, context = rivals.CUTTERS[name](net, attentions, 0.5, text)
     closed = [int((gate == 0).sum()) for gate in gates]

@@ -425,7 +425,7 @@ def test_a_full_disk_while_training_loses_nothing(
     base += ["--target-heads", "0.5", "--train", "all", *TRAIN]
     done = forked.headprune(*base, prepare=forked.small_files)
     assert done.returncode == 2, done.stderr
-    assert "Free some space, then go on" in " ".join(done.stderr.split())
+    assert "Free some space, then continue" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     done = forked.headprune(*base, "--resume")
     assert done.returncode == 0, done.stderr
@@ -437,14 +437,15 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(
 ) -> None:
     base = ["train-gates", llama_folder, "--data", text_file, "--output", tmp_path / "g"]
     sizes = ["--target-heads", "0.5", "--steps", "200", "--batch-size", "2", "--seq-len", "16"]
+    sizes += ["--save-every", "5"]
     running = forked.Process([*base, *sizes])
-    history = tmp_path / "g-checkpoints" / "history.jsonl"
-    while running.running() and not (history.exists() and history.stat().st_size):
+    checkpoints = tmp_path / "g-checkpoints" / "checkpoints"
+    while running.running() and not list(checkpoints.glob("checkpoint-*")):
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
     stopped = running.finish()
     assert stopped.returncode == 130, stopped.stderr
-    assert "Go on with the same command and --resume" in " ".join(stopped.stderr.split())
+    assert "Continue with the same command and --resume" in " ".join(stopped.stderr.split())
     assert "Traceback" not in stopped.stderr
     done = forked.headprune(*base, *sizes, "--resume")
     assert done.returncode == 0, done.stderr

@@ -38,11 +38,13 @@ from headprune.exporting.refitting import JudgedRefit
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
+from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
+from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
+from headprune.surgery.edit import collecting
 from headprune.tensors.units import Unit
-from headprune.training import checkpoints
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_cli import run
@@ -140,11 +142,11 @@ def test_heads_are_scored_on_shorter_sequences_than_refits_and_merges(
 
         return run
 
-    for name in ("score", "prune", "convert_gqa"):
+    for name in ("scores_on", "propose_removal", "merged_of"):
         monkeypatch.setattr(candidates, name, noted(name))
     monkeypatch.setattr(candidates, "SCORED", 8)
     compressed(llama_folder, data, tmp_path / "out", keep=0.75)
-    assert lengths == {"score": {8}, "prune": {16}, "convert_gqa": {16}}
+    assert lengths == {"scores_on": {8}, "propose_removal": {16}, "merged_of": {16}}
 
 
 def test_lengths_follow_the_text_and_what_is_seen_the_candidate(
@@ -185,10 +187,11 @@ def test_a_refit_that_makes_it_worse_is_not_taken(
     assert sound.chosen.name == "heads, fisher, refit"
 
     def spoiling(net: Any, *arguments: Any, **settings: Any) -> JudgedRefit:
-        for attention in attention_of(net):
-            heads, bias = read_output(attention)
-            write_output(attention, -3 * heads, bias)
-        return JudgedRefit(None, None)
+        with collecting(net, attentions := attention_of(net)) as tensors:
+            for attention in attentions:
+                heads, bias = read_output(attention)
+                write_output(attention, -3 * heads, bias)
+        return JudgedRefit(None, None, tensors)
 
     monkeypatch.setattr("headprune.exporting.prune.judged_refit", spoiling)
     result = compressed(encoder, sentences, tmp_path / "spoilt", keep=0.75)
@@ -227,7 +230,7 @@ def test_healing_is_kept_only_if_it_helps(
 
 def as_trainings_say(error: OSError) -> CheckpointError:
     """The error of a training that cannot write, which tells to go on with --resume."""
-    said = checkpoints.unwritable(Path("out"), error)
+    said = unwritable(Path("out"), error)
     said.__context__ = error
     return said
 
@@ -285,14 +288,14 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
 def test_scores_that_take_too_much_memory_together_are_made_alone(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = candidates.score
+    scores_on = candidates.scores_on
 
-    def greedy(model: str, folder: Path, config: Any, *others: Any, **settings: Any) -> Any:
+    def greedy(model: Model, config: Any, *others: Any, **settings: Any) -> Any:
         if "compensated" in config.criterion:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return made(model, folder, config, *others, **settings)
+        return scores_on(model, config, *others, **settings)
 
-    monkeypatch.setattr(candidates, "score", greedy)
+    monkeypatch.setattr(candidates, "scores_on", greedy)
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:3])
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert {one.name.split(",")[1] for one in choice.contenders} == {" fisher"}
@@ -320,7 +323,7 @@ def test_a_few_long_documents_are_running_text(llama_folder: Path, tmp_path: Pat
     choice = compressed(llama_folder, [path], tmp_path / "out", keep=0.5).choice
     assert choice.held_out_tokens >= 2 * SMALL["seq_len"]
     path.write_text(json.dumps({"text": tiny.text(20)}))
-    with pytest.raises(DataError, match="A sixteenth of the text, 1 tokens, is held out to choose"):
+    with pytest.raises(DataError, match="A sixteenth of the text, 2 tokens, is held out to choose"):
         compressed(llama_folder, [path], tmp_path / "short", keep=0.5)
 
 

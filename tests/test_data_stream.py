@@ -14,9 +14,9 @@ import pytest
 
 from headprune.config import DataConfig
 from headprune.data import sequences
-from headprune.data.rows import evenly, lengths
-from headprune.data.sequences import packed_sequences, tokenized_rows, windows
-from headprune.data.sources import Examples, read_examples
+from headprune.data.read import Examples, read_examples
+from headprune.data.sequences import packed_sequences, windows
+from headprune.data.text import evenly, lengths
 from headprune.data.tokens import WHOLE, slices, token_ids
 from headprune.errors import DataError
 from tests import tiny
@@ -112,16 +112,6 @@ def test_windows_are_those_of_whole_documents(
     assert flat(found["input_ids"]) == ended[: len(ended) // 16 * 16]
 
 
-def test_rows_of_long_texts_are_cut_off_as_if_they_were_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of, texts = tiny.tokenizer(), [PROSE, "w1 w2 w3"]
-    wanted = of(texts, truncation=True, max_length=40)["input_ids"]
-    assert list(tokenized_rows(files(tmp_path, *texts), of, 40)["input_ids"]) == wanted
-    monkeypatch.setattr(sequences, "_CHARACTERS_AT_ONCE", 400)  # enough for 40 tokens
-    assert list(tokenized_rows(files(tmp_path, *texts), of, 40)["input_ids"]) == wanted
-
-
 def test_nothing_is_left_in_the_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,20 +128,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, mode: str) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headprune.data.rows.pa.OSFile", full)
+    monkeypatch.setattr("headprune.data.sequences.pa.OSFile", full)
     examples = Examples([("w1 w2",)], None, rows_are_documents=True)
     with pytest.raises(DataError, match="could not be kept in .*No space left.*TMPDIR"):
         packed_sequences(examples, tiny.tokenizer(), 2)
-
-
-def test_a_token_number_that_no_vocabulary_has_is_refused() -> None:
-    class Damaged:
-        """As a tokenizer whose file has another number for a word."""
-
-        is_fast = False
-
-        def __call__(self, texts: list[str], **settings: object) -> dict[str, object]:
-            return {"input_ids": [[3, 2**31]] if isinstance(texts, list) else [3, 2**31]}
-
-    with pytest.raises(DataError, match=r"the number 2,147,483,648, which no vocabulary has"):
-        list(token_ids("a b", Damaged()))

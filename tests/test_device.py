@@ -24,7 +24,8 @@ from headprune.model import placement, probes
 from headprune.model.attention import attention_of
 from headprune.model.loading import native_class, task_of
 from headprune.regression import check as check_module
-from headprune.training.arguments import resumable_arguments
+from headprune.resuming import Run
+from headprune.training import training_arguments
 from tests import tiny
 from tests.test_cli import run
 
@@ -227,12 +228,12 @@ def test_trainer_takes_the_device(
     current: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     with devices.running_on("cuda:1"):
-        arguments = resumable_arguments(tmp_path, 2, 2, 0, None)
+        arguments = training_arguments(Run(tmp_path, {}), 2, 2, 0, None)
     assert arguments.device == torch.device("cuda:1") and not arguments.use_cpu
     assert arguments.distributed_state.device == torch.device("cuda:1")
     assert set(map(str, current)) == {"cuda:1"}
     with devices.running_on("cpu"):
-        arguments = resumable_arguments(tmp_path, 2, 2, 0, None)
+        arguments = training_arguments(Run(tmp_path, {}), 2, 2, 0, None)
     assert arguments.device == torch.device("cpu") and arguments.use_cpu
     assert arguments.distributed_state.device == torch.device("cpu")
 

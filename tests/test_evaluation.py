@@ -20,8 +20,9 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.console.models import evaluation
-from headprune.data.sequences import masked, packed_sequences
-from headprune.data.sources import Examples, read_examples
+from headprune.data.batches import masked
+from headprune.data.read import Examples, read_examples
+from headprune.data.sequences import packed_sequences
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap

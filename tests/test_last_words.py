@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
 from headprune.errors import DataError
 from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate

@@ -19,8 +19,7 @@ from headprune.config import (
     SweepConfig,
     TrainGatesConfig,
 )
-from headprune.data.batches import batches
-from headprune.data.calibration import calibration
+from headprune.data.batches import batches, calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep
@@ -96,10 +95,10 @@ def test_calibration_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path)
     model = tiny.model("gpt2")
     folder, data = tiny.save(model, tmp_path / "model"), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        sample = calibration(model, load_tokenizer(folder), data, CalibrationConfig(), "score")
+        sample = calibration(model, load_tokenizer(folder), data, CalibrationConfig(), "score").fit
     assert sample.whole()["input_ids"].shape[1] == LONGEST
     few = CalibrationConfig(calibration_tokens=64)  # fewer than the model takes: nothing to warn of
-    assert calibration(model, load_tokenizer(folder), data, few, "score").whole()[
+    assert calibration(model, load_tokenizer(folder), data, few, "score").fit.whole()[
         "input_ids"
     ].shape == (1, 64)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig, NeedleConfig
-from headprune.data.sources import Examples, read_examples
+from headprune.data.read import Examples, read_examples
 from headprune.errors import DataError
 from headprune.evaluation.evaluate import evaluate, retrieved
 from headprune.evaluation.probes import Needle, answered, needles

@@ -209,7 +209,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
         patched.setattr("headprune.distillation.heal.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start, *healing)
     assert code == 130, err
-    (line,) = (part for part in err.split("Go on with: ") if part.startswith("headprune heal"))
+    (line,) = (part for part in err.split("Continue with: ") if part.startswith("headprune heal"))
     settings = yaml.safe_load(Path("out-checkpoints/config.yaml").read_text())
     ran(capsys, *shlex.split(line)[1:])
     assert manifest("out")["done"]["steps"] == 3 == settings["heal"]["steps"]
@@ -224,5 +224,5 @@ def test_gates_that_were_stopped_go_on_as_printed(
     with monkeypatch.context() as patched:
         patched.setattr("headprune.gates.train_gates.stop_on_interrupt", stopped)
         code, _, err = run(capsys, *start)
-    assert (code, "Go on with the same command and --resume." in err) == (130, True), err
+    assert (code, "Continue with the same command and --resume." in err) == (130, True), err
     ran(capsys, *start, "--resume")

@@ -15,7 +15,7 @@ import headprune
 from headprune.errors import CheckpointError, FamilyError
 from headprune.evaluation import quality
 from headprune.model.embedding import head_of, pooling_of
-from headprune.training.divergence import divergence
+from headprune.model.losses import divergence
 from tests import classes, tiny
 
 MODES = ("cls", "mean", "max", "lasttoken", "mean_sqrt_len_tokens")

@@ -42,7 +42,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.inspection import inspect
 from headprune.model.precision import refuse_missing_dtype, widened
-from headprune.model.stored import StoredDtypes, stored_bytes, stored_dtypes, stored_tensors
+from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof import equivalence
 from headprune.proof.verify import verify
@@ -91,7 +91,7 @@ def sound(result: Pruned, dtype: torch.dtype, base: Path | None = None) -> None:
     assert result.manifest.weight_bytes is not None
     before, after = result.manifest.weight_bytes
     assert after <= before
-    assert after == stored_bytes(result.output)
+    assert after == sum(t.bytes for t in stored_tensors(result.output).values())
     checked = verify(result.output, against=base)
     assert checked.passed, checked
     assert len(checked.checks) == 3 + (base is not None)

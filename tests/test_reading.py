@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import headprune
+from headprune.data.read import Examples
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
-from headprune.data.sources import Examples
 from headprune.errors import CheckpointError, DataError
 from headprune.model.loading import load_tokenizer
 from tests import tiny
@@ -88,16 +88,11 @@ def test_text_that_a_model_cannot_read(kind: str) -> None:
     known = "w0 w1 w2 w3"
     for fine in (known, f"{known} quux", f"{known} one two three four", f"<s> {known} </s>"):
         assert rows(documents((fine,)), kind)
-    message = (
-        r"60% of the text's tokens are unknown to the tokenizer, those of 'quux', 'quuz' among"
-    )
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="60% of the text's tokens are unknown"):
         rows(documents((f"{known} quux quux quuz",), ("quux quux quuz",)), kind)
-    with pytest.raises(
-        DataError, match="nothing but special tokens of the text .'<pad>', '<s>', '<"
-    ):
+    with pytest.raises(DataError, match="only special tokens of the text"):
         rows(documents(("<s> <pad> </s> <pad> <s>",)), kind)
-    with pytest.raises(DataError, match="the token 'w5' the id 10, .* 10 tokens, 0 to 9"):
+    with pytest.raises(DataError, match="'w5' has the id 10, .* 10 tokens, 0 to 9"):
         rows(documents((f"{known} w5",)), kind, 10)
     assert rows(documents((known,)), kind, 9)
 
@@ -108,15 +103,14 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
     letters = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
     assert len(packed_sequences(documents(("abba" * 4,)), tokenizer, 4)) == 4
-    message = "makes no tokens of the text, which begins 'слово за словом', so"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="makes no tokens of the text"):
         packed_sequences(documents((" \n",), ("\nслово за словом",)), tokenizer, 4)
     with pytest.raises(DataError, match="which makes 0 sequences"):
         packed_sequences(documents((" \n",)), tokenizer, 4)
     tokenizer.save_pretrained(model)
     text = tmp_path / "text.txt"
     text.write_text("слово за словом " * 200, encoding="utf-8")
-    with pytest.raises(DataError, match="makes no tokens of the text, which begins 'слово за"):
+    with pytest.raises(DataError, match="makes no tokens of the text"):
         headprune.compress(model, [text], tmp_path / "out", keep=0.5, seq_len=16)
 
 
@@ -151,7 +145,7 @@ def test_padding_without_an_embedding() -> None:
     tokenizer.add_special_tokens({"pad_token": "<later>"})
     alike, unlike = documents(("w0 w1",), ("w2 w3",)), documents(("w0 w1",), ("w2",))
     assert tokenized_rows(alike, tokenizer, 16, vocabulary=tiny.VOCAB)
-    with pytest.raises(DataError, match="the token '<later>' the id 65"):
+    with pytest.raises(DataError, match="'<later>' has the id 65"):
         tokenized_rows(unlike, tokenizer, 16, vocabulary=tiny.VOCAB)
 
 
@@ -186,7 +180,7 @@ def test_every_command_that_reads_text_refuses(
     options = ["--seq-len", "16"]
     options += [] if command == "check" else ["--output", str(tmp_path / "out")]
     for changed, message in (
-        ({}, "100% of the text's tokens are unknown to the tokenizer, those of 'слова', 'другого'"),
+        ({}, "100% of the text's tokens are unknown"),
         ({"model": strange["bare"], "text": strange["good"]}, "has no usable tokenizer"),
     ):
         words = COMMANDS[command].split()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -40,9 +41,8 @@ from headprune.gates.refitted import choose_and_refit
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
 from headprune.reports.discovery import discover
-from headprune.training import checkpoints, resumable
-from headprune.training.checkpoints import Expected
-from headprune.training.work import GatesSettings, Work, settings_now
+from headprune.resuming import CONFIG, STATE, Run
+from headprune.training import WEIGHTS, first_infinite
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_cli import run
@@ -109,13 +109,13 @@ def whole(home: Path) -> dict[str, bytes]:
 def _stopped(home: Path) -> Path:
     with pytest.raises(Killed):
         gates(home, home / "stopped", train=Train.ATTENTION, step=kill_at(8))
-    return Work.beside(home / "stopped").folder
+    return home / "stopped-checkpoints"
 
 
 @pytest.fixture
-def stopped(_stopped: Path, tmp_path: Path) -> Work:
-    """The work folder of a training that was killed after step 8 of 9."""
-    return Work(shutil.copytree(_stopped, tmp_path / "g-checkpoints"))
+def stopped(_stopped: Path, tmp_path: Path) -> Path:
+    """The folder of a training that was killed after step 8 of 9."""
+    return shutil.copytree(_stopped, tmp_path / "g-checkpoints")
 
 
 def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
@@ -161,7 +161,7 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
 
     torch.manual_seed(1)  # what was drawn before must not matter
     with monkeypatch.context() as patched:
-        patched.setattr(healing, "write_changed", dead)
+        patched.setattr(healing, "write", dead)
         with pytest.raises(Killed):
             healed(home, tmp_path / "broken" / "h", train=train)
     steps: list[Any] = []
@@ -178,15 +178,27 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
         assert files(tmp_path / "broken" / "h")[name] == files(tmp_path / "whole" / "h")[name]
 
 
-# what is read of a checkpoint
+# checkpoints
 
 
-def test_a_training_goes_on_to_the_same_end(
-    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+def test_a_killed_training_is_resumed_to_the_same_end(
+    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Path
 ) -> None:
-    names = [path.name for path in checkpoints.found(stopped.checkpoints)]
+    names = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     assert names == ["checkpoint-3", "checkpoint-6"]
     assert go_on(home, tmp_path) == whole
+    gates(home, tmp_path / "other", train=Train.ATTENTION, seed=1)
+    assert files(tmp_path / "other") != whole
+
+
+def test_checkpoints_of_gates_are_as_small_as_gates(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        gates(home, tmp_path / "g", step=kill_at(4))
+    checkpoint = tmp_path / "g-checkpoints" / "checkpoints" / "checkpoint-3"
+    assert {name.split(".")[0] for name in load_file(checkpoint / WEIGHTS)} == {"gates"}
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    whole = (home / "model" / "model.safetensors").stat().st_size
+    assert sizes[WEIGHTS] + sizes["optimizer.pt"] < whole / 10
 
 
 @pytest.mark.parametrize(
@@ -199,11 +211,6 @@ def test_a_healing_goes_on_to_the_same_end(
     healed(home, tmp_path / "whole" / "h", **settings)
     with pytest.raises(Killed):
         healed(home, tmp_path / "h", step=kill_at(8), **settings)
-    place = Work.beside(tmp_path / "h").checkpoints / "checkpoint-6" / checkpoints.STATE
-    kinds = {name.split(".")[2] for name in load_file(place) if name.startswith("moments.")}
-    assert kinds == {"step", "exp_avg", "exp_avg_sq"} | (
-        {"momentum_buffer"} if optimizer is HealOptimizer.MUON else set()
-    )
     healed(home, tmp_path / "h", resume=True, **settings)
     weights = [
         files(folder / "h")["model.safetensors"] for folder in (tmp_path, tmp_path / "whole")
@@ -230,187 +237,123 @@ def test_gates_of_a_refit_go_on_to_the_same_end(
     assert files(tmp_path / "other") != files(tmp_path / "whole")
 
 
-def change_state(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
-    def damage(checkpoint: Path) -> None:
-        tensors = load_file(checkpoint / checkpoints.STATE)
-        change(tensors)
-        save_file(tensors, checkpoint / checkpoints.STATE)
+class Bomb:
+    """Runs a command where it is unpickled."""
 
-    return damage
+    def __init__(self, place: Path) -> None:
+        self.place = place
 
-
-def change_progress(**changes: Any) -> Callable[[Path], None]:
-    def damage(checkpoint: Path) -> None:
-        path = checkpoint / checkpoints.PROGRESS
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return damage
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.fspath(self.place),)
 
 
-def cut_short(checkpoint: Path) -> None:
-    content = (checkpoint / checkpoints.STATE).read_bytes()
-    (checkpoint / checkpoints.STATE).write_bytes(content[: len(content) // 2])
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def set_to(name: str, value: torch.Tensor) -> Callable[[Path], None]:
-    return change_state(lambda tensors: tensors.__setitem__(name, value))
+def change(checkpoint: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {**load_file(checkpoint / WEIGHTS), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, checkpoint / WEIGHTS)
 
 
-def of_nan(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["trained.gates.scale"][0] = torch.nan
-
-
-SCALE, MOMENT = "trained.gates.scale", "moments.0.first"
+SCALE = "gates.scale"
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "a trained tensor is missing": change_state(lambda tensors: tensors.pop(SCALE)),
-    "a foreign tensor": set_to("trained.other", torch.ones(2)),
-    "another shape": set_to(SCALE, torch.ones(1)),
-    "another type": set_to(SCALE, torch.ones(12, dtype=torch.float64)),
-    "not finite": change_state(of_nan),
-    "no heads are left": set_to("trained.gates.kept", torch.zeros(12, dtype=torch.bool)),
-    "heads of another model": set_to("trained.gates.sizes", torch.full((12,), 9.0)),
-    "a moment is missing": change_state(lambda tensors: tensors.pop(MOMENT)),
-    "random numbers of no kind": set_to("draws.0.cpu", torch.zeros(5056, dtype=torch.uint8)),
-    "no random numbers": change_state(lambda tensors: tensors.pop("draws.0.cpu")),
-    "cut short": cut_short,
-    "no tensors": lambda path: (path / checkpoints.STATE).unlink(),
-    "no progress": lambda path: (path / checkpoints.PROGRESS).unlink(),
-    "half of the progress": lambda path: (path / checkpoints.PROGRESS).write_text('{"step": 6,'),
-    "another step": change_progress(step=5),
-    "a loss that is none": change_progress(loss="low"),
-    "no processes": change_progress(draws=[]),
-    "numbers of no generator": change_progress(
-        draws=[{"python": [3, [1], None], "numpy": ["MT19937", [2**40], 1, 0, 0.0]}]
+    "a tensor is missing": lambda path: change(path, **{SCALE: None}),
+    "a foreign tensor": lambda path: change(path, other=torch.ones(2)),
+    "another shape": lambda path: change(path, **{SCALE: torch.ones(5)}),
+    "half of the weights": lambda path: halve(path / WEIGHTS),
+    "no weights": lambda path: (path / WEIGHTS).unlink(),
+    "half of the moments": lambda path: halve(path / "optimizer.pt"),
+    "moments of another model": lambda path: torch.save(
+        {"state": {}, "param_groups": []}, path / "optimizer.pt"
     ),
+    "moments with code": lambda path: torch.save(Bomb(path / "ran"), path / "optimizer.pt"),
+    "half of the random numbers": lambda path: halve(path / "rng_state.pth"),
 }
 
 
-@pytest.fixture(scope="module")
-def expected(home: Path, _stopped: Path) -> Expected:
-    """What a checkpoint of the training must hold."""
-    seen: list[Expected] = []
-    folder = shutil.copytree(_stopped, home / "spied" / "g-checkpoints").parent
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(resumable, "newest", lambda place, expected: seen.append(expected))
-        gates(home, folder / "g", train=Train.ATTENTION, resume=True)
-    return seen[0]
-
-
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_checkpoint_is_not_gone_on_from(
-    what: str, expected: Expected, stopped: Work
+def test_a_damaged_checkpoint_is_refused(
+    what: str, home: Path, tmp_path: Path, stopped: Path
 ) -> None:
-    found = checkpoints.newest(stopped.checkpoints, expected)
-    assert found is not None and found.progress.step == 6
-    DAMAGES[what](found.path)
-    before = checkpoints.newest(stopped.checkpoints, expected)
-    assert before is not None and before.progress.step == 3
-    DAMAGES[what](before.path)
-    with pytest.raises(CheckpointError, match=r"checkpoint-6.*start anew with --overwrite") as told:
-        checkpoints.newest(stopped.checkpoints, expected)
-    assert len(str(told.value)) < 600 and "\n" not in str(told.value)
+    checkpoint = stopped / "checkpoints" / "checkpoint-6"
+    DAMAGES[what](checkpoint)
+    with pytest.raises(CheckpointError, match=r"checkpoint-6' is damaged.*--overwrite") as told:
+        go_on(home, tmp_path)
+    assert told.value.exit_code == 2 and "\n" not in str(told.value)
+    assert not (checkpoint / "ran").exists() and not (tmp_path / "g").exists()
 
 
-def test_the_checkpoint_before_leads_to_the_same_end(
-    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+def test_half_a_checkpoint_is_not_resumed_from(
+    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Path
 ) -> None:
-    cut_short(stopped.checkpoints / "checkpoint-6")
-    (stopped.checkpoints / ".partial").mkdir()  # of a kill while it was written
+    """The file that says how far it is comes last."""
+    halve(stopped / "checkpoints" / "checkpoint-6" / STATE)
+    (stopped / "checkpoints" / "checkpoint-9").mkdir()
     steps: list[int] = []
     assert go_on(home, tmp_path, step=lambda step, *_: steps.append(step)) == whole
     assert steps == [4, 5, 6, 7, 8, 9]
 
 
-def test_no_checkpoint_is_read_by_pickle(stopped: Work) -> None:
-    kinds = {path.suffix for path in stopped.folder.rglob("*") if path.is_file()}
-    assert kinds == {".json", ".jsonl", ".safetensors", ".yaml"}
-
-
-@pytest.mark.parametrize("half", [b'{"step": 8, "st', b"\xff\xfe\n", b"[" * 100_000])
-def test_half_a_line_of_history_is_dropped(
-    half: bytes, home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
-) -> None:
-    kept = stopped.history.read_bytes().splitlines(keepends=True)[:7]
-    stopped.history.write_bytes(b"".join([*kept, half]))
-    stopped.cut_history(6, resumable.TrainingStep)
-    assert stopped.history.read_bytes() == b"".join(kept[:6])
-
-
-@pytest.mark.parametrize(
-    "line", [b"{}\n", b"", b'{"step": 2, "steps": 9, "loss": NaN}\n', b"\xff\n"]
-)
-def test_a_history_without_a_step_is_refused(line: bytes, stopped: Work) -> None:
-    lines = stopped.history.read_bytes().splitlines(keepends=True)
-    lines[1] = line
-    stopped.history.write_bytes(b"".join(lines))
-    with pytest.raises(CheckpointError, match="it needs a record of every step up to 6"):
-        stopped.cut_history(6, resumable.TrainingStep)
-
-
-# the work folder
+# the folder of a run
 
 
 def test_a_folder_without_settings_is_no_run(
-    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Work
+    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Path
 ) -> None:
-    (stopped.folder / "config.yaml").unlink()
-    (stopped.folder / ".config.yaml.partial" / "new").mkdir(parents=True)
-    (stopped.folder / ".config.yaml.partial" / "headprune-at-work").touch()
-    with pytest.raises(CheckpointError, match="There is no run in .*; leave out --resume"):
+    (stopped / CONFIG).unlink()
+    (stopped / ".config.yaml.partial" / "new").mkdir(parents=True)
+    (stopped / ".config.yaml.partial" / "headprune-at-work").touch()
+    with pytest.raises(CheckpointError, match="no run in .*; leave out --resume"):
         go_on(home, tmp_path)
     gates(home, tmp_path / "g", train=Train.ATTENTION)
     assert files(tmp_path / "g") == whole
-    assert not stopped.folder.exists()
+    assert not stopped.exists()
 
 
-FOREIGN = {
-    "of another tool": "lr: 1",
-    "damaged": "train_gates: {",
-    "a list": "- 1",
-    "not text": "\x00",
-    "settings that are none": "{model: m, data: {source: x}, train_gates: {steps: lots}}",
-    "of a later version": "schema_version: 99\ntrain_gates: {}",
-}
-
-
-@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("content", ["lr: 1", "train_gates: {", "- 1", "\x00"])
 def test_foreign_or_damaged_settings_are_left_alone(
-    what: str, home: Path, tmp_path: Path, stopped: Work
+    content: str, home: Path, tmp_path: Path, stopped: Path
 ) -> None:
-    (stopped.folder / "config.yaml").write_text(FOREIGN[what])
-    before = sorted(stopped.folder.rglob("*"))
+    (stopped / CONFIG).write_text(content)
+    before = sorted(stopped.rglob("*"))
     for how in ({"resume": True}, {"overwrite": True}, {}):
         with pytest.raises(CheckpointError, match="config.yaml'") as told:
             gates(home, tmp_path / "g", **how)
-        assert len(str(told.value)) < 600 and "\n" not in str(told.value)
-    assert sorted(stopped.folder.rglob("*")) == before
+        assert "\n" not in str(told.value)
+    assert sorted(stopped.rglob("*")) == before
 
 
-@pytest.mark.parametrize("file", ["notes.txt", "checkpoints/checkpoint-5/optimizer.pt"])
-def test_a_folder_of_someone_else_is_left_alone(file: str, home: Path, tmp_path: Path) -> None:
-    path = tmp_path / "g-checkpoints" / file
+def test_a_folder_of_someone_else_is_left_alone(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "g-checkpoints" / "notes.txt"
     path.parent.mkdir(parents=True)
     path.write_text("mine")
-    with pytest.raises(CheckpointError, match="holds something else: '(notes.txt|checkpoint-5)'"):
+    with pytest.raises(CheckpointError, match="holds 'notes.txt'"):
         gates(home, tmp_path / "g", overwrite=True)
     assert path.read_text() == "mine"
 
 
-def test_a_training_goes_on_with_what_it_began_with(
-    home: Path, tmp_path: Path, stopped: Work, monkeypatch: pytest.MonkeyPatch
+def test_a_training_is_resumed_with_the_same_settings(
+    home: Path, tmp_path: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(CheckpointError, match="train_gates.gate_lr: 0.5 then, 0.25 now"):
+    before = sorted(stopped.rglob("*"))
+    with pytest.raises(CheckpointError, match="train_gates.gate_lr: 0.5 then, 0.25 now") as told:
         go_on(home, tmp_path, gate_lr=0.25)
+    assert told.value.exit_code == 2
     with pytest.raises(CheckpointError, match=r"other settings \(of train-gates\)"):
         healed(home, tmp_path / "g", resume=True)
-    now = stopped._begun()
-    assert now is not None
-    with pytest.raises(CheckpointError, match="processes: 1 then, 4 now"):
-        stopped.check(now.model_copy(update={"processes": 4}), Resuming(resume=True))
+    shutil.copytree(home / "model", tmp_path / "model")
+    shutil.copy(home / "text.txt", tmp_path)
+    with pytest.raises(CheckpointError, match=r"\(model: .* then, .* now, data.source"):
+        go_on(tmp_path, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (
-        settings_now(GatesSettings, "m", data=now.data, train_gates=now.train_gates).processes == 4
-    )
+    again = Run(stopped, yaml.safe_load((stopped / CONFIG).read_text()) | {"processes": 4})
+    with pytest.raises(CheckpointError, match=r"\(processes: 1 then, 4 now\)"):
+        again.check(Resuming(resume=True))
+    config = TrainGatesConfig(target_heads=0.5)
+    assert Run.of(tmp_path / "g", "train_gates", config).settings["processes"] == 4
+    assert sorted(stopped.rglob("*")) == before
 
 
 @pytest.mark.parametrize("train", [gates, healed])
@@ -454,8 +397,9 @@ def test_two_trainings_do_not_share_an_output(
     train(home, tmp_path / "o", steps=1)
 
 
-def test_a_long_name_has_a_work_folder(tmp_path: Path) -> None:
-    one, other = (Work.beside(tmp_path / ("n" * 254 + end)).folder for end in "ab")
+def test_a_long_name_has_a_folder(tmp_path: Path) -> None:
+    config = HealConfig(steps=1)
+    one, other = (Run.of(tmp_path / ("n" * 254 + end), "heal", config).folder for end in "ab")
     one.mkdir()
     assert one != other and one.name.endswith("-checkpoints")
 
@@ -537,8 +481,7 @@ def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(
         healed(home, tmp_path / "h", learning_rate=1e9, save_every=1)
     assert not (tmp_path / "h").exists()
     for checkpoint in (tmp_path / "h-checkpoints" / "checkpoints").glob("checkpoint-*"):
-        state = load_file(checkpoint / checkpoints.STATE)
-        assert checkpoints.first_infinite(state) is None
+        assert first_infinite(load_file(checkpoint / WEIGHTS)) is None
 
 
 # settings
@@ -622,10 +565,8 @@ def test_a_full_disk_is_said_and_the_training_goes_on(
             gates(home, tmp_path / "g", stage=begin, train=Train.ATTENTION)
     assert told.value.exit_code == 2
     assert not (tmp_path / "g").exists()
-    work = Work.beside(tmp_path / "g")
-    gates(
-        home, tmp_path / "g", train=Train.ATTENTION, resume=(work.folder / "config.yaml").exists()
-    )
+    begun = (tmp_path / "g-checkpoints" / CONFIG).exists()
+    gates(home, tmp_path / "g", train=Train.ATTENTION, resume=begun)
     assert files(tmp_path / "g") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["g"]
 

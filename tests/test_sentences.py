@@ -26,10 +26,9 @@ from headprune.config import (
     Objective,
     RolesConfig,
 )
-from headprune.data.batches import Batches, batches
-from headprune.data.calibration import calibration, merge_calibration
+from headprune.data.batches import Batches, batches, calibration, merge_calibration
+from headprune.data.read import read_examples
 from headprune.data.sentences import by_sentence, sentences
-from headprune.data.sources import read_examples
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError
 from headprune.evaluation.evaluate import evaluate
@@ -102,7 +101,7 @@ def test_encoders_without_a_head_calibrate_on_sentences(
     plain, table = (
         calibration(
             net, load_tokenizer(folder), DataConfig(source=str(file)), config, "score"
-        ).whole()
+        ).fit.whole()
         for file in _written(tmp_path)
     )
     same = plain["input_ids"].shape == table["input_ids"].shape
@@ -181,7 +180,7 @@ def test_a_tokenizer_without_padding_calibrates_a_decoder_without_a_head(tmp_pat
     found = calibration(
         net, load_tokenizer(tmp_path / "model"), DataConfig(source=str(plain)), config, "score"
     )
-    masks = found.whole()["attention_mask"]
+    masks = found.fit.whole()["attention_mask"]
     assert 0 < int((masks == 0).sum()) < masks.numel() / 2
 
 
@@ -200,7 +199,9 @@ def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
         merge_calibration(net, load_tokenizer(folder), data, ConvertConfig(kv_heads=3))
     net.config.pad_token_id = 1
     assert net(
-        **without_labels(calibration(net, load_tokenizer(folder), data, config, "score").whole())
+        **without_labels(
+            calibration(net, load_tokenizer(folder), data, config, "score").fit.whole()
+        )
     )
 
 
@@ -241,4 +242,4 @@ def test_merges_of_encoders_see_sequences_as_long_as_sentences(
         found = merge_calibration(net, load_tokenizer(folder), DataConfig(source=str(file)), config)
         texts = by_sentence(read_examples(DataConfig(source=str(file)))).texts
         mean = sum(len(tokenizer(text)["input_ids"]) for (text,) in texts) / len(texts)
-        assert (found.whole()["input_ids"].shape[1] == round(mean)) is alike
+        assert (found.fit.whole()["input_ids"].shape[1] == round(mean)) is alike

@@ -46,7 +46,7 @@ from headprune.schemas.manifest import read_manifest
 from headprune.schemas.records import Healing
 from headprune.tensors import hard_concrete
 from headprune.tensors.shards import own_part
-from headprune.training.resumable import ResumableTrainer
+from headprune.training import ResumableTrainer
 from tests import forked, tiny
 
 SETTINGS: dict[str, Any] = {
@@ -285,7 +285,7 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
     name = f"long-{killed}"
     long = command(name, "--shard", steps=40, save_every=1)
     said = interrupted(folder, name, long, killed)
-    assert "Another of the 2 processes ended. Go on with the same command and --resume." in said
+    assert "Another of the 2 processes ended. Continue with the same command and --resume." in said
     if not (folder / "unbroken").exists():
         whole = forked.together(2, *command("unbroken", steps=40, save_every=40), folder=folder)
         assert whole.returncode == 0, whole.stderr
@@ -306,7 +306,7 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
 
     name = f"healed-{killed}"
     said = interrupted(folder, name, long(name), killed)
-    assert "Another of the 2 processes ended. Go on with the same command and --resume." in said
+    assert "Another of the 2 processes ended. Continue with the same command and --resume." in said
     if not (folder / "healed-at-once").exists():
         done = forked.together(2, *long("healed-at-once"), folder=folder)
         assert done.returncode == 0, done.stderr

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.compression.heldout import MEASURES
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.data.sequences import label_reader
-from headprune.data.sources import read_examples
+from headprune.data.batches import label_reader
+from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.losses import example_losses
 from headprune.model.embedding import head_of
+from headprune.model.losses import divergence
 from headprune.model.tasks import task_of
-from headprune.training.divergence import divergence
 from tests import classes, tiny
 
 IDS = torch.arange(5, 29).reshape(3, 8)

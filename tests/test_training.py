@@ -36,14 +36,18 @@ from headprune.model.attention import attention_of
 from headprune.model.embedding import head_of
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer
+from headprune.model.losses import (
+    divergence,
+    kl_divergence,
+    recompute_activations,
+    relative_error,
+)
 from headprune.planning.from_evidence import CutRequest
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.gates import read_metadata
 from headprune.tensors import hard_concrete
 from headprune.tensors.hard_concrete import BOUND
 from headprune.tensors.units import Unit
-from headprune.training.divergence import divergence, kl_divergence, relative_error
-from headprune.training.loss_module import recompute_activations
 from tests import tiny
 from tests.marks import slow_unless
 

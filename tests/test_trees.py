@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, RolesConfig
-from headprune.data.sources import digest_of_data
+from headprune.data.read import digest_of_data
 from headprune.data.trees import belonging, read_trees
 from headprune.errors import CheckpointError, DataError, HeadpruneWarning
 from headprune.model.attention import attention_of

@@ -106,7 +106,7 @@ def _baseline() -> object:
 def _examples(name: str) -> Callable[[], object]:
     def read() -> object:
         from headprune.config import DataConfig
-        from headprune.data.sources import read_examples
+        from headprune.data.read import read_examples
 
         return read_examples(DataConfig(source=name))
 

@@ -105,7 +105,7 @@ def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
     whole = options.keep == 1 and isinstance(options.keep, float)
     if options.scores is None or options.refit or options.no_refit or whole:
         return options
-    from headprune.data.sources import digest_of_data, refuse_missing_file
+    from headprune.data.read import digest_of_data, refuse_missing_file
     from headprune.evidence.criteria import CRITERIA
     from headprune.schemas.scores import read_scores
 

@@ -30,8 +30,8 @@ from headprune.config import (
     sequences_per_pass,
 )
 from headprune.context import Context
+from headprune.data.read import refuse_missing_file
 from headprune.data.sentences import OF_SENTENCES
-from headprune.data.sources import refuse_missing_file
 from headprune.distillation.heal import heal
 from headprune.errors import (
     DataError,
@@ -178,7 +178,7 @@ class _Compression:
         """What would be done."""
         return Outline(
             goal=self.goal.said,
-            texts=tuple(text.name for text in self.texts.learning),
+            texts=tuple(text.name for text in self.texts.fit),
             candidates=tuple(candidate.name for candidate in self.candidates),
             heal_steps=self.config.heal_steps,
         )
@@ -218,7 +218,7 @@ class _Compression:
         trained = 0
         if healing is not None:  # a pass over twice as much text as is needed once does no harm
             trained = 2 * healing.steps * healing.batch_size * healing.seq_len
-        some = texts.mixed(self.texts.learning, config.calibration_tokens, trained)
+        some = texts.mixed(self.texts.fit, config.calibration_tokens, trained)
         text = texts.write(some, work / "text")
         return Job(self.model, self.goal, text, config, self.context)
 

@@ -14,9 +14,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from headprune.compression.texts import HELD_OUT, Parts, Text
-from headprune.data.rows import evenly
+from headprune.compression.texts import Documents, Parts
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.text import HELD_OUT, evenly
 from headprune.data.tokens import around, token_ids
 from headprune.errors import DataError
 from headprune.evaluation import quality
@@ -120,8 +120,8 @@ class HeldOut:
         self.measure = MEASURES[self.task]
         self.seq_len, self.batch_size = seq_len, batch_size
         self._vocabulary = vocabulary_of(net)
-        held_out = [(text, False) for text in texts.choosing]
-        held_out += [(text, True) for text in texts.reporting]
+        held_out = [(text, False) for text in texts.choose]
+        held_out += [(text, True) for text in texts.report]
         if self.task in _RUNNING:
             self._refuse_short(texts)
         rows = {(text.name, reports): self._rows(text) for text, reports in held_out if text.rows}
@@ -166,7 +166,7 @@ class HeldOut:
         return float(found["copied_nll_nats"].sum() / found["copied_tokens"].sum())
 
     def _refuse_short(self, texts: Parts) -> None:
-        for purpose, part in (("choose", texts.choosing), ("report", texts.reporting)):
+        for purpose, part in (("choose", texts.choose), ("report", texts.report)):
             tokens = sum(self._tokens(text) for text in part)
             empty = not tokens and any(text.rows for text in part)  # refused as it is read
             if tokens < self.seq_len and not empty:
@@ -177,11 +177,11 @@ class HeldOut:
                     "for the text that ships with headprune."
                 )
 
-    def _tokens(self, text: Text) -> int:
+    def _tokens(self, text: Documents) -> int:
         documents = text.examples().documents()
         return sum(len(ids) for pieces in documents for ids in token_ids(pieces, self.tokenizer))
 
-    def _rows(self, text: Text) -> Dataset:
+    def _rows(self, text: Documents) -> Dataset:
         examples, known = text.examples(), self._vocabulary
         if self.task == "seq2seq-lm":
             return translation_rows(examples, self.tokenizer, self.seq_len, known)

@@ -1,62 +1,43 @@
-"""From training text to batches, as a model's task and the objective need them."""
+"""From text to batches, as a model's task and the objective need them."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, List
+from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel
 
 from headprune.config import (
     CalibrationConfig,
+    ConvertConfig,
     DataConfig,
     HealConfig,
     Objective,
     TrainGatesConfig,
 )
-from headprune.data.rows import widths
-from headprune.data.samples import Collate, cut, longest_of
+from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import OF_SENTENCES, by_sentence
-from headprune.data.sequences import (
-    label_reader,
-    masked,
-    packed_sequences,
-    tokenized_rows,
-    translation_rows,
-)
-from headprune.data.sources import read_examples
-from headprune.data.tokens import around
-from headprune.data.unreadable import refuse_beyond
+from headprune.data.sequences import Label, packed_sequences, tokenized_rows, translation_rows
+from headprune.data.text import Collate, Text, cut, lengths, longest_of
+from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError
 from headprune.model.batch import Batch, decoder_inputs, padding_id
 from headprune.model.lengths import usable_length
-from headprune.model.loading import task_of, vocabulary_of
-from headprune.model.refusals import refuse_without_padding
+from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
+from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _STEPS = 8  # of a pass over the text, at least
-
-
-def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
-    """Makes a batch of pairs: source, target as labels, and what the decoder reads for them."""
-    padded = DataCollatorForSeq2Seq(tokenizer)
-
-    def collate(features: list[dict[str, Any]]) -> Batch:
-        batch = cast(Batch, dict(padded(features)))
-        batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
-        return batch
-
-    return collate
-
-
-def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
-    """A tokenizer that pads, also where it has no token for that."""
-    if tokenizer.pad_token_id is not None:
-        return tokenizer
-    made = copy.deepcopy(tokenizer)
-    made.pad_token = made.convert_ids_to_tokens(padding_id(net.config, tokenizer))
-    return made
+_LOOKED_AT = 1_000  # texts whose mean length counts
+_MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
 class Batches(NamedTuple):
@@ -65,8 +46,8 @@ class Batches(NamedTuple):
     Attributes:
         rows: Its rows.
         collate: Makes a batch of some of them.
-        of_step: How many make a step of healing: ``batch_size`` sequences of ``seq_len`` tokens,
-            or so many shorter ones that they take no more, padded.
+        of_step: Rows per step of healing: ``batch_size`` sequences of ``seq_len`` tokens, or more
+            shorter ones with no more tokens, padded.
     """
 
     rows: Dataset
@@ -82,39 +63,27 @@ def batches(
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
     running: bool = False,
 ) -> Batches:
-    """Reads text as a model's task and an objective need it.
+    """Read text as a model's task and an objective need it.
 
-    Args:
-        objective: What is learned.
-        net: The model.
-        tokenizer: Its tokenizer.
-        data: Where the text is.
-        config: How long sequences are, and how many make a batch.
-        running: Take plain text as it runs, also for a model that reads single sentences.
+    ``running`` takes plain text as it runs, also for a model that reads single sentences.
 
     Raises:
         DataError: If the text is too short.
         CheckpointError: If it is a classifier that cannot read several texts at once.
     """
-    refuse_without_padding(net, task_of(net))
-    examples, vocabulary = read_examples(data), vocabulary_of(net)
-    if task_of(net) in OF_SENTENCES and not running:
+    task, vocabulary = task_of(net), vocabulary_of(net)
+    refuse_without_padding(net, task)
+    examples = read_examples(data)
+    if task in OF_SENTENCES and not running:
         examples = by_sentence(examples)
-    calibrating = isinstance(config, CalibrationConfig)
-    need = 1 if calibrating else config.batch_size  # calibration makes do with less than a batch
+    need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
     seq_len = usable_length(net.config, tokenizer, config.seq_len)
-    if seq_len < 2 and objective is Objective.LM and task_of(net) == "causal-lm":
+    if seq_len < 2 and objective is Objective.LM and task == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
-    if task_of(net) in ("causal-lm", "masked-lm") or (packed and task_of(net) != "seq2seq-lm"):
-        rows = packed_sequences(
-            examples,
-            tokenizer,
-            seq_len,
-            need=need,
-            closed=task_of(net) != "causal-lm",
-            vocabulary=vocabulary,
-        )
+    if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
+        closed = task != "causal-lm"
+        rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
         given = len(around(tokenizer).before)
@@ -122,23 +91,22 @@ def batches(
         def collate(features: list[dict[str, Any]]) -> Batch:
             columns = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
             batch = cast(Batch, {**columns, "labels": columns["input_ids"]})
-            if task_of(net) == "causal-lm":
+            if not closed:
                 batch["use_cache"] = False
                 batch["labels"] = batch["labels"].clone()
                 batch["labels"][:, :given] = -100
             if objective is Objective.MLM:
-                batch["input_ids"], batch["labels"] = masked(
-                    batch["input_ids"], tokenizer, config.seed
-                )
+                ids = batch["input_ids"]
+                batch["input_ids"], batch["labels"] = masked(ids, tokenizer, config.seed)
                 if not bool((batch["labels"] != -100).any()):
                     raise DataError(
-                        "There is no token to mask in a whole batch, only special ones. Give other "
-                        "text, or a larger --seq-len or --batch-size."
+                        "There is no token to mask in a whole batch. Give other text, or a larger "
+                        "--seq-len or --batch-size."
                     )
             return batch
 
         return Batches(rows, collate, config.batch_size)
-    if task_of(net) == "seq2seq-lm":
+    if task == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
     else:
@@ -162,10 +130,30 @@ def batches(
     return Batches(rows, padded, of_step)
 
 
+def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
+    """Return what makes a batch of pairs: source, labels and decoder inputs."""
+    padded = DataCollatorForSeq2Seq(tokenizer)
+
+    def collate(features: list[dict[str, Any]]) -> Batch:
+        batch = cast(Batch, dict(padded(features)))
+        batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
+        return batch
+
+    return collate
+
+
+def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
+    if tokenizer.pad_token_id is not None:
+        return tokenizer
+    padding = copy.deepcopy(tokenizer)
+    padding.pad_token = padding.convert_ids_to_tokens(padding_id(net.config, tokenizer))
+    return padding
+
+
 def _of_step(
     rows: Dataset, config: HealConfig, seq_len: int, single: bool
 ) -> tuple[int, int | None]:
-    """Rows that make a step, and the length that longer ones are cut at, if that makes them more.
+    """Return the rows of a step, and the length to cut longer ones at, if that makes them more.
 
     Few rows still make several steps.
     """
@@ -174,8 +162,192 @@ def _of_step(
     def filling(longest: int) -> int:
         return config.batch_size * min(most, max(1, seq_len // longest))
 
-    whole = filling(int(widths(rows).max()))
+    sides = [name for name, kind in rows.features.items() if isinstance(kind, List)]
+    whole = filling(max(int(lengths(rows, column=name).max()) for name in sides))
     longest = longest_of(rows)
     if single and filling(longest) > whole:
         return filling(longest), longest
     return whole, None
+
+
+def calibration(
+    net: PreTrainedModel,
+    tokenizer: Any,
+    data: DataConfig,
+    config: CalibrationConfig,
+    command: str,
+) -> Text:
+    """Read text for scores and refits, as the model's task needs it.
+
+    Raises:
+        HeadpruneError: If the model reads no text, or the data does not fit its task.
+    """
+    refuse_without_text(net, command)
+    task = task_of(net)
+    objective = Objective.MLM if task == "masked-lm" else Objective.LM
+    if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
+        labelled = task in CLASSIFIERS and data.label_column is not None
+        objective = Objective.TASK if labelled else Objective.DISTILL
+    seq_len = min(config.seq_len, config.calibration_tokens)
+    config = config.model_copy(update={"seq_len": seq_len})
+    rows, collate, _ = batches(objective, net, tokenizer, data, config)
+    return Text.calibration(
+        rows,
+        collate,
+        config.calibration_tokens,
+        whole=data.pairs,  # of two texts, one would be lost
+        batch_size=config.batch_size,
+        special_ids=tuple(tokenizer.all_special_ids),
+    )
+
+
+def merge_calibration(
+    net: PreTrainedModel,
+    tokenizer: Any,
+    data: DataConfig,
+    config: ConvertConfig,
+) -> Text:
+    """Read plain text in sequences of one length, whatever the task.
+
+    For a model that reads single sentences their length is the mean of these: merged on longer
+    ones, it is worse on its own.
+
+    Raises:
+        HeadpruneError: If the model reads no text, or there is too little.
+    """
+    task = task_of(net)
+    refuse_without_text(net, "calibration")
+    refuse_without_padding(net, task)
+    examples, closed = read_examples(data), task != "causal-lm"
+    seq_len = min(config.seq_len, config.calibration_tokens)
+    seq_len = usable_length(net.config, tokenizer, seq_len)
+    if task in OF_SENTENCES:
+        seq_len = min(seq_len, _mean_length(examples, tokenizer, seq_len))
+    known = vocabulary_of(net)
+    rows = packed_sequences(examples, tokenizer, seq_len, closed=closed, vocabulary=known)
+
+    def collate(features: list[dict[str, Any]]) -> Batch:
+        ids = torch.tensor([feature["input_ids"] for feature in features])
+        batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if net.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = ids
+        return batch
+
+    text = Text.calibration(rows, collate, config.calibration_tokens)
+    tokens, hidden = text.fit.tokens, net.config.get_text_config().hidden_size
+    if tokens < hidden:
+        raise DataError(
+            f"The calibration text has {tokens:,} tokens; at least {hidden:,} are needed, the size "
+            "of the hidden states (16,384 are recommended)."
+        )
+    return text
+
+
+def _mean_length(examples: Examples, tokenizer: Any, most: int) -> int:
+    single = by_sentence(examples)
+    if not single.rows_are_documents:
+        return most
+    rows = tokenized_rows(single.spread(_LOOKED_AT), tokenizer, most, apart=True)
+    return max(round(float(lengths(rows).mean())), sum(map(len, around(tokenizer))) + 1)
+
+
+def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor]:
+    """Mask 15 % of the tokens for masked-language modelling.
+
+    ``seed`` and the ids themselves decide which, so that a sequence is masked alike in any batch.
+
+    Returns:
+        The masked ids, shape (batch, length), and labels: the original id where masked, else -100.
+
+    Raises:
+        DataError: If the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token_id is None:
+        raise DataError("The tokenizer has no mask token, so its model is no masked LM.")
+    special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+    chosen = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, ids in enumerate(input_ids):
+        digest = hashlib.sha256(str(seed).encode() + ids.cpu().numpy().tobytes()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        draw = torch.rand(ids.shape[0], generator=generator)
+        draw[torch.isin(ids.cpu(), special)] = 2.0
+        allowed = int((draw < 2.0).sum())
+        count = min(allowed, max(1, round(_MASKED * allowed)))
+        chosen[row, draw.argsort()[:count]] = True
+    labels = torch.where(chosen, input_ids, torch.full_like(input_ids, -100))
+    return torch.where(chosen, tokenizer.mask_token_id, input_ids), labels
+
+
+def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[str], Label]:
+    """Return what reads a label as the loss of a head for sequences takes it.
+
+    That is the number of a class; a number, for a regression; or, where labels do not exclude each
+    other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
+    numbers of those that hold, or a 0 or 1 each. Of two labels "0,1" may be either; rows of
+    ``column`` with one meaning decide.
+
+    Raises:
+        DataError: If the model gives several numbers, and a column holds one.
+    """
+    task, ids = task_of(net), class_ids(net.config)
+    if task == "multi-label":
+        forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
+        return partial(_yes_or_no, label_ids=ids, flags=forms.pop() if len(forms) == 1 else None)
+    if task != "regression":
+        return partial(_label_id, label_ids=ids)
+    if net.config.num_labels != 1:
+        raise DataError(
+            f"This {type(net).__name__} gives {net.config.num_labels} numbers for a text, and a "
+            "label column holds one. Leave out --label-column; healing needs none."
+        )
+    return _number
+
+
+def _number(label: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(number := float(label)):
+            return number
+    raise DataError(f"The label '{label}' is not a number, and the model predicts a number.")
+
+
+def _parts(label: str, label_ids: dict[str, int]) -> list[str]:
+    several = [label] if label in label_ids else label.split(",")
+    if label.startswith("["):
+        with suppress(ValueError):
+            several = json.loads(label)
+    return [str(part).strip() for part in several]
+
+
+def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
+    """Return whether a label is a 0 or 1 for each; None if it may name those that hold."""
+    parts = _parts(label, label_ids)
+    if len(parts) != len(label_ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
+        return False
+    holding = {str(number) for number in label_ids.values()} | {*label_ids}
+    either = len(parts) == 2 and len({*parts}) == 2 and {*parts} <= holding
+    return None if either else True
+
+
+def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> list[float]:
+    parts = [part.removesuffix(".0") for part in _parts(label, label_ids)]
+    this = _is_flags(label, label_ids)
+    if this is None and flags is None:
+        raise DataError(
+            f"The label '{label}' may be one 0 or 1 per label, or the numbers of those that hold. "
+            f"Write the names ({', '.join(label_ids)}), or 0.0 and 1.0."
+        )
+    if flags if this is None else this:
+        return [float(part) for part in parts]
+    holding = {_label_id(part, label_ids) for part in parts if part}
+    return [float(number in holding) for number in range(len(label_ids))]
+
+
+def _label_id(label: str, label_ids: dict[str, int]) -> int:
+    if label in label_ids:
+        return label_ids[label]
+    if label.isdecimal() and len(label) < 10 and int(label) in label_ids.values():
+        return int(label)
+    raise DataError(
+        f"The label '{label}' is none of the model's labels ({', '.join(label_ids)}); "
+        "use these names, or their numbers."
+    )

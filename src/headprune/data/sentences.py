@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from headprune.data.sources import Examples
+from headprune.data.read import Examples
 from headprune.model.loading import CLASSIFIERS, UNMEASURED
 
 OF_SENTENCES = (*CLASSIFIERS, "features", *UNMEASURED)  # tasks of models that read no running text

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import partial
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import pyarrow as pa
 from datasets import Dataset
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from headprune.data.rows import evenly, stored
-from headprune.data.sources import Examples
-from headprune.data.tokens import Ids, around, slices, token_ids
-from headprune.data.unreadable import Seen
+from headprune.data.read import Examples
+from headprune.data.text import evenly
+from headprune.data.tokens import Ids, Seen, around, token_ids
 from headprune.errors import DataError
-from headprune.model.loading import class_ids, task_of
 
 Label = int | float | list[float]
 _ROWS_AT_ONCE = 1000  # that are tokenized
 _CHARACTERS_AT_ONCE = 1 << 18  # of these rows
 _AT_ONCE = 1 << 18  # tokens that are held before sequences are written
 _FAR = 1 << 21  # tokens of a text that a few sequences are spread over, at least
-_WIDE = 8  # or so many times their own
-_MASKED = 0.15  # share of the tokens, as BERT was trained
+_WIDE = 8  # or this multiple of their own
 
 
 def packed_sequences(
@@ -54,22 +47,21 @@ def windows(
     vocabulary: int | None = None,
     most: int | None = None,
 ) -> tuple[Dataset, NDArray[np.int64]]:
-    """Packs all documents into sequences of exactly ``seq_len`` tokens; the rest is dropped.
+    """Pack all documents into sequences of exactly ``seq_len`` tokens; drop the rest.
 
     Every sequence begins as the tokenizer begins a text, with BOS for example. A document ends as
-    the tokenizer ends it; where it adds nothing, one of a row format ends with the
-    end-of-sequence token. No more text is held than is tokenized together.
+    the tokenizer ends it, or else, as a row of a table, with the end-of-sequence token.
 
     Args:
         examples: The documents.
         tokenizer: The model's tokenizer.
         seq_len: Tokens per sequence.
-        need: Windows that are needed at least.
-        closed: Whether each sequence also ends as the tokenizer ends a text ([CLS] ... [SEP]), as
-            encoders expect; a text that a language model continues is open.
-        vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
-        most: How many sequences are wanted, spread evenly over the text, or over the first two
-            million tokens of a longer one; None for all.
+        need: Least number of sequences.
+        closed: End each sequence as the tokenizer ends a text ([CLS] ... [SEP]), as encoders
+            expect; a text that a language model continues is open.
+        vocabulary: Tokens that the model has embeddings for; None without a model.
+        most: Sequences to take, evenly over the text, or over the first two million tokens of a
+            longer one; None for all.
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``, and the number of
@@ -86,8 +78,8 @@ def windows(
     inner = seq_len - len(before) - len(after)
     if inner < 1:
         raise DataError(
-            f"--seq-len {seq_len}: the tokenizer puts {seq_len - inner} special tokens around "
-            "every sequence, which leaves no room for text."
+            f"--seq-len {seq_len} leaves no room for text: the tokenizer puts {seq_len - inner} "
+            "special tokens around every sequence."
         )
     seen, packer = Seen(tokenizer, vocabulary), _Packer(before, after, inner)
     first = list[int]()  # token of every document
@@ -100,13 +92,12 @@ def windows(
                 yield ids
             yield np.array(end, dtype=np.int32)
 
-    read = None if most is None else max(_FAR // inner, _WIDE * most)
-    rows = stored(packer.sequences(stream(), read))
+    rows = stored(packer.sequences(stream(), most and max(_FAR // inner, _WIDE * most)))
     seen.refuse(examples.strings(), also={*before, *end, *after})
     if len(rows) < need:
         raise DataError(
             f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "
-            f"{seq_len}; at least {need} must be there. Give more text or a smaller --seq-len."
+            f"{seq_len}; at least {need} are needed. Give more text or a smaller --seq-len."
         )
     numbers = np.arange(len(rows))
     if most is not None and most < len(rows):
@@ -124,20 +115,20 @@ class _Packer:
         self.tokens = 0
 
     def sequences(self, stream: Iterable[Ids], most: int | None) -> Iterator[dict[str, Any]]:
-        """Some at a time, at most so many in all; as arrays of shape (sequences, length)."""
+        """Yield columns of shape (sequences, length), of at most ``most`` sequences in all."""
         waiting: list[Ids] = []
-        held = made = 0
+        held = done = 0
         for ids in stream:
             self.tokens += len(ids)
             waiting.append(ids)
             held += len(ids)
-            count = held // self.inner if most is None else min(held // self.inner, most - made)
-            if count and (held >= _AT_ONCE or made + count == most):
+            count = held // self.inner if most is None else min(held // self.inner, most - done)
+            if count and (held >= _AT_ONCE or done + count == most):
                 joined = np.concatenate(waiting)
                 yield self._wrapped(joined[: count * self.inner])
                 waiting = [joined[count * self.inner :]]
-                held, made = len(waiting[0]), made + count
-            if made == most:
+                held, done = len(waiting[0]), done + count
+            if done == most:
                 return
         if held >= self.inner:
             yield self._wrapped(np.concatenate(waiting)[: held // self.inner * self.inner])
@@ -157,33 +148,28 @@ def tokenized_rows(
     vocabulary: int | None = None,
     apart: bool = False,
 ) -> Dataset:
-    """Tokenizes every example on its own, cut off at ``seq_len``; padding is left to the batch.
+    """Tokenize every example on its own, cut off at ``seq_len`` and without padding.
 
-    Args:
-        examples: The examples; pairs are joined as the tokenizer joins pairs.
-        tokenizer: The model's tokenizer.
-        seq_len: Longest row.
-        read_label: Reads a label as the model's loss takes it (see ``label_reader``); adds a
-            ``labels`` column.
-        vocabulary: Tokens that the model has embeddings for; None where no model is at hand.
-        apart: Whether the two texts of a pair are rows of their own, one after the other.
+    ``read_label`` (see ``label_reader``) adds a column ``labels``. The tokenizer joins pairs;
+    ``apart`` makes two rows of each.
 
     Raises:
-        DataError: If a label is none of the model's, or the text is not readable.
+        DataError: If the model has no such label, or the text is not readable.
     """
-    seen, done = Seen(tokenizer, vocabulary), 0
-    labels = None if read_label is None or examples.labels is None else iter(examples.labels)
+    seen = Seen(tokenizer, vocabulary)
+    labels = iter(examples.labels or ())
 
     def parts() -> Iterator[dict[str, Any]]:
-        nonlocal done
-        for some in _batched(_beginnings(examples, tokenizer, apart)):
-            columns = [list(column) for column in zip(*some, strict=True)]
+        done = 0
+        singles = ((part,) for text in examples.texts for part in text)
+        for texts in _batched(singles if apart else examples.texts):
+            columns = [list(column) for column in zip(*texts, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
             _refuse_empty(rows["input_ids"], done)
             seen.add_rows(rows["input_ids"])
-            if labels is not None and read_label is not None:
-                rows["labels"] = [read_label(next(labels)) for _ in some]
-            done += len(some)
+            if examples.labels is not None and read_label is not None:
+                rows["labels"] = [read_label(next(labels)) for _ in texts]
+            done += len(texts)
             yield rows
 
     rows = stored(parts())
@@ -194,7 +180,7 @@ def tokenized_rows(
 def translation_rows(
     examples: Examples, tokenizer: Any, seq_len: int, vocabulary: int | None = None
 ) -> Dataset:
-    """Tokenizes pairs of source and target text, each cut off at ``seq_len``.
+    """Tokenize pairs of source and target text, each cut off at ``seq_len``.
 
     Returns:
         Rows of ``input_ids``, ``attention_mask`` and ``labels``, of unequal length.
@@ -207,19 +193,18 @@ def translation_rows(
             "An encoder-decoder learns from pairs: name both columns, as in "
             "--text-column SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
-    seen = {"input_ids": Seen(tokenizer, vocabulary), "labels": Seen(tokenizer, vocabulary)}
-    options = {"truncation": True, "max_length": seq_len, "verbose": False}
-    done = 0
+    seen = {name: Seen(tokenizer, vocabulary) for name in ("input_ids", "labels")}
 
     def parts() -> Iterator[dict[str, Any]]:
-        nonlocal done
-        for some in _batched(iter(examples.texts)):
-            sources, targets = (list(column) for column in zip(*some, strict=True))
+        done = 0
+        for texts in _batched(examples.texts):
+            sources, targets = (list(column) for column in zip(*texts, strict=True))
+            options = {"truncation": True, "max_length": seq_len, "verbose": False}
             rows = dict(tokenizer(sources, text_target=targets, **options))
             for name, of_column in seen.items():
                 _refuse_empty(rows[name], done)
                 of_column.add_rows(rows[name])
-            done += len(some)
+            done += len(texts)
             yield rows
 
     rows = stored(parts())
@@ -228,144 +213,62 @@ def translation_rows(
     return rows
 
 
-def _beginnings(examples: Examples, tokenizer: Any, apart: bool) -> Iterator[tuple[str, ...]]:
-    """The texts; of a file longer than is tokenized together, the beginning."""
-    if examples.width > 1 or tokenizer.truncation_side != "right":
-        for text in examples.texts:
-            yield from ((part,) for part in text) if apart else (text,)
-        return
-    for document in examples.documents():
-        yield (next(slices(document, _CHARACTERS_AT_ONCE), ""),)
-
-
 def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
-    """Some texts at a time, fewer where they are long."""
-    some: list[tuple[str, ...]] = []
+    batch: list[tuple[str, ...]] = []
     size = 0
     for text in texts:
-        some.append(text)
+        batch.append(text)
         size += sum(map(len, text))
-        if len(some) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+        if len(batch) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _refuse_empty(rows: list[list[int]], before: int) -> None:
-    lengths = list(map(len, rows))
-    if 0 in lengths:
+    if [] in rows:
         raise DataError(
-            f"Row {before + lengths.index(0)} (counted from 0; a sentence pair may be two rows) "
-            "has no tokens. Leave empty texts out."
+            f"Row {before + rows.index([])} (counted from 0; a sentence pair may be two rows) has "
+            "no tokens. Leave empty texts out."
         )
 
 
-def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[str], Label]:
-    """Return what reads a label as the loss of a head for sequences takes it.
+def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
+    """Write rows to a temporary file, and read them from there.
 
-    That is the number of a class; a number, for a regression; or, where labels do not exclude each
-    other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
-    numbers of those that hold, or as many 0 and 1 as there are. Of two labels "0,1" may be either;
-    rows of the column that can mean one alone decide.
-
-    Args:
-        net: The model.
-        column: The labels of all rows.
+    The file is mapped into memory and has lost its name on return, so that nothing is left of it
+    however the process ends. ``Dataset.from_generator`` holds neither that nor our errors, which
+    it wraps in its own. ``parts`` are columns of some rows each: numbers, lists of numbers, or an
+    array of shape (rows, length).
 
     Raises:
-        DataError: If the model gives several numbers, and a column holds one.
+        DataError: If the disk is full.
     """
-    task, ids = task_of(net), class_ids(net.config)
-    if task == "multi-label":
-        forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
-        return partial(_yes_or_no, label_ids=ids, flags=forms.pop() if len(forms) == 1 else None)
-    if task != "regression":
-        return partial(_label_id, label_ids=ids)
-    if net.config.num_labels != 1:
+    try:
+        with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+            path, writer = Path(folder) / "rows.arrow", None
+            with pa.OSFile(str(path), "wb") as file:
+                for part in parts:
+                    batch = pa.RecordBatch.from_pydict({n: _column(v) for n, v in part.items()})
+                    writer = writer or pa.ipc.new_stream(file, batch.schema)
+                    writer.write_batch(batch)
+                if writer is None:
+                    return Dataset.from_dict({"input_ids": [], "attention_mask": []})
+                writer.close()
+            return Dataset.from_file(str(path))
+    except OSError as error:
         raise DataError(
-            f"This {type(net).__name__} gives {net.config.num_labels} numbers for a text, and a "
-            "label column holds one. Leave out --label-column; healing needs none."
-        )
-    return _number
+            f"The tokens could not be kept in '{tempfile.gettempdir()}' ({error}). Make room "
+            "there, or name another folder in the variable TMPDIR."
+        ) from None
 
 
-def _number(label: str) -> float:
-    with suppress(ValueError):
-        if math.isfinite(number := float(label)):
-            return number
-    raise DataError(f"The label '{label}' is not a number, and the model predicts a number.")
-
-
-def _parts(label: str, label_ids: dict[str, int]) -> list[str]:
-    several = [label] if label in label_ids else label.split(",")
-    if label.startswith("["):
-        with suppress(ValueError):
-            several = json.loads(label)
-    return [str(part).strip() for part in several]
-
-
-def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
-    """Whether a label is as many 0 and 1 as there are; None if it may name those that hold."""
-    parts = _parts(label, label_ids)
-    if len(parts) != len(label_ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
-        return False
-    holding = {str(number) for number in label_ids.values()} | {*label_ids}
-    either = len(parts) == 2 and len({*parts}) == 2 and {*parts} <= holding
-    return None if either else True
-
-
-def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> list[float]:
-    parts = [part.removesuffix(".0") for part in _parts(label, label_ids)]
-    this = _is_flags(label, label_ids)
-    if this is None and flags is None:
-        raise DataError(
-            f"The label '{label}' may be one 0 or 1 per label, or the numbers of those that hold. "
-            f"Write the names ({', '.join(label_ids)}), or 0.0 and 1.0."
-        )
-    if flags if this is None else this:
-        return [float(part) for part in parts]
-    holding = {_label_id(part, label_ids) for part in parts if part}
-    return [float(number in holding) for number in range(len(label_ids))]
-
-
-def _label_id(label: str, label_ids: dict[str, int]) -> int:
-    if label in label_ids:
-        return label_ids[label]
-    if label.isdecimal() and len(label) < 10 and int(label) in label_ids.values():
-        return int(label)
-    raise DataError(
-        f"The label '{label}' is none of the model's labels ({', '.join(label_ids)}); "
-        "use these names, or their numbers."
-    )
-
-
-def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor]:
-    """Masks 15 % of the tokens for masked-language modelling, reproducibly.
-
-    Args:
-        input_ids: Token ids, shape (batch, length).
-        tokenizer: Must have a mask token.
-        seed: With the ids themselves, decides which tokens are masked, so that a sequence is
-            masked the same way in whichever batch it comes.
-
-    Returns:
-        The masked ids, and labels: the original id where masked, -100 elsewhere.
-
-    Raises:
-        DataError: If the tokenizer has no mask token.
-    """
-    if tokenizer.mask_token_id is None:
-        raise DataError("The tokenizer has no mask token, so its model is no masked LM.")
-    special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-    chosen = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, ids in enumerate(input_ids):
-        digest = hashlib.sha256(str(seed).encode() + ids.cpu().numpy().tobytes()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        draw = torch.rand(ids.shape[0], generator=generator)
-        draw[torch.isin(ids.cpu(), special)] = 2.0
-        allowed = int((draw < 2.0).sum())
-        count = min(allowed, max(1, round(_MASKED * allowed)))
-        chosen[row, draw.argsort()[:count]] = True
-    labels = torch.where(chosen, input_ids, torch.full_like(input_ids, -100))
-    return torch.where(chosen, tokenizer.mask_token_id, input_ids), labels
+def _column(values: Sequence[Any] | NDArray[Any]) -> pa.Array:
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+        return pa.ListArray.from_arrays(starts, pa.array(values.ravel()))
+    nested = len(values) and isinstance(values[0], Sequence)
+    first = next(chain.from_iterable(values), 0) if nested else next(iter(values), 0)
+    kind = pa.float32() if isinstance(first, float) else pa.int32()
+    return pa.array(values, pa.list_(kind) if nested else kind)

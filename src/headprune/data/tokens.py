@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from headprune.errors import DataError
 
 Ids = NDArray[np.int32]
 WHOLE = 1 << 22  # characters that are tokenized together
-_LARGEST_ID = np.iinfo(np.int32).max
 _CUTS = ("\n\n", "\n\r\n", "\n")  # blank lines, else the end of a line
+_FITTING = "Give text in a language of the model, or the tokenizer that it was trained with."
 
 
 class Around(NamedTuple):
-    """Special tokens that a tokenizer puts around a text, such as BOS and EOS.
-
-    Attributes:
-        before: Ids in front of it.
-        after: Ids behind it.
-    """
+    """Ids of the special tokens before and after a text, such as BOS and EOS."""
 
     before: list[int]
     after: list[int]
 
 
 def around(tokenizer: Any) -> Around:
-    """Return the special tokens around every text of a tokenizer.
+    """Return the special tokens that a tokenizer puts around every text.
 
     Raises:
         DataError: If the tokenizer changes the text itself when it adds special tokens.
@@ -38,7 +34,7 @@ def around(tokenizer: Any) -> Around:
     special = set(tokenizer.all_special_ids)
     tokens = (tokenizer.convert_tokens_to_string([token]) for token in tokenizer.get_vocab())
     for text in chain(("a", "1"), tokens):
-        bare = _encoded(text, tokenizer)["input_ids"]
+        bare = _encoded(text, tokenizer)
         if not bare or special.intersection(bare):
             continue
         whole = tokenizer(text, verbose=False)["input_ids"]
@@ -49,22 +45,17 @@ def around(tokenizer: Any) -> Around:
             f"The tokenizer reads {text!r} as {bare}, and with special tokens as {whole}, so its "
             "special tokens are unknown. Give the tokenizer that the model was trained with."
         )
-    return Around([], [])  # of ordinary tokens it has none: what it reads is refused as unreadable
+    return Around([], [])  # no ordinary token: `Seen` refuses whatever text comes
 
 
 def token_ids(text: Iterable[str], tokenizer: Any, most: int = WHOLE) -> Iterator[Ids]:
     """Yield the tokens of a text, without special tokens around it.
 
-    Args:
-        text: The text, in strings of any length; read as far as tokens are asked for.
-        tokenizer: The tokenizer.
-        most: Characters that are tokenized together; see ``slices``.
-
-    Raises:
-        DataError: If a token has a number that no vocabulary has.
+    The text comes in strings of any length and is read only as far as needed; ``most`` characters
+    are tokenized together, see ``slices``.
     """
     for part in slices(text, most):
-        yield _numbers(_encoded(part, tokenizer))
+        yield np.asarray(_encoded(part, tokenizer), dtype=np.int32)
 
 
 def slices(text: Iterable[str], most: int = WHOLE) -> Iterator[str]:
@@ -91,7 +82,6 @@ def slices(text: Iterable[str], most: int = WHOLE) -> Iterator[str]:
 
 
 def _end(text: str, start: int, most: int) -> int:
-    """Return where a part ends that begins at ``start``."""
     stop = start + most
     for mark in _CUTS:
         at = text.rfind(mark, start + most // 2, stop)
@@ -100,16 +90,65 @@ def _end(text: str, start: int, most: int) -> int:
     return stop
 
 
-def _numbers(encoded: Any) -> Ids:
-    """The tokens of an encoding."""
-    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
-    if ids.size and ids.max() > _LARGEST_ID:
+def _encoded(text: str, tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+class Seen:
+    """The tokens of a text, to refuse text that does not reach the model.
+
+    ``vocabulary`` counts the model's embeddings; None without a model.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int | None) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.counts: Counter[int] = Counter()
+        self._lengths: set[int] = set()
+
+    def add(self, ids: ArrayLike) -> None:
+        """Count tokens."""
+        tokens, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
+        self.counts.update(dict(zip(tokens.tolist(), counts.tolist(), strict=True)))
+
+    def add_rows(self, rows: list[list[int]]) -> None:
+        """Count tokens of rows that batches pad."""
+        self._lengths.update(map(len, rows))
+        self.add(list(chain.from_iterable(rows)))
+
+    def refuse(self, texts: Iterable[str], also: Iterable[int] = ()) -> None:
+        """Refuse text that does not reach the model, or an id, ``also`` those of special tokens.
+
+        Raises:
+            DataError: If most tokens are unknown, all are special or none are there, or an id has
+                no embedding.
+        """
+        tokenizer, counts = self.tokenizer, self.counts
+        special = set(tokenizer.all_special_ids)
+        known = sum(count for token, count in counts.items() if token not in special)
+        unknown = tokenizer.unk_token_id
+        if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            unknown = None  # vocabularies of bytes know everything, and name one token for all
+        share = counts[unknown] / max(known + counts[unknown], 1)
+        if share > 0.5:
+            raise DataError(f"{share:.0%} of the text's tokens are unknown. {_FITTING}")
+        if counts and not known:
+            raise DataError(f"The tokenizer makes only special tokens of the text. {_FITTING}")
+        if not counts and any(map(str.strip, texts)):
+            raise DataError(
+                f"The tokenizer, a {type(tokenizer).__name__}, makes no tokens of the text. "
+                f"{_FITTING}"
+            )
+        padded = [tokenizer.pad_token_id] if len(self._lengths) > 1 else []
+        refuse_beyond((*counts, *also, *padded), tokenizer, self.vocabulary)
+
+
+def refuse_beyond(ids: Iterable[int | None], tokenizer: Any, vocabulary: int | None) -> None:
+    """Raise a DataError if an id has no embedding, naming the highest."""
+    highest = max((token for token in ids if token is not None), default=0)
+    if vocabulary is not None and highest >= vocabulary:
         raise DataError(
-            f"The tokenizer gives a token the number {ids.max():,}, which no vocabulary has: its "
-            "files are damaged. Get them again."
+            f"The token {tokenizer.convert_ids_to_tokens(highest)!r} has the id {highest}, and the "
+            f"model has embeddings for {vocabulary} tokens, 0 to {vocabulary - 1}. Give it the "
+            "tokenizer that it was trained with, without tokens added later."
         )
-    return ids.astype(np.int32)
-
-
-def _encoded(text: str, tokenizer: Any) -> Any:
-    return tokenizer(text, add_special_tokens=False, verbose=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headprune.data.files import text_pieces
+from headprune.data.read import text_pieces
 from headprune.errors import DataError
 
 Span = tuple[int, int]

@@ -1,9 +1,8 @@
-"""Healing in shards: what cannot be, and the result, which is written from the best checkpoint."""
+"""Healing of models in shards: refusals, and the result, written from the best checkpoint."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -20,14 +19,14 @@ from headprune.model.skeleton import Unmapped
 from headprune.model.stored import StoredDtypes
 from headprune.proof import equivalence
 from headprune.surgery.cut import uncut
-from headprune.training.checkpoints import STATE
+from headprune.training import WEIGHTS
 
 
 def refuse_sharded(config: HealConfig) -> None:
-    """Refuses what cannot be split over processes.
+    """Refuse what cannot be split over processes.
 
     Raises:
-        HeadpruneError: Saying why, and what to do instead.
+        HeadpruneError: With the reason, and another way.
     """
     refuse_to_shard()
     if config.train is HealTrain.LORA:
@@ -38,7 +37,7 @@ def refuse_sharded(config: HealConfig) -> None:
 
 
 def refuse_uneven_ties(net: PreTrainedModel, model: str | Path) -> None:
-    """Refuses a tied weight of which the processes would hold parts of unequal size.
+    """Refuse a tied weight whose rows the processes cannot share evenly.
 
     FSDP pads these, once for each place of the weight, and trains one of the copies alone.
 
@@ -76,38 +75,17 @@ def refuse_unmapped(model: Model) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class ShardedResult:
-    """A model that was healed in shards.
+def probed(net: PreTrainedModel, stored: StoredDtypes) -> equivalence.Expectation:
+    """Probe a healed model in all processes; its weights are rounded to the stored types.
 
-    Attributes:
-        healed: The best checkpoint; None where the weights stay.
-        expected: Outputs of the model with these weights.
+    Raises:
+        ProofError: If a proof would show nothing.
     """
+    cuts = [uncut(attention) for attention in attention_of(net)]
+    return equivalence.expect_stored(net, cuts, stored)[0]
 
-    healed: Path | None
-    expected: equivalence.Expectation
 
-    @classmethod
-    def of(
-        cls, in_shards: PreTrainedModel, healed: Path | None, stored: StoredDtypes
-    ) -> ShardedResult:
-        """Probe a healed model, in all processes.
-
-        Args:
-            in_shards: The model; afterwards it is rounded to the stored element types.
-            healed: The checkpoint of its weights; None where they stay.
-            stored: The element types to write.
-
-        Raises:
-            ProofError: If a proof would show nothing.
-        """
-        cuts = [uncut(attention) for attention in attention_of(in_shards)]
-        expected, _ = equivalence.expect_stored(in_shards, cuts, stored)
-        return cls(healed, expected)
-
-    def tensors(self) -> dict[str, StoredTensor]:
-        """Return the trained weights by name, in the file of the checkpoint."""
-        held = {} if self.healed is None else tensors_in(self.healed / STATE)
-        start = "trained.model."
-        return {n.removeprefix(start): t for n, t in held.items() if n.startswith(start)}
+def stored_weights(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Return the trained weights by their names in the model, in the file of a checkpoint."""
+    start, tensors = "model.", tensors_in(checkpoint / WEIGHTS)
+    return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}

@@ -1,42 +1,37 @@
-"""Healing: a smaller model learns to match the one it came from, on plain text."""
+"""The student with its loss, and its Trainer."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
+from headprune import processes
 from headprune.config import HealConfig, HealOptimizer, HealTrain
 from headprune.distillation.optimizer import MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, without_labels
 from headprune.model.embedding import head_of
+from headprune.model.losses import LossModule, blended
 from headprune.model.placement import on_device, reshard
-from headprune.packages import refuse_missing
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
-from headprune.training.arguments import resumable_arguments
-from headprune.training.checkpoints import Kind, kind_of
-from headprune.training.divergence import blended
-from headprune.training.loss_module import LossModule
-from headprune.training.resumable import ResumableTrainer
+from headprune.training import ResumableTrainer
 
 
 class HealedModel(LossModule):
-    """A student, and the teacher it is measured against; the teacher is no part of the module.
+    """A student, and its teacher, which is no part of the module.
 
     Args:
-        student: What is trained.
+        student: The model to train.
         teacher: The model to match.
-        bf16: Whether to compute in bfloat16 (autocast).
+        bf16: Compute in bfloat16 (autocast).
 
     Attributes:
-        own: Share of the loss in training that is the student's own against the labels; 0 at first.
+        own: Weight of the student's own loss against the labels in training.
     """
 
     def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
@@ -48,23 +43,23 @@ class HealedModel(LossModule):
         self.own = 0.0
 
     def forward(self, batch: Batch) -> Tensor:
-        """Divergence of the student from the teacher, and in training its own loss."""
+        """Return the divergence of the student; in training blended with its own loss."""
         inputs, own = without_labels(batch), self.own if self.training else 0.0
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
                 reshard(self._teacher[0])  # nothing that runs backwards would
-            got = self.model(**(batch if own else inputs))
-        return blended(got, wanted, batch, self._head, own)
+            outputs = self.model(**(batch if own else inputs))
+        return blended(outputs, wanted, batch, self._head, own)
 
 
 class HealTrainer(ResumableTrainer):
-    """Trainer on the divergence from a teacher, which is measured at every checkpoint.
+    """Trainer that measures the divergence on held-out text at its checkpoints.
 
     Args:
-        rows: Rows that are not trained on, and choose the checkpoint.
-        optimizer: What moves the weights.
-        **kwargs: As for Trainer.
+        rows: The sequences to choose by.
+        optimizer: Muon or AdamW.
+        **kwargs: Arguments of ``ResumableTrainer``.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -72,28 +67,21 @@ class HealTrainer(ResumableTrainer):
     def __init__(self, rows: Dataset, optimizer: HealOptimizer, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rows = rows
-        muon = optimizer is HealOptimizer.MUON
-        self.matrices = {id(w): w for w in (matrices(self.model.model) if muon else ())}
+        self.muon = optimizer is HealOptimizer.MUON
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Muon for matrices, where it was chosen; else Trainer's AdamW."""
-        if self.optimizer is None and self.matrices:
-            moving = [p for p in self.model.model.parameters() if p.requires_grad]
-            others = [p for p in moving if id(p) not in self.matrices]
-            matrices = list(self.matrices.values())
-            self.optimizer = MuonAndAdamW(matrices, others, self.args.learning_rate)
+        """Make Muon for matrices, where it was chosen; else Trainer's AdamW."""
+        net = self.model.model
+        if self.optimizer is None and self.muon and (by_muon := matrices(net)):
+            ids = set(map(id, by_muon))
+            rest = [p for p in net.parameters() if p.requires_grad and id(p) not in ids]
+            self.optimizer = MuonAndAdamW(by_muon, rest, self.args.learning_rate)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
 
-    def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
-        """One of a matrix that Muon moves, else those of AdamW."""
-        if id(parameter) in self.matrices:
-            return {"momentum_buffer": kind_of(parameter)}
-        return super().moments(parameter)
-
     @torch.no_grad()
     def held_out(self, rows: Dataset | None = None) -> float:
-        """Mean divergence over some rows; without them, over those that choose."""
+        """Return the mean divergence, of the sequences to choose by where none are given."""
         self.model.eval()
         losses = [
             float(self.model(on_device(self.model, self.data_collator([row]))))
@@ -101,50 +89,38 @@ class HealTrainer(ResumableTrainer):
         ]
         reshard(self.model)
         self.model.train()
-        return fmean(losses)
+        return processes.mean([fmean(losses)])[0]  # all processes must choose the same
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
     ) -> Tensor:
-        """The divergence of a batch."""
+        """Return the loss of a batch."""
         loss: Tensor = model(inputs)
         self.last_loss = loss.item()
         return loss
 
 
-def refuse_without_peft(config: HealConfig) -> None:
-    """Refuses low-rank additions where what makes them is not installed.
-
-    Raises:
-        HeadpruneError: Saying how to install it.
-    """
-    if config.train is HealTrain.LORA:
-        refuse_missing("--train lora", "peft")
-
-
 def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealConfig) -> nn.Module:
-    """Lets move what is to be trained, and returns the module to train.
+    """Set which weights move, and return the module to train.
 
     Raises:
-        HeadpruneError: If LoRA is asked for and cannot adapt the model.
+        HeadpruneError: If LoRA cannot adapt the model.
     """
     torch.manual_seed(config.seed)  # low-rank additions begin with draws
     net.requires_grad_(config.train is HealTrain.ALL)
     modules = {p.path: p.module for a in attentions for p in a.projections}
+    student: nn.Module = net
     if config.train is HealTrain.ATTENTION:
         for module in modules.values():
             module.requires_grad_(True)
-    student: nn.Module = net
-    repeating = [
-        path for path, module in modules.items() if isinstance(module, RepeatingProjection)
-    ]
-    if config.train is HealTrain.LORA and repeating:
-        raise HeadpruneError(
-            f"--train lora cannot adapt '{repeating[0]}', which repeats its output for heads that "
-            "share. Use --train attention."
-        )
     if config.train is not HealTrain.LORA:
         return student
+    for path, module in modules.items():
+        if isinstance(module, RepeatingProjection):
+            raise HeadpruneError(
+                f"--train lora cannot adapt '{path}', which repeats its output for heads that "
+                "share. Use --train attention."
+            )
     from peft import LoraConfig, get_peft_model
 
     names = "|".join(path.replace(".", r"\.") for path in modules)
@@ -156,7 +132,7 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
 
 
 def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
-    """The plain model after training."""
+    """Return the plain model after training."""
     if config.train is HealTrain.LORA:
         from peft import PeftModel
 
@@ -164,18 +140,3 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
         trained = trained.merge_and_unload()
     assert isinstance(trained, PreTrainedModel)
     return trained
-
-
-def heal_arguments(config: HealConfig, folder: Path, batch_size: int) -> TrainingArguments:
-    """Trainer's settings for healing: a tenth of warm-up, then a cosine to zero."""
-    return resumable_arguments(
-        folder,
-        config.steps,
-        batch_size,
-        config.seed,
-        config.save_every,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(config.steps / 10),
-        max_grad_norm=1.0,
-    )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm, t
 
-from headprune.data.rows import evenly
+from headprune.data.text import evenly
 
 Numbers = NDArray[np.int64]
 # Maps indices of sequences, shape (..., sequences), to one number each, shape (...).

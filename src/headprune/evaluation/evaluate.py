@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context
-from headprune.data.sources import Examples
+from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import Numbers, bootstrap

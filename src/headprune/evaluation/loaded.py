@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Allowed
+from headprune.data.batches import label_reader
+from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import by_sentence
-from headprune.data.sequences import label_reader, tokenized_rows, translation_rows, windows
-from headprune.data.sources import Examples, read_examples
-from headprune.data.tokens import around
-from headprune.data.unreadable import refuse_beyond
+from headprune.data.sequences import tokenized_rows, translation_rows, windows
+from headprune.data.tokens import around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import Samples, within

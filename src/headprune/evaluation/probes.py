@@ -29,8 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
+from headprune.data.read import Examples
 from headprune.data.sequences import windows
-from headprune.data.sources import Examples
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.metrics import Floats

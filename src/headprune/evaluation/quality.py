@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from headprune.data.batches import pairs_of
-from headprune.data.sequences import masked
+from headprune.data.batches import masked, pairs_of
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from headprune.data.rows import evenly
+from headprune.data.text import evenly
 from headprune.data.tokens import around
 from headprune.evaluation.metrics import Floats
 from headprune.model.placement import input_device

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import EvaluateConfig
-from headprune.data.sources import Examples
+from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError

@@ -24,7 +24,7 @@ from headprune.config import (
     SweepConfig,
 )
 from headprune.context import Context
-from headprune.data.sources import read_examples, refuse_missing_file
+from headprune.data.read import read_examples, refuse_missing_file
 from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import METRICS

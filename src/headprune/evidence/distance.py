@@ -11,7 +11,7 @@ from headprune.model.batch import Batch
 from headprune.model.embedding import Head, embedding
 from headprune.model.forward import run_model
 from headprune.model.loading import task_of
-from headprune.training.divergence import divergence
+from headprune.model.losses import divergence
 
 _DISTANCES = {
     "features": "1 - cosine to the embeddings of the original",

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from headprune.config import CalibrationConfig, DataConfig, Objective, RanksConfig
 from headprune.context import Context
 from headprune.data.batches import batches
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.read import refuse_missing_file
+from headprune.data.text import Text
 from headprune.errors import FamilyError
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, real_tokens, token_mask
@@ -57,9 +57,9 @@ def ranks(model: str, data: DataConfig, config: RanksConfig, context: Context) -
     refuse_without_text(net, "ranks")
     taken = config.part(CalibrationConfig)
     rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken)
-    sample = CalibrationSample.spread(
+    sample = Text.calibration(
         rows, collate, config.calibration_tokens, batch_size=config.batch_size
-    )
+    ).fit
     context.stage("reading text")
     found = module_ranks(net, attention_of(net), sample.batches(), context.step)
     return Ranks(tokens=sample.tokens, modules=found)

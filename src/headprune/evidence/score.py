@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
 from headprune.context import Context
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import digest_of_data, refuse_missing_file
+from headprune.data.batches import calibration
+from headprune.data.read import digest_of_data, refuse_missing_file
+from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
 from headprune.evidence.criteria import CRITERIA, Need, UnitEvidence
@@ -113,7 +113,7 @@ def scores_on(
     unit = unit or default_unit(attentions)
     examples = None
     if data is not None and needs & NEEDS_DATA:
-        examples = calibration(net, model.tokenizer, data, config, "score")
+        examples = calibration(net, model.tokenizer, data, config, "score").fit
         if task_of(net) in CLASSIFIERS and data.label_column is None and needs & NEEDS_LOSS:
             raise DataError(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
@@ -162,7 +162,7 @@ def gather(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
     config: ScoreConfig,
-    examples: CalibrationSample | None,
+    examples: Sequences | None,
     context: Context = Context(),
 ) -> list[UnitEvidence]:
     """Measures what some criteria need, in one streaming pass, and one more for each that asks.
@@ -221,7 +221,7 @@ def scores_of(
     return torch.cat(parts)
 
 
-def refits(net: PreTrainedModel, examples: CalibrationSample) -> bool:
+def refits(net: PreTrainedModel, examples: Sequences) -> bool:
     """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
     attentions = attention_of(net)
     width = max((a.query_heads * a.head_dim for a in attentions), default=0)
@@ -239,7 +239,7 @@ def _with_grams(
     attentions: Sequence[Attention],
     config: ScoreConfig,
     evidence: list[UnitEvidence],
-    examples: CalibrationSample,
+    examples: Sequences,
     context: Context,
 ) -> list[UnitEvidence]:
     """Scores by the criteria that need x x^T of what enters an output projection.

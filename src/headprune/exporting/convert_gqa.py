@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target, Writing
 from headprune.context import Context
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.exporting.opened import Opened, prepare_merging, refuse_request, weighs
 from headprune.exporting.write import Changes, Pruned, refuse_unprovable, write
@@ -238,7 +238,7 @@ class _Merging:
         self,
         net: PreTrainedModel,
         attentions: Sequence[Attention],
-        sample: CalibrationSample | None,
+        sample: Sequences | None,
     ) -> None:
         """Merge all modules in place."""
         if sample is not None:

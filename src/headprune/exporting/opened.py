@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, LayoutOption
 from headprune.context import Context
-from headprune.data.calibration import calibration, merge_calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.batches import calibration, merge_calibration
+from headprune.data.read import refuse_missing_file
+from headprune.data.text import Sequences
 from headprune.engines.targets import EMPTY
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
@@ -40,7 +40,7 @@ class Opened:
     model: Model
     attentions: list[Attention]
     merger: Merger
-    sample: CalibrationSample | None
+    sample: Sequences | None
     planned: KvPlan | None
     constraints: Constraints
 
@@ -99,12 +99,13 @@ def prepare_merging(
         _refuse_unmeasured(config, constraints.even_kv_heads)
     sample, planned = None, None
     if calibrate is not None and merger.calibrates:
-        sample = merge_calibration(net, model.tokenizer, calibrate, config)
+        sample = merge_calibration(net, model.tokenizer, calibrate, config).fit
         if weighing:
             scored = None
             if _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
-                scored = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
+                text = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
+                scored = text.fit
             texts = Texts(sample.whole(), scored)
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(model, attentions, merger, sample, planned, constraints)

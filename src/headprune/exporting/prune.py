@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ProofOption, Writing
 from headprune.context import Context
-from headprune.data.calibration import calibration as calibration_of
+from headprune.data.batches import calibration as calibration_of
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.exporting.refitting import JudgedRefit, judged_refit

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.context import Context
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences, Text
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
 from headprune.model.embedding import head_of
@@ -49,7 +49,7 @@ class JudgedRefit:
 def judged_refit(
     net: PreTrainedModel,
     edit: Edit,
-    examples: CalibrationSample,
+    text: Text,
     source: str,
     seed: int,
     context: Context,
@@ -59,7 +59,7 @@ def judged_refit(
     Args:
         net: The model; its weights stay as they are.
         edit: The heads that go.
-        examples: Calibration text; the held-out sequences are others of it.
+        text: Fits, chooses and reports.
         source: Place of the text, for the record.
         seed: Seed of the sample, for the record.
         context: Progress.
@@ -71,25 +71,26 @@ def judged_refit(
     cuts = [cut for cut in edit.cuts(net) if cut.attention.query_heads]
     attentions, gates = [cut.attention for cut in cuts], [cut.gate() for cut in cuts]
     with collecting(net, attentions) as tensors:
-        modules = refit(net, attentions, gates, examples.whole(), context.step)
+        modules = refit(net, attentions, gates, text.fit.whole(), context.step)
     taken = Refit(
         data=source,
-        tokens=examples.tokens,
+        tokens=text.fit.tokens,
         modules=len(modules),
         error_before=sum(m.before for m in modules) / max(len(modules), 1),
         error_after=sum(m.after for m in modules) / max(len(modules), 1),
         ridges={m.path: m.ridge for m in modules if math.isfinite(m.ridge)},  # the others stay
         seed=seed,
     )
-    held_out = examples.held_out()
-    if held_out is None or not modules:
+    if not text.choose.rows or not modules:
         return JudgedRefit(taken, None, tensors)
     context.stage("measuring the refit")
-    choosing, reported = _worth(net, edit, tensors, held_out, context)
-    if choosing.refitted <= choosing.without:
-        taken = taken.model_copy(update={"held_out": reported})
-        return JudgedRefit(taken, reported, tensors)
-    return JudgedRefit(None, choosing)
+    worth = _worth(net, edit, tensors, text.choose, context)
+    if worth.refitted > worth.without:
+        return JudgedRefit(None, worth)
+    if text.report.rows:
+        worth = _worth(net, edit, tensors, text.report, context)
+        taken = taken.model_copy(update={"held_out": worth})
+    return JudgedRefit(taken, worth, tensors)
 
 
 @torch.no_grad()
@@ -97,16 +98,15 @@ def _worth(
     net: PreTrainedModel,
     edit: Edit,
     tensors: Tensors,
-    held_out: CalibrationSample,
+    sequences: Sequences,
     context: Context,
-) -> tuple[RefitWorth, RefitWorth]:
-    """Measure an edit with and without refitted weights, to choose and to report."""
-    head, batches = head_of(net), held_out.batches()
-    versions = edit, replace(edit, tensors=tensors)
+) -> RefitWorth:
+    """Measure an edit with and without refitted weights; every sequence counts alike."""
+    head, batches = head_of(net), sequences.batches(1)
     distances: list[list[float]] = [[], []]
     for batch in context.each(batches):
         wanted = outputs(net, batch)
-        for number, version in enumerate(versions):
+        for number, version in enumerate((edit, replace(edit, tensors=tensors))):
             with trying(net, version):
                 distances[number].append(float(distance(outputs(net, batch), wanted, batch, head)))
     if not math.isfinite(sum(map(sum, distances))):
@@ -114,15 +114,10 @@ def _worth(
             "The outputs of the cut model on held-out sequences are not finite. Try --dtype "
             "float32, or cut without a refit."
         )
-
-    def worth(first: int) -> RefitWorth:
-        """Of every other sequence; of a lone one in any case."""
-        without, refitted = (fmean(some[first::2] or some) for some in distances)
-        return RefitWorth(
-            measure=distance_name(net),
-            tokens=sum(batch["input_ids"].numel() for batch in batches[first::2] or batches),
-            without=without,
-            refitted=refitted,
-        )
-
-    return worth(0), worth(1)
+    without, refitted = map(fmean, distances)
+    return RefitWorth(
+        measure=distance_name(net),
+        tokens=sum(batch["input_ids"].numel() for batch in batches),
+        without=without,
+        refitted=refitted,
+    )

@@ -26,13 +26,13 @@ from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
 from headprune.model.identity import identifying
 from headprune.model.loading import auto_class_of, uneven_heads_are_known
-from headprune.model.open import Model, as_it_fits
+from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
 from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
-from headprune.model.stored import StoredDtypes, stored_bytes
+from headprune.model.stored import StoredDtypes
 from headprune.placements import ROOM, Placement, asked_placement, too_large
 from headprune.proof import equivalence, tensors
 from headprune.schemas.manifest import (
@@ -282,13 +282,15 @@ def _written(
         left_out = passed_over(net, model.tensors)
         context.stage("verifying the folder")
         with hashing(folder, contents(folder)) as files:
+            reread = read_model(folder, "auto" if expected is None else expected.dtype)
             if expected is None:
-                facts["tensor_proof"] = tensors.compare(folder, pieces, context.step)
+                facts["tensor_proof"] = tensors.compare(reread, pieces, context.step)
             else:
                 pieces.clear()
                 net.to("meta")  # the reloaded model takes its memory
-                facts |= _proven_outputs(folder, expected)
-            facts |= {"parent": parent(), "files": files()}
+                facts |= _proven_outputs(reread, expected)
+            sizes = tuple(sum(t.bytes for t in one.tensors.values()) for one in (model, reread))
+            facts |= {"parent": parent(), "files": files(), "weight_bytes": sizes}
         return _finished(folder, order, context, facts, left_out)
 
 
@@ -353,13 +355,13 @@ def _renumber_alignment(file: Path, generation: GenerationConfig | None) -> None
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _proven_outputs(folder: Path, expected: equivalence.Expectation) -> dict[str, Any]:
-    """Read a result back and compare its outputs with the expected ones, for the manifest.
+def _proven_outputs(reread: Model, expected: equivalence.Expectation) -> dict[str, Any]:
+    """Compare the outputs of a result with the expected ones, for the manifest.
 
     Raises:
         ProofError: If they differ.
     """
-    reloaded = probes.probe(placed(as_it_fits(folder, expected.dtype)), expected.inputs)
+    reloaded = probes.probe(placed(reread.weighted()), expected.inputs)
     return {
         "proof": equivalence.conclude(expected, reloaded),
         "probe": equivalence.sample(expected.inputs, expected.wanted),
@@ -381,7 +383,6 @@ def _finished(
         source=order.identity,
         lineage=read_lineage(_source_folder(model.source)),
         dtype=order.stored.names,
-        weight_bytes=(sum(each.bytes for each in model.tensors.values()), stored_bytes(folder)),
         done=changes.done,
         refit=changes.refit,
         **facts,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headprune.gates.gates import Gates
 from headprune.model.batch import Batch, without_labels
 from headprune.model.embedding import Head
-from headprune.training.divergence import blended
+from headprune.model.losses import blended
 
 Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 """Computes the loss of one batch, gated: a scalar."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import ScoreConfig
 from headprune.context import Context
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
 from headprune.gates.gates import Gates
@@ -32,7 +32,7 @@ CRITERION = "compensated"
 ENOUGH = 4096  # tokens to choose and refit on without being asked to
 
 
-def can_refit(net: PreTrainedModel, examples: CalibrationSample) -> bool:
+def can_refit(net: PreTrainedModel, examples: Sequences) -> bool:
     """Whether there is text enough, and every W_O in one place, to refit without being asked to."""
     return examples.tokens >= ENOUGH and refits(net, examples)
 
@@ -58,7 +58,7 @@ def choose_and_refit(
     attentions: Sequence[Attention],
     gates: Gates,
     heads: int,
-    examples: CalibrationSample,
+    examples: Sequences,
     context: Context,
 ) -> None:
     """Closes the gates of the units that matter least, and refits every W_O to those that are left.

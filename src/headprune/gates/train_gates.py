@@ -25,10 +25,9 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
-from headprune.data.batches import batches
-from headprune.data.calibration import calibration
-from headprune.data.samples import CalibrationSample
-from headprune.data.sources import refuse_missing_file
+from headprune.data.batches import batches, calibration
+from headprune.data.read import refuse_missing_file
+from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
@@ -44,14 +43,14 @@ from headprune.gates.trainer import (
     GatedModel,
     GateTrainer,
     freeze,
-    training_arguments,
 )
-from headprune.io.outputs import place_of, whole_folder
+from headprune.io.outputs import whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.embedding import head_of
 from headprune.model.gating import gated
 from headprune.model.lengths import most_tokens
 from headprune.model.loading import CLASSIFIERS, load_tokenizer, task_of
+from headprune.model.losses import OWN_SHARE, recompute_activations
 from headprune.model.open import load
 from headprune.model.refusals import refuse_without_text
 from headprune.model.sharding import refuse_to_shard
@@ -63,13 +62,10 @@ from headprune.model.units import (
     unit_sizes,
 )
 from headprune.placements import in_shards
+from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
-from headprune.training.checkpoints import found
-from headprune.training.divergence import OWN_SHARE
-from headprune.training.loss_module import recompute_activations
-from headprune.training.resumable import Remedies, stop_on_interrupt, train
-from headprune.training.work import CONFIG, HISTORY, GatesSettings, Work, at_work, settings_now
+from headprune.training import stop_on_interrupt, train, training_arguments
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,8 @@ def train_gates(
         _refuse_to_shard(config)
     if not processes.is_main():
         context = context.unheard()
-    settings = settings_now(GatesSettings, model, data=data, train_gates=config)
-    inputs = [place_of(model), place_of(data)]
-    with at_work(output, settings, inputs, rerun) as work:
+    run = Run.of(output, "train_gates", config, model=model, data=data)
+    with claimed_run(output, run, [model, data], rerun):
         refuse_missing_file(data.source)
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
@@ -151,7 +146,7 @@ def train_gates(
         if config.gradient_checkpointing:
             recompute_activations(net)
         if not rerun.resume:
-            processes.on_main(lambda: work.begin(settings))
+            processes.on_main(run.begin)
         refitted = output_weights(attention_of(net)) if config.method is Method.REFIT else ()
         trainer = GateTrainer(
             config,
@@ -159,21 +154,23 @@ def train_gates(
             _choosing(config, steps),
             GatedModel(net, gates, loss, refitted),
             remedies=_remedies(config, objective),
-            args=training_arguments(config, work.checkpoints, steps),
+            args=training_arguments(
+                run, steps, config.batch_size, config.seed, config.save_every, max_grad_norm=1.0
+            ),
             train_dataset=rows,
             data_collator=collate,
         )
-        if config.method is Method.REFIT and not (rerun.resume and found(work.checkpoints)):
+        if config.method is Method.REFIT and not (rerun.resume and processes.on_main(run.newest)):
             assert examples is not None
             _announce(context, examples.tokens, config, steps)
             choose_and_refit(net, attentions, gates, sparsity.heads, examples, context)
         context.stage("training")
         with gated(attentions, gates.source), stop_on_interrupt() as stopped:
-            callback = GateCallback(trainer, work, context.step, stopped.is_set)
-            go_on = "Go on with the same command and --resume."
-            train(trainer, work, callback, rerun.resume, go_on, context.stage)
+            callback = GateCallback(trainer, context.step, stopped.is_set)
+            again = "Continue with the same command and --resume."
+            train(trainer, run, callback, rerun.resume, again)
         about = {"model": source, "unit": unit, "objective": objective.value, "data": data.source}
-        metadata = processes.on_main(lambda: _finish(output, work, trainer, attentions, about))
+        metadata = processes.on_main(lambda: _finish(output, run, trainer, attentions, about))
         return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
 
 
@@ -196,7 +193,7 @@ def _calibration(
     config: TrainGatesConfig,
     tokenizer: Any,
     trust_remote_code: bool,
-) -> CalibrationSample | None:
+) -> Sequences | None:
     """What heads are chosen on before any step, where that is asked for or might be best."""
     might = config.leaves_method and task_of(net) == "causal-lm" and not in_shards()
     if config.method is not Method.REFIT and not might:
@@ -205,16 +202,14 @@ def _calibration(
     length = min(usual.seq_len, most_tokens(net.config, tokenizer) or usual.seq_len)
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
     try:
-        return calibration(net, tokenizer, data, sizes, "train-gates")
+        return calibration(net, tokenizer, data, sizes, "train-gates").fit
     except DataError as error:
         if config.method is Method.REFIT:
             raise DataError(f"{error} Or use --method l0.") from None
         return None  # too short for it, and maybe not for shorter sequences
 
 
-def _method(
-    config: TrainGatesConfig, net: PreTrainedModel, examples: CalibrationSample | None
-) -> Method:
+def _method(config: TrainGatesConfig, net: PreTrainedModel, examples: Sequences | None) -> Method:
     if config.method is not Method.AUTO:
         return config.method
     return Method.REFIT if examples is not None and can_refit(net, examples) else Method.L0
@@ -266,17 +261,17 @@ def _steps(config: TrainGatesConfig, rows: int) -> int:
     return steps
 
 
-def _remedies(config: TrainGatesConfig, objective: Objective) -> Remedies:
+def _remedies(config: TrainGatesConfig, objective: Objective) -> tuple[str, str]:
     """What to change where the loss, a gate or a weight is not finite."""
     half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
     precision = "compute with --dtype float32, " if half else ""
     hidden = "give text with tokens to mask, " if objective is Objective.MLM else ""
     rates = ["--scale-lr"] if config.method is not Method.L0 else ["--gate-lr", "--scale-lr"]
     rates += ["--weight-lr"] if config.train is not Train.GATES else []
-    return Remedies(
-        untrained=f"Nothing was trained yet: {precision}{hidden}or look at the model with "
+    return (
+        f"Nothing was trained yet: {precision}{hidden}or look at the model with "
         "'headprune evaluate'.",
-        trained=f"Lower {' or '.join(rates)}, {precision}{hidden}and start anew with --overwrite.",
+        f"Lower {' or '.join(rates)}, {precision}{hidden}and start anew with --overwrite.",
     )
 
 
@@ -317,7 +312,7 @@ def _objective(config: TrainGatesConfig, net: PreTrainedModel, data: DataConfig)
 
 def _finish(
     output: Path,
-    work: Work,
+    run: Run,
     trainer: GateTrainer,
     attentions: list[Attention],
     about: dict[str, Any],
@@ -352,7 +347,7 @@ def _finish(
     }
     with whole_folder(output) as folder:
         metadata = write_gates(folder, metadata, tensors, weights or None)
-        for name in (CONFIG, HISTORY):
-            shutil.copyfile(work.folder / name, folder / name)
-    work.remove()
+        shutil.copyfile(run.folder / CONFIG, folder / CONFIG)
+        trainer.write_history(folder)
+    run.remove()
     return metadata

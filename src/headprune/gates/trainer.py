@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainerState
 
 from headprune.config import Train, TrainGatesConfig
 from headprune.gates.gates import Gates
@@ -18,37 +16,9 @@ from headprune.gates.objectives import Loss
 from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
+from headprune.model.losses import LossModule
 from headprune.runtime.modeling_headprune import Attention
-from headprune.training.arguments import resumable_arguments
-from headprune.training.checkpoints import Kind, first_infinite, kind_of
-from headprune.training.loss_module import LossModule
-from headprune.training.resumable import (
-    HistoryCallback,
-    ResumableTrainer,
-    TrainingStep,
-)
-
-
-@dataclass(frozen=True)
-class GateStep(TrainingStep):
-    """One line of the history.
-
-    Attributes:
-        expected_heads: Expected number of open query heads.
-        target_heads: The number asked for at this step; None with a constant penalty.
-        settled: Whether the heads are chosen.
-    """
-
-    expected_heads: float
-    target_heads: float | None
-    settled: bool
-
-    @property
-    def numbers(self) -> str:
-        """What moves, beside a progress bar."""
-        target = "" if self.target_heads is None else f"/{self.target_heads:.0f}"
-        phase = " settled" if self.settled else ""
-        return f"loss {self.loss:.3f} heads {self.expected_heads:.1f}{target}{phase}"
+from headprune.training import HistoryCallback, ResumableTrainer, first_infinite
 
 
 class GatedModel(LossModule):
@@ -81,7 +51,7 @@ class GatedModel(LossModule):
         state = {f"gates.{name}": value for name, value in self.gates.state_dict().items()}
         refitted = set(map(id, self.refitted))
         state |= {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
-        return super().trained_state() | {name: value.contiguous() for name, value in state.items()}
+        return super().trained_state() | state
 
 
 def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) -> None:
@@ -120,24 +90,6 @@ class GateTrainer(ResumableTrainer):
         self.gate_config = config
         self.sparsity = sparsity
         self.choosing = choosing
-
-    def moments(self, parameter: nn.Parameter) -> dict[str, Kind]:
-        """Those of AdamW, and of gates what ``GateOptimizer`` has instead."""
-        if parameter is not self.gates.log_alpha:
-            return super().moments(parameter)
-        one = ((), torch.float32)
-        return {"step": one, "first": kind_of(parameter), "second": one}
-
-    def unsound(self, trained: Mapping[str, Tensor]) -> str:
-        """Gates of another model, or fewer open ones than are to stay."""
-        held = {name: trained[f"gates.{name}"] for name in ("unit_of_head", "sizes", "kept")}
-        for name in ("unit_of_head", "sizes"):
-            if not torch.equal(held[name], getattr(self.gates, name).cpu()):
-                return f"'gates.{name}' is not that of this model"
-        left = int((held["kept"] * held["sizes"]).sum())
-        if left < self.sparsity.heads:
-            return f"{left} heads are left in it, and {self.sparsity.heads} are to stay"
-        return ""
 
     @property
     def gates(self) -> Gates:
@@ -191,10 +143,14 @@ class GateCallback(HistoryCallback):
     """After every optimiser step: correct, choose, record."""
 
     trainer: GateTrainer
-    kind = GateStep
 
-    def record(self, state: Any) -> GateStep:
-        """Moves the gates to the target, and chooses heads when it is time."""
+    def record(self, state: TrainerState) -> dict[str, Any]:
+        """Move the gates to the target, and choose heads when it is time.
+
+        Returns:
+            Beside the loss: the expected number of open query heads, the target at this step (None
+            with a constant penalty), and whether the heads are chosen ("settled").
+        """
         trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
         if first_infinite({"log_alpha": gates.log_alpha, "scale": gates.scale}) is not None:
             raise trainer.broken("the gates are not finite after")
@@ -203,23 +159,16 @@ class GateCallback(HistoryCallback):
             trainer.sparsity.after_step(gates, done)
             if step >= trainer.choosing:
                 gates.choose(trainer.sparsity.choice(gates))
-        return GateStep(
-            step=state.global_step,
-            steps=state.max_steps,
-            loss=trainer.last_loss,
-            expected_heads=gates.expected_heads().item(),
-            target_heads=trainer.sparsity.target(done),
-            settled=bool(gates.chosen),
-        )
+        return {
+            **super().record(state),
+            "expected_heads": gates.expected_heads().item(),
+            "target_heads": trainer.sparsity.target(done),
+            "settled": bool(gates.chosen),
+        }
 
-
-def training_arguments(config: TrainGatesConfig, folder: Path, steps: int) -> TrainingArguments:
-    """Trainer's settings for a gates run."""
-    return resumable_arguments(
-        folder,
-        steps,
-        config.batch_size,
-        config.seed,
-        config.save_every,
-        max_grad_norm=1.0,
-    )
+    def numbers(self, record: Mapping[str, Any]) -> str:
+        """Return the loss and the open heads for a progress bar."""
+        target = record["target_heads"]
+        of = "" if target is None else f"/{target:.0f}"
+        phase = " settled" if record["settled"] else ""
+        return f"loss {record['loss']:.3f} heads {record['expected_heads']:.1f}{of}{phase}"

@@ -131,6 +131,14 @@ class Model:
             refuse_unwritable(self.any_net, self.source, stored)
         return stored
 
+    def check_tensors(self) -> None:
+        """Refuse tensors that its class does not take, and tensors that it lacks.
+
+        Raises:
+            CheckpointError: Naming the first of them.
+        """
+        _ = self.skeleton
+
     def release(self) -> None:
         """Drop both nets: a writer spends them."""
         vars(self).pop("net", None)

@@ -68,11 +68,6 @@ def fetch_weights(model: str | Path) -> None:
     _chosen(lambda name: find_file(model, name, ask=True))
 
 
-def stored_bytes(model: str | Path) -> int:
-    """Bytes of a checkpoint's tensors."""
-    return sum(tensor.bytes for tensor in stored_tensors(model).values())
-
-
 def model_files(model: str | Path) -> list[Path]:
     """Where config.json and the weights lie; empty for a hub id not in the cache."""
     files = [find_file(model, "config.json"), *weight_files(model).values()]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, DataConfig, LayoutOption, Method, Target
-from headprune.data.sources import refuse_missing_file
+from headprune.data.read import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of

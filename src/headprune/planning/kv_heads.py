@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig
 from headprune.context import Context
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence.collection import collect
 from headprune.model.batch import Batch
@@ -109,7 +109,7 @@ class Texts:
     """
 
     plain: Batch
-    scored: CalibrationSample | None
+    scored: Sequences | None
 
 
 def plan_kv_heads(
@@ -302,7 +302,7 @@ class _Measure:
 def _curvature(
     model: PreTrainedModel,
     attentions: Sequence[Attention],
-    examples: CalibrationSample,
+    examples: Sequences,
     seed: int,
     context: Context,
 ) -> dict[str, Float[Tensor, " out"]]:

@@ -7,25 +7,23 @@ computes with them what the original does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from headprune.errors import CheckpointError, ProofError
 from headprune.io.shards import Piece, StoredTensor, bytes_between
 from headprune.io.streaming import DTYPES, bytes_of, equal_bytes
-from headprune.model.loading import from_pretrained
-from headprune.model.stored import stored_tensors
+from headprune.model.open import Model
 from headprune.schemas.proofs import TensorProof
 
 
 def compare(
-    folder: Path,
+    result: Model,
     pieces: Sequence[Piece],
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> TensorProof:
     """Compares a result with what it was to be made of.
 
     Args:
-        folder: The result.
+        result: The result, read back.
         pieces: Its tensors, and what of the original each is.
         on_tensor: Called with tensors done and tensors in all.
 
@@ -33,8 +31,8 @@ def compare(
         CheckpointError: If the folder does not load, cannot be read, or holds NaN.
         ProofError: Naming the first tensor that differs.
     """
-    from_pretrained(folder, weights=False)  # its class takes all of them, and misses none
-    found = stored_tensors(folder)
+    result.check_tensors()
+    found = {**result.tensors}
     for done, piece in enumerate(pieces, start=1):
         if piece.name not in found or not _same(piece, found.pop(piece.name)):
             raise ProofError(
@@ -46,7 +44,7 @@ def compare(
     return TensorProof(
         tensors=len(pieces),
         cut=sum(piece.kept is not None for piece in pieces),
-        bytes=sum(tensor.bytes for tensor in stored_tensors(folder).values()),
+        bytes=sum(tensor.bytes for tensor in result.tensors.values()),
     )
 
 

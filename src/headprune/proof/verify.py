@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from headprune import devices
 from headprune.config import Dtype
+from headprune.context import Allowed
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
 from headprune.io.folders import sha256_of
 from headprune.io.markup import sentence
@@ -25,12 +26,11 @@ from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
 from headprune.model.loading import auto_class_of, from_pretrained
-from headprune.model.open import as_it_fits
+from headprune.model.open import as_it_fits, open_model, read_model
 from headprune.model.placement import placed
-from headprune.model.precision import compute_dtype
 from headprune.model.probes import Outputs
 from headprune.model.residency import residency_of
-from headprune.model.stored import commonest_dtype, stored_dtypes, stored_tensors
+from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.proof import equivalence, tensors
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
@@ -302,25 +302,24 @@ def _tensors(
     folder: Path, manifest: Manifest, against: str | Path | None, trust_remote_code: bool
 ) -> Iterator[Check]:
     """Whether the weights are those that the class takes, and hold slices of the original."""
-    trust = {"trust_remote_code": True} if trust_remote_code else {}
     try:
-        from_pretrained(folder, weights=False, **trust)
+        result = read_model(folder, allowed=Allowed(trust_remote_code))
+        result.check_tensors()
     except HeadpruneError as error:
         yield Check("headers", False, sentence(str(error)))
         return
-    found = stored_tensors(folder)
+    found = result.tensors
     yield Check("headers", True, f"{len(found)} tensors of the sizes that the config describes")
     if against is None:
         return
-    asked = Dtype((manifest.made_by.options if manifest.made_by else {}).get("dtype", "auto"))
-    source = stored_tensors(against)
-    dtype = compute_dtype(asked, commonest_dtype(source))
-    base = from_pretrained(against, dtype=dtype, drop_unexpected=True, weights=False)
+    dtype = Dtype((manifest.made_by.options if manifest.made_by else {}).get("dtype", "auto"))
+    original = open_model(against, dtype, Allowed(drop_unexpected=True))
+    base, source = original.skeleton, original.tensors
     _refuse_ancestor(folder, manifest, against, base)
     cuts = resolve(read_plan(folder / "plan.json", {}), base, ragged=True)
     try:
         pieces, _ = cut_pieces(base, cuts, stored_dtypes(base, found), source)
-        proven = tensors.compare(folder, pieces)
+        proven = tensors.compare(result, pieces)
     except ProofError as error:
         yield Check(f"against {against}", False, sentence(str(error)))
         return

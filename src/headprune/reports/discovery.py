@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from headprune.errors import CheckpointError
 from headprune.io.ownership import CHECK, EVALUATION
 from headprune.io.parsing import read_as, read_json, read_yaml, validated
+from headprune.resuming import unfinished
 from headprune.runtime import MANIFEST
 from headprune.schemas import gates as gates_folder
 from headprune.schemas.gates import TrainedGates, read_gates, read_metadata
@@ -22,7 +23,6 @@ from headprune.schemas.roles import ROLES_FILE, RolesRecord
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
 from headprune.schemas.sweeps import SWEEP, Sweep
-from headprune.training.work import unfinished
 
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller

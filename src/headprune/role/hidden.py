@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.config import NEEDLE_DEPTHS, DataConfig, NeedleConfig, RolesConfig
-from headprune.data.sources import read_examples
+from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.probes import Needle, answered, needles
 from headprune.model.lengths import most_tokens

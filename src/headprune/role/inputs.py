@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, DataConfig, Objective, RolesConfig
 from headprune.data.batches import batches
-from headprune.data.samples import CalibrationSample
+from headprune.data.text import Text
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.model.batch import Batch
@@ -59,7 +59,7 @@ def text_input(
     )
     # with this objective no task hides tokens
     rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken, running=True)
-    sample = CalibrationSample.spread(rows, collate, tokens, batch_size=config.batch_size)
+    sample = Text.calibration(rows, collate, tokens, batch_size=config.batch_size).fit
     if sample.tokens < 4 * TEXT_TOKENS or len(sample.rows) < 4:
         raise DataError(
             f"The text makes {len(sample.rows)} sequences with {sample.tokens} tokens; an interval "
@@ -90,9 +90,9 @@ def loss_batches(
         seed=config.seed,
     )
     rows, collate, _ = batches(objective, net, tokenizer, data, taken)
-    sample = CalibrationSample.spread(
+    sample = Text.calibration(
         rows, collate, taken.calibration_tokens, batch_size=config.batch_size
-    )
+    ).fit
     if len(sample.rows) < 2:
         raise DataError(
             f"--ablation-tokens {config.ablation_tokens} makes {len(sample.rows)} sequences of "

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.config import RolesConfig
-from headprune.data.rows import evenly
+from headprune.data.text import evenly
 from headprune.data.trees import Tree, belonging, read_trees
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.model.batch import Batch

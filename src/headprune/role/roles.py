@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.context import Context
-from headprune.data.sources import digest_of_data, refuse_missing_file
+from headprune.data.read import digest_of_data, refuse_missing_file
 from headprune.evaluation.refusals import refuse_other_tokenizer
 from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder

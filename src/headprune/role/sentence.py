@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import Dtype
 from headprune.context import Context
-from headprune.data.unreadable import Seen
+from headprune.data.tokens import Seen
 from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import Batch, decoder_inputs

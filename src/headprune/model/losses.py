@@ -1,17 +1,22 @@
-"""How far a model's outputs are from another's."""
+"""Losses of a training: divergence from a teacher, and the module that Trainer trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headprune.model.batch import Batch
 from headprune.model.embedding import Head, tokens_seen
 from headprune.model.loading import Task
+from headprune.model.placement import is_sharded
 
 OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both; the most
 
@@ -114,3 +119,62 @@ def relative_error(
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()
     return error / norm
+
+
+class LossModule(nn.Module):
+    """A model with its loss, as Trainer trains it."""
+
+    accepts_loss_kwargs = False  # losses are means over the batch
+    model: nn.Module
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the model is in shards; Trainer then averages the gradients beside them."""
+        return is_sharded(self.model)
+
+    def train(self, mode: bool = True) -> LossModule:
+        """Train the model in eval mode, so that it computes as at test time.
+
+        With dropout a model would differ from an equal teacher, and from itself without gates.
+        """
+        super().train(mode)
+        self.model.eval()
+        for layer in _recomputing(self.model):
+            layer.training = mode
+        return self
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint by name; they share their memory."""
+        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Enable gradient checkpointing for a model that stays in eval mode.
+
+    A layer recomputes only in training mode, and functional dropout reads the same flag. So the
+    layer is in eval mode while its forward runs.
+    """
+    # renamed in transformers 5.2x; the old name warns there and is the only one before
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    for layer in _recomputing(model):
+        recompute = partial(_in_eval, layer, layer._gradient_checkpointing_func)
+        layer._gradient_checkpointing_func = recompute
+
+
+def _in_eval(
+    layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any
+) -> Any:
+    def evaluated(*inputs: Any) -> Any:
+        training, layer.training = layer.training, False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = training
+
+    return checkpoint(evaluated, *args)
+
+
+def _recomputing(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    layers = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    return [layer for layer in layers if layer.gradient_checkpointing]

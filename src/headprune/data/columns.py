@@ -1,0 +1,146 @@
+"""The columns of a table: which hold texts, which rows have one, and labels as strings."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import ClassLabel, Dataset
+from numpy.typing import NDArray
+
+from headprune.config import DataConfig
+from headprune.errors import DataError, HeadpruneWarning
+from headprune.registry import did_you_mean
+
+_MOST_WORDS = 3  # of the name of a column
+_AT_ONCE = 1000  # rows
+
+
+def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
+    """Return the columns of the texts.
+
+    Args:
+        table: The rows.
+        data: Names the columns, or not.
+        named: The table surely names its columns; the first row of a CSV file may be a text.
+
+    Raises:
+        DataError: If it is unclear which, or one holds no text.
+    """
+    strings = [
+        name
+        for name, feature in table.features.items()
+        if getattr(feature, "dtype", None) in ("string", "large_string")
+    ]
+    if data.text_column is not None:
+        columns = [column.strip() for column in data.text_column.split(",")]
+        for column in columns:
+            _refuse_missing_column(column, table, "--text-column", data.source)
+    elif "text" in table.column_names:
+        columns = ["text"]
+    else:
+        chats = [name for name in table.column_names if _holds_chats(table, name)]
+        columns = chats[:1] or [name for name in strings if name != data.label_column]
+        if not named and any(map(_is_no_name, table.column_names)):
+            raise DataError(
+                f"'{data.source}' has no header row: its first row is "
+                f"{', '.join(table.column_names)[:60]!r}. Add one, or give --text-column."
+            )
+        if len(columns) != 1:
+            raise DataError(
+                f"'{data.source}' has the columns {', '.join(table.column_names)}: name the text "
+                "with --text-column (of pairs both: --text-column SOURCE,TARGET)."
+            )
+    for column in columns:
+        if _holds_chats(table, column):
+            raise DataError(
+                f"The column '{column}' of '{data.source}' holds chats. Write each as one text "
+                "first, by tokenizer.apply_chat_template(chat, tokenize=False)."
+            )
+        if column not in strings:
+            raise DataError(
+                f"The column '{column}' of '{data.source}' holds no text. Columns of text: "
+                f"{', '.join(strings) or 'none'}; see --text-column."
+            )
+    if data.label_column is not None:
+        _refuse_missing_column(data.label_column, table, "--label-column", data.source)
+    return columns
+
+
+def _refuse_missing_column(column: str, table: Dataset, option: str, source: str) -> None:
+    if column not in table.column_names:
+        hint = did_you_mean(column, table.column_names)
+        raise DataError(
+            f"{option} {column}: '{source}' has no such column.{hint} It has "
+            f"{', '.join(table.column_names)}."
+        )
+
+
+def _holds_chats(table: Dataset, column: str) -> bool:
+    message = getattr(table.features[column], "feature", None)
+    return isinstance(message, dict) and bool({"content", "value"} & message.keys())
+
+
+def _is_no_name(column: str) -> bool:
+    return len(column.split()) > _MOST_WORDS or re.fullmatch(r"[+-]?[\d.]+", column) is not None
+
+
+def without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Dataset:
+    """Return the rows with a text, and warn of others.
+
+    Raises:
+        DataError: If a label is missing.
+    """
+    empty = _nulls(table, columns)
+    if empty.any():
+        table = table.select(np.flatnonzero(~empty))
+        warnings.warn(
+            f"'{data.source}': {int(empty.sum()):,} of {len(empty):,} rows have no text in "
+            f"{' or '.join(columns)} and are left out; {len(table):,} are used.",
+            HeadpruneWarning,
+            stacklevel=3,
+        )
+    if data.label_column is not None:
+        empty = _nulls(table, [data.label_column])
+        if empty.any():
+            raise DataError(
+                f"--label-column {data.label_column}: {int(empty.sum()):,} rows of "
+                f"'{data.source}' have a text and no label. Label them, or leave them out."
+            )
+    return table
+
+
+def _nulls(table: Dataset, columns: list[str]) -> NDArray[np.bool_]:
+    batches = table.select_columns(columns).with_format("arrow").iter(_AT_ONCE)
+    found = [
+        np.any([pc.is_null(batch[name]).to_numpy() for name in columns], axis=0)
+        for batch in batches
+    ]
+    return np.concatenate([np.zeros(0, np.bool_), *found])
+
+
+def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]], list[str]]:
+    """Return what makes strings of the labels of some rows, by name where classes have names."""
+    feature = table.features[column]
+    several = getattr(getattr(feature, "feature", None), "names", None)  # classes of a row
+
+    def texts(batch: dict[str, list[Any]]) -> list[str]:
+        values = batch[column]
+        if several:
+            values = [[several[number] for number in row] for row in values]
+        if not isinstance(feature, ClassLabel):
+            return [json.dumps(v) if isinstance(v, list) else str(v) for v in values]
+        try:
+            return [str(feature.int2str(value)) for value in values]
+        except ValueError:  # test sets without labels have -1 there
+            raise DataError(
+                f"--label-column {column}: a row has none of the labels "
+                f"{', '.join(feature.names)}. Give labelled data, such as another --split."
+            ) from None
+
+    return texts

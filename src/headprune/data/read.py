@@ -1,0 +1,377 @@
+"""Read text: a file, a folder of files, or a data set of the hub.
+
+A plain text file is one document; a row of a table (JSONL, CSV, TSV, parquet, arrow) is another.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import hashlib
+import json
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+from datasets import Dataset
+
+from headprune.config import DataConfig
+from headprune.data.columns import label_texts, text_columns, without_nulls
+from headprune.data.text import evenly
+from headprune.errors import DataError
+from headprune.io import hub
+from headprune.io.folders import digest_of, hashes_of
+from headprune.registry import did_you_mean
+
+if TYPE_CHECKING:
+    Texts = Sequence[tuple[str, ...]]
+    Labels = Sequence[str]
+else:  # beartype looks at an item, which would read a file
+    Texts = Labels = Sequence
+
+_PIECE = 1 << 18  # bytes that are read at once
+_AT_ONCE = 100  # rows of a table that are read at once; they may be long
+_MOST_NAMES = 1 << 16  # characters of the first row of a CSV file
+
+_BUILDERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".text": "text",
+    ".raw": "text",
+    ".md": "text",
+}
+_ENDINGS = f"{', '.join(sorted(_BUILDERS))} (also .gz)"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Documents and their labels, read anew at every use.
+
+    Attributes:
+        texts: One tuple per example: the text, or the two texts of a pair.
+        labels: One label or score per example, or None.
+        rows_are_documents: False for plain text files.
+    """
+
+    texts: Texts
+    labels: Labels | None
+    rows_are_documents: bool
+
+    @property
+    def width(self) -> int:
+        """Texts of an example: 2 for pairs."""
+        return 1 if isinstance(self.texts, TextFiles) else len(self.texts[0])
+
+    def spread(self, count: int | None) -> Examples:
+        """Return ``count`` examples, evenly from all over them; None for all."""
+        if count is None or count >= len(self.texts):
+            return self
+        numbers = evenly(len(self.texts), count)
+        labels = None if self.labels is None else _chosen(self.labels, numbers)
+        return Examples(_chosen(self.texts, numbers), labels, self.rows_are_documents)
+
+    def documents(self) -> Iterator[Iterator[str]]:
+        """Yield the (first) text of every example, a piece at a time."""
+        if isinstance(self.texts, TextFiles):
+            yield from self._all_texts()
+        else:
+            yield from (iter(texts[:1]) for texts in self.texts)
+
+    def strings(self) -> Iterator[str]:
+        """Yield all text, a piece at a time."""
+        yield from chain.from_iterable(self._all_texts())
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the texts and labels, in order."""
+        digest = hashlib.sha256()
+        for pieces in chain(self._all_texts(), ((label,) for label in self.labels or ())):
+            for piece in pieces:
+                digest.update(piece.encode())
+            digest.update(b"\0")
+        return digest.hexdigest()
+
+    def _all_texts(self) -> Iterator[Iterator[str]]:
+        if isinstance(self.texts, TextFiles):
+            yield from map(text_pieces, self.texts.files)
+        else:
+            yield from (iter((text,)) for texts in self.texts for text in texts)
+
+
+def _chosen(rows: Sequence[Any], numbers: list[int]) -> Sequence[Any]:
+    chosen: Sequence[Any] = (
+        rows.select(numbers) if hasattr(rows, "select") else [rows[number] for number in numbers]
+    )
+    return chosen
+
+
+@dataclass(frozen=True)
+class TextFiles(Sequence[tuple[str, ...]]):
+    """Files as one text each, read on use."""
+
+    files: tuple[Path, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: Any) -> Any:
+        return ("".join(text_pieces(self.files[index])),)
+
+    def select(self, numbers: Sequence[int]) -> TextFiles:
+        """Return some of them."""
+        return TextFiles(tuple(self.files[number] for number in numbers))
+
+
+@dataclass(frozen=True)
+class _Rows(Sequence[Any]):
+    """What ``convert`` makes of the columns of a table, read on use."""
+
+    table: Dataset
+    convert: Callable[[dict[str, list[Any]]], list[Any]]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return next(iter(self.select([range(len(self))[index]])))
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for batch in self.table.with_format("arrow").iter(_AT_ONCE):
+                yield from self.convert(batch.to_pydict())
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"'{self.source}' is not readable as UTF-8 text ({error.reason}). Save it as UTF-8."
+            ) from None
+
+    def select(self, numbers: Sequence[int]) -> _Rows:
+        """Return some of them."""
+        return _Rows(self.table.select(numbers), self.convert, self.source)
+
+
+def read_examples(data: DataConfig) -> Examples:
+    """Read the examples that a data config names; files are looked through once, to find damage.
+
+    Raises:
+        DataError: If nothing is there, a column is missing, or there is no text in it.
+    """
+    refuse_missing_file(data.source)
+    files = _files(data)
+    kinds = sorted({_BUILDERS.get(_suffix(file), "other") for file in files})
+    if kinds == ["other"]:
+        raise DataError(f"The ending of '{data.source}' names no format. Known are {_ENDINGS}.")
+    if len(kinds) > 1:
+        raise DataError(f"'{data.source}' mixes {' and '.join(kinds)} files: keep one kind.")
+    if kinds == ["text"]:
+        examples = Examples(TextFiles(tuple(files)), None, rows_are_documents=False)
+        blank = not sum(bool(text.strip()) for text in examples.strings())  # reads to the end
+    else:
+        table = _table(files, kinds[0] if kinds else None, data)
+        columns = text_columns(table, data, named=kinds != ["csv"])
+        table = without_nulls(table, columns, data)
+
+        def texts(batch: dict[str, list[Any]]) -> list[Any]:
+            return list(zip(*(batch[column] for column in columns), strict=True))
+
+        labels = None
+        if (column := data.label_column) is not None:
+            labels = _Rows(table.select_columns([column]), label_texts(table, column), data.source)
+        rows = _Rows(table.select_columns(columns), texts, data.source)
+        examples = Examples(rows, labels, rows_are_documents=True)
+        blank = not any(map(str.strip, examples.strings()))
+    if blank:
+        raise DataError(f"'{data.source}' holds no text. Give a file with text in it.")
+    return examples
+
+
+def refuse_missing_file(source: str) -> None:
+    """Refuse the path of a missing file or folder; other names may be of the hub.
+
+    Raises:
+        DataError: If there is no such file.
+    """
+    path = Path(source)
+    named = _suffix(path) in _BUILDERS or path.is_absolute() or source.startswith(".")
+    if named and not path.exists():
+        raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
+
+
+def digest_of_data(data: DataConfig) -> str:
+    """Return the digest of local files; a data set of the hub is known by name and split.
+
+    Raises:
+        DataError: If a folder has no file of text, or one is not readable.
+    """
+    place = Path(data.source)
+    if not place.exists():
+        return f"hub:{data.source}:{data.split}"
+    folder = place if place.is_dir() else place.parent
+    try:
+        return digest_of(hashes_of(folder, (str(f.relative_to(folder)) for f in _files(data))))
+    except OSError as error:
+        raise DataError(f"'{data.source}' is not readable ({error}).") from None
+
+
+def text_pieces(file: Path) -> Iterator[str]:
+    """Yield the text of a file, a piece at a time.
+
+    Raises:
+        DataError: If it cannot be read, is damaged, or is no UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    at = 0
+    try:
+        for piece in _byte_pieces(file):
+            at += len(piece)
+            if text := decoder.decode(piece):
+                yield text
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        at += error.start - len(error.object)
+        raise DataError(
+            f"'{file}' is not readable as UTF-8 text ({error.reason} at byte {at:,}). Save it as "
+            "UTF-8."
+        ) from None
+
+
+def _byte_pieces(file: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file, unpacked."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                yield piece
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"'{file}' is not readable ({error}).") from None
+
+
+def _suffix(file: Path) -> str:
+    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
+
+
+def _files(data: DataConfig) -> list[Path]:
+    path = Path(data.source)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return []
+    if (splits := path / "dataset_dict.json").is_file():  # of datasets' save_to_disk
+        names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+        if data.split not in names:
+            hint = did_you_mean(data.split, names)
+            raise DataError(f"'{path}' has no split {data.split}.{hint} It has {', '.join(names)}.")
+        path /= data.split
+    saved = (path / "state.json").is_file()  # beside it, datasets keeps caches
+    files = sorted(
+        file
+        for file in path.rglob("data-*.arrow" if saved else "*")
+        if file.is_file() and _suffix(file) in _BUILDERS and file.name != "dataset_infos.json"
+    )
+    if any(_BUILDERS[_suffix(file)] != "text" for file in files):  # Markdown is about the data
+        files = [file for file in files if _suffix(file) != ".md"]
+    if any(_suffix(file) != ".md" for file in files):
+        files = [file for file in files if file.name != "README.md"]
+    if not files:
+        raise DataError(f"The folder '{path}' has no file with one of the endings {_ENDINGS}.")
+    return files
+
+
+def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
+    try:
+        return _of_the_hub(data) if builder is None else _of_files(files, builder)
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # builders raise whatever their parser raises
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        lines = filter(str.strip, str(cause).splitlines())
+        reason = next(lines, type(cause).__name__)
+        if isinstance(cause, StopIteration):
+            reason = "it has no rows"
+        raise DataError(f"datasets could not read '{data.source}': {reason}") from None
+
+
+def _of_files(files: list[Path], builder: str) -> Dataset:
+    """Return the rows of files, in a temporary file that has lost its name.
+
+    Not in the cache of datasets: it goes by the name and time of a file, which may both stay when
+    the text changes, and it needs a home to write to.
+    """
+    with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
+        plain = [_unpacked(file, Path(folder) / f"{i}-{file.stem}") for i, file in enumerate(files)]
+        for file in plain if builder == "json" else ():
+            _refuse_nulls(file)
+        verbosity = datasets.logging.get_verbosity()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all
+        try:
+            parts = []
+            for separator, group in groupby(plain, _separator):
+                options = {} if separator is None else {"sep": separator}
+                names = [glob.escape(str(file)) for file in group]  # datasets expands patterns
+                cache = str(Path(folder) / "cache")
+                parts.append(
+                    datasets.load_dataset(
+                        builder, data_files=names, split="train", cache_dir=cache, **options
+                    )
+                )
+            return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        finally:
+            datasets.logging.set_verbosity(verbosity)
+
+
+def _unpacked(file: Path, target: Path) -> Path:
+    if file.suffix != ".gz":
+        return file
+    with target.open("wb") as stream:
+        stream.writelines(_byte_pieces(file))
+    return target
+
+
+def _refuse_nulls(file: Path) -> None:
+    """Refuse JSON with a row that is null, as jq writes it: pyarrow can die of one."""
+    with file.open("rb") as stream:
+        lines = iter(lambda: stream.readline(_PIECE), b"")
+        rows = filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines))
+        for number, row in enumerate(rows):
+            if number == 0 and row.startswith(b"["):
+                return  # one value, whose lines are no rows
+            if row == b"null" or row.startswith(b"null "):
+                raise DataError(f"'{file}' has a row that is null. Leave it out.")
+
+
+def _separator(file: Path) -> str | None:
+    """Return the separator of a CSV or TSV file, by its first row; None for other files."""
+    if file.suffix.lower() != ".csv":
+        return "\t" if file.suffix.lower() == ".tsv" else None
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        first = re.sub('"[^"]*"', "", stream.readline(_MOST_NAMES))
+    return max(",;\t|", key=first.count)  # the comma, where there is none
+
+
+def _of_the_hub(data: DataConfig) -> Dataset:
+    path, _, name = data.source.partition(":")
+    try:
+        with hub.asked_once(path):
+            return datasets.load_dataset(path, name or None, split=data.split)
+    except MemoryError:
+        raise
+    except Exception:  # of whichever client this version of datasets has
+        if not hub.may_be_id(path) or (why_not := hub.why_not()) is None:
+            raise
+        raise DataError(
+            f"'{data.source}' is no file, folder or cached data set of the hub ({why_not})."
+        ) from None

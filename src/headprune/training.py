@@ -1,0 +1,366 @@
+"""Training by transformers.Trainer, with its checkpoints: settings, history, resume.
+
+OUT-checkpoints/   beside the output until that is complete
+  config.yaml      settings of the run; without it there is no run
+  checkpoints/     checkpoint-N of Trainer; trainer_state.json, with the history, comes last
+
+Two things Trainer does not hold, and they are ours. It saves whole models: here a checkpoint has
+the trained tensors alone, so that those of the gates of a 7B model take kilobytes. And it refuses
+to save the optimiser of a model in shards: here every process saves its part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import patch_environment
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback
+
+from headprune import devices, processes
+from headprune.errors import CheckpointError, HeadpruneError, Interrupted, TrainingError
+from headprune.io.streaming import bytes_of, header
+from headprune.io.writing import write_whole
+from headprune.model.losses import LossModule
+from headprune.model.placement import is_sharded
+from headprune.resuming import HISTORY, STATE, Run, unwritable
+from headprune.tensors.shards import own_part, split_as, whole
+
+WEIGHTS, OPTIMIZER, SCHEDULER = "model.safetensors", "optimizer-{}.pt", "scheduler.pt"
+_DAMAGE = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, LookupError, ValueError)
+
+
+def training_arguments(
+    run: Run, steps: int, batch_size: int, seed: int, save_every: int | None, **settings: Any
+) -> TrainingArguments:
+    """Return settings of Trainer: checkpoints of the run, no output, one device a process.
+
+    Raises:
+        HeadpruneError: If the processes cannot share the batch.
+    """
+    device, alone = devices.chosen(), processes.count() == 1
+    # accelerate would take the first GPU; each of several processes has its own
+    with patch_environment(accelerate_torch_device=device) if alone else nullcontext():
+        arguments = TrainingArguments(
+            output_dir=str(run.checkpoints),
+            max_steps=steps,
+            per_device_train_batch_size=processes.share_of(batch_size),
+            seed=seed,
+            save_strategy="steps",
+            save_only_model=True,  # the condition for shards; lifted in ResumableTrainer
+            save_steps=save_every or max(1, steps // 10),
+            save_total_limit=2,
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=device.type == "cuda",
+            ddp_timeout=processes.PATIENCE_S,
+            use_cpu=device.type == "cpu",
+            **settings,
+        )
+    if alone:
+        arguments.__dict__["_setup_devices"] = device
+    # DataParallel would copy the model away from its hooks
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
+
+
+class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
+    """Trainer whose checkpoints hold the trained tensors, also of a model in shards.
+
+    Args:
+        model: What is trained.
+        remedies: Advice where a number is not finite: if nothing was trained yet, and else.
+
+    Attributes:
+        last_loss: Loss of the last step.
+        before: Held-out loss before training; a checkpoint has to be better to be the best.
+    """
+
+    def __init__(self, model: LossModule, remedies: tuple[str, str], **kwargs: Any) -> None:
+        super().__init__(model=model, **kwargs)
+        self.args.save_only_model = False
+        self.remove_callback(PrinterCallback)
+        self.remedies = remedies
+        self.last_loss = self.before = math.nan
+
+    def held_out(self) -> float | None:
+        """Return the loss on held-out rows; None where a training has none."""
+        return None
+
+    def resume(self, checkpoint: Path) -> None:
+        """Train the steps after a checkpoint."""
+        state = TrainerState.load_from_json(str(checkpoint / STATE))
+        self.last_loss = [record["loss"] for record in state.log_history][-1]
+        if state.global_step < self.args.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:  # Trainer would make one step more
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = state
+
+    def take_best(self) -> int:
+        """Load the checkpoint with the best held-out loss; return its step, 0 if none is better."""
+        step: int = self.state.best_global_step or 0
+        if step:
+            self._load_from_checkpoint(f"{self.args.output_dir}/checkpoint-{step}")
+        return step
+
+    def write_history(self, folder: Path) -> Path:
+        """Write a record for each step, and return the file.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        records = [record for record in self.state.log_history if "loss" in record]
+        lines = (f"{json.dumps(record, sort_keys=True, allow_nan=False)}\n" for record in records)
+        write_whole(folder / HISTORY, "".join(lines))
+        return folder / HISTORY
+
+    def broken(self, what: str, trained: bool = True) -> TrainingError:
+        """Return the error of a number that is not finite at this step."""
+        step, steps = self.state.global_step, self.args.max_steps
+        remedy = self.remedies[trained]
+        return TrainingError(f"Training broke down: {what} step {step} of {steps}. {remedy}")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        step = self.state.global_step
+        try:
+            # an interrupted run must choose among the same checkpoints as an unbroken one
+            if step % self.args.save_steps == 0 or step == self.args.max_steps:
+                self._judge()
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            # torch.save makes a RuntimeError of a full disk
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+                raise
+            raise unwritable(Path(self.args.output_dir), error) from error
+
+    def _judge(self) -> None:
+        loss = self.held_out()
+        best = self.before if self.state.best_metric is None else self.state.best_metric
+        if loss is not None and loss < best:
+            self.state.best_metric, self.state.best_global_step = loss, self.state.global_step
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the trained tensors, one at a time where they are in shards."""
+        trained = self.model.trained_state()
+        bad = first_infinite({name: own_part(tensor) for name, tensor in trained.items()})
+        if bad := next(filter(None, processes.gathered(bad)), None):
+            raise self.broken(f"'{bad}' is not finite after")
+        text, order = header({name: (t.dtype, tuple(t.shape)) for name, t in trained.items()})
+        tensors = (whole(trained[name]).cpu() for name in order)
+        if processes.is_main():
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / WEIGHTS).open("wb") as file:
+                file.write(text)
+                for tensor in tensors:
+                    file.write(bytes_of(tensor).numpy().data)
+        for _ in tensors:  # other processes send their parts
+            pass
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_sharded(self.model.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        folder, state = Path(output_dir), self.optimizer.state_dict()
+        folder.mkdir(parents=True, exist_ok=True)
+        state["state"] = {
+            index: {name: own_part(moment) for name, moment in moments.items()}
+            for index, moments in state["state"].items()
+        }
+        torch.save(state, folder / OPTIMIZER.format(processes.rank()))
+        if processes.is_main():
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        processes.gathered(None)  # trainer_state.json follows, and says that all is there
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        file, trained = Path(resume_from_checkpoint, WEIGHTS), self.model.trained_state()
+        with _readable(file.parent), safe_open(file, framework="pt") as stored, torch.no_grad():
+            if unknown := trained.keys() ^ set(stored.keys()):
+                raise ValueError(f"'{min(unknown)}' is on one side only")
+            for name, tensor in trained.items():
+                tensor.copy_(split_as(stored.get_tensor(name), tensor))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with _readable(Path(checkpoint)):
+            if not is_sharded(self.model.model):
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            assert self.optimizer is not None
+            assert self.lr_scheduler is not None
+            name = OPTIMIZER.format(processes.rank())
+            state, schedule = (
+                torch.load(Path(checkpoint, file), map_location="cpu", weights_only=True)
+                for file in (name, SCHEDULER)
+            )
+            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            for index, moments in state["state"].items():
+                for moment, tensor in moments.items():
+                    moments[moment] = _as_part_of(weights[index], tensor)
+            self.optimizer.load_state_dict(state)
+            self.lr_scheduler.load_state_dict(schedule)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with _readable(Path(checkpoint)):
+                super()._load_rng_state(checkpoint)
+
+
+def _as_part_of(weight: Tensor, moment: Tensor) -> Tensor:
+    """Return the moment of a weight in shards, of which this process has its part."""
+    if not isinstance(weight, DTensor) or not moment.dim():
+        return moment
+    part = moment.to(weight.to_local().device)
+    place = weight.device_mesh, weight.placements
+    return DTensor.from_local(part, *place, shape=weight.shape, stride=weight.stride())
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Turn what goes wrong while a checkpoint is read into a sentence."""
+    try:
+        yield
+    except _DAMAGE as error:
+        raise CheckpointError(
+            f"'{checkpoint}' is damaged, or of another training: {str(error).splitlines()[0]}. "
+            "Remove it to resume from the one before, or start anew with --overwrite."
+        ) from error
+
+
+def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the first name of a tensor with a NaN or an infinity."""
+    floating = ((name, t) for name, t in tensors.items() if t.is_floating_point())
+    return next((name for name, tensor in floating if not bool(tensor.isfinite().all())), None)
+
+
+class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Keep a record of every step, report it, and stop on request.
+
+    All processes keep the same record and stop at the same step.
+
+    Args:
+        trainer: The trainer it serves.
+        step: Called with steps done, steps in all, and the numbers of the last.
+        should_stop: True ends the training after a checkpoint.
+    """
+
+    def __init__(
+        self, trainer: ResumableTrainer, step: Callable[..., None], should_stop: Callable[[], bool]
+    ) -> None:
+        self.trainer = trainer
+        self.step = step
+        self.should_stop = should_stop
+        self.interrupted = False
+
+    def record(self, state: TrainerState) -> dict[str, Any]:
+        """Return what the history keeps of the step."""
+        return {"step": state.global_step, "steps": state.max_steps, "loss": self.trainer.last_loss}
+
+    def numbers(self, record: Mapping[str, Any]) -> str:
+        """Return what a progress bar shows of it."""
+        return f"loss {record['loss']:.4f}"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the draws of processes differ; Trainer gave all the same seed."""
+        if not processes.is_main() and not state.global_step:
+            torch.manual_seed(args.seed + processes.rank())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the step.
+
+        Raises:
+            TrainingError: If a number is not finite.
+        """
+        (self.trainer.last_loss,) = processes.mean([self.trainer.last_loss])
+        if not math.isfinite(self.trainer.last_loss):
+            trained = state.global_step > 1
+            raise self.trainer.broken(f"the loss is {self.trainer.last_loss} at", trained)
+        record = self.record(state)
+        state.log_history.append(record)
+        if processes.is_main():
+            self.step(state.global_step, state.max_steps, self.numbers(record))
+        (stop,) = processes.mean([float(self.should_stop())])
+        if stop:
+            self.interrupted = control.should_save = control.should_training_stop = True
+
+
+def train(
+    trainer: ResumableTrainer, run: Run, callback: HistoryCallback, resume: bool, again: str
+) -> None:
+    """Train to the last step.
+
+    Args:
+        trainer: The trainer, new.
+        run: Holds the checkpoints.
+        callback: Keeps the history.
+        resume: Start from the newest checkpoint, if there is one.
+        again: How a user resumes.
+
+    Raises:
+        CheckpointError: If a checkpoint can be neither written nor read.
+        Interrupted: After Ctrl-C; a checkpoint has been written.
+        TrainingError: If a number is not finite.
+    """
+    trainer.add_callback(callback)
+    checkpoint = processes.on_main(run.newest) if resume else None
+    try:
+        trainer.train() if checkpoint is None else trainer.resume(checkpoint)
+    except RuntimeError as error:
+        if not processes.lost(error):
+            raise
+        raise HeadpruneError(
+            f"Another of the {processes.count()} processes ended. {again}"
+        ) from error
+    if callback.interrupted:
+        raise Interrupted(
+            f"Stopped after step {trainer.state.global_step} of {trainer.args.max_steps}; a "
+            f"checkpoint is in '{run.folder}'. {again}"
+        )
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """Set an event on the first Ctrl-C; a second one ends the training at once."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def handler(signum: int, frame: Any) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,1 +1,0 @@
-"""Training: the loop that gates and distillation share, with checkpoints to resume from."""

@@ -1,0 +1,157 @@
+"""A command opens its model once; an edit is tried and written without a second look at it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import headprune
+from headprune.compression.compress import compress
+from headprune.config import (
+    CalibrationConfig,
+    CompressConfig,
+    ConvertConfig,
+    DataConfig,
+    ScoreConfig,
+)
+from headprune.evidence.score import score
+from headprune.exporting import write as writing
+from headprune.exporting.convert_gqa import convert_gqa
+from headprune.exporting.prune import prune
+from headprune.model import loading, stored
+from headprune.model.open import Model, open_model
+from headprune.planning.from_evidence import CutRequest
+from headprune.surgery.edit import Edit, collecting, sketch, trying
+from tests import tiny
+from tests.cutting import uneven_plan
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    (tmp_path / "text.txt").write_text("\n\n".join(tiny.text(60, i) for i in range(60)))
+    return DataConfig(source=str(tmp_path / "text.txt"))
+
+
+@pytest.fixture
+def calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Reads of the original and of results, counted by their kind."""
+    counts: Counter[str] = Counter()
+
+    def counted(module: Any, name: str, kind: str, place: Callable[..., Any]) -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            whose = (
+                "original" if Path(str(place(*args, **kwargs))).is_relative_to(folder) else "result"
+            )
+            counts[f"{kind} of the {whose}"] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(AutoConfig, "from_pretrained", "config", lambda place, **_: place)
+    counted(stored, "tensors_in", "headers", lambda file: file)
+    counted(Model, "weighted", "weights", lambda model: model.source)
+    counted(loading, "widening", "widened", lambda _, place, *__: place)
+    return counts
+
+
+ONCE = {"config of the original": 1, "headers of the original": 1, "weights of the original": 1}
+PROOF = {"weights of the result": 1}
+
+
+def seen(calls: Counter[str]) -> dict[str, int]:
+    """All reads of the original, and the weights of the result."""
+    return {kind: n for kind, n in calls.items() if "original" in kind or "weights" in kind}
+
+
+def test_prune_opens_its_model_once(
+    folder: Path, data: DataConfig, calls: Counter[str], tmp_path: Path
+) -> None:
+    plan = uneven_plan(headprune.from_pretrained(folder))
+    calls.clear()
+    prune(folder, tmp_path / "out", CutRequest(plan=plan))
+    assert seen(calls) == {**ONCE, **PROOF}
+    calls.clear()
+    scores = tmp_path / "scores"
+    score(folder, scores, ScoreConfig(criterion=("fisher",), seq_len=16), data)
+    assert calls == ONCE
+    calls.clear()
+    small = CalibrationConfig(seq_len=16)
+    prune(folder, tmp_path / "refit", CutRequest(scores=scores, keep=0.5), data, small)
+    assert seen(calls) == {**ONCE, **PROOF}
+
+
+def test_convert_gqa_opens_its_model_once(
+    folder: Path, data: DataConfig, calls: Counter[str], tmp_path: Path
+) -> None:
+    convert_gqa(folder, tmp_path / "out", ConvertConfig(kv_budget=0.6, seq_len=16), data)
+    assert seen(calls) == {**ONCE, **PROOF}
+
+
+def test_compress_opens_its_model_once_and_writes_one_folder(
+    folder: Path,
+    data: DataConfig,
+    calls: Counter[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[Path] = []
+    real = writing.write_shards
+
+    def noted(pieces: Any, where: Path, *others: Any) -> None:
+        written.append(where)
+        real(pieces, where, *others)
+
+    monkeypatch.setattr(writing, "write_shards", noted)
+    config = CompressConfig(keep=0.5, seq_len=16, calibration_tokens=512, held_out_tokens=256)
+    result = compress(str(folder), tmp_path / "out", config, {"text": data})
+    assert not isinstance(result, tuple) and len(written) == 1
+    assert seen(calls) == {**ONCE, **PROOF}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm", "t5"])
+def test_what_is_tried_is_what_is_written(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    place = tiny.save(tiny.model(case).to(dtype), tmp_path / "model")
+    model = open_model(place)
+    before = {name: weight.clone() for name, weight in model.net.state_dict().items()}
+    attentions = model.attentions
+    with collecting(model.net, attentions) as tensors, torch.no_grad():
+        for attention in attentions:
+            attention.output_projection.get_parameter("weight").mul_(0.5)
+    edit = Edit(uneven_plan(model.net), tensors)
+    inputs = writing.probes.probe_inputs(model.net)
+    with trying(model.net, edit):
+        tried = writing.probes.probe(model.net, inputs)
+    assert all(torch.equal(before[n], weight) for n, weight in model.net.state_dict().items())
+    sizes = sketch(model, edit).num_parameters()
+    changes = writing.Changes(writing_record())
+    written = writing.write(model, edit, tmp_path / "out", changes)
+    assert written.manifest.parameters[1] == sizes < written.manifest.parameters[0]
+    reloaded = headprune.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    gap = writing.equivalence.difference(tried, writing.probes.probe(reloaded, inputs))
+    assert gap < (
+        2e-5 if dtype is torch.float32 else 2e-2
+    )  # halved weights are rounded to bfloat16
+    without = open_model(place)
+    with trying(without.net, Edit(edit.plan)):
+        other = writing.probes.probe(without.net, inputs)
+    assert writing.equivalence.difference(tried, other) > 0.1
+
+
+def writing_record() -> Any:
+    from headprune.schemas.records import Evidence, Pruning
+
+    return Pruning(evidence=Evidence(kind="plan", id="0" * 64), trained_weights=False)
