@@ -40,6 +40,7 @@ from headprune.evaluation.recall import (
     repeated_losses,
     repeated_rows,
 )
+from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.report import (
     Difference,
     Metric,
@@ -253,14 +254,11 @@ def _labels(loaded: Loaded, net: PreTrainedModel, rows: Dataset) -> Floats:
 
 def _similarities(vectors: Floats, examples: Examples) -> dict[str, Floats]:
     """Return cosines and scores of scored pairs; nothing of other texts."""
-    if examples.labels is None or examples.width != 2:
+    if not are_pairs(examples):
         return {}
-    labels = examples.spread(len(vectors) // 2).labels
-    assert labels is not None
-    return {
-        "similarities": (vectors[0::2] * vectors[1::2]).sum(1),
-        "scores": _scores(labels),
-    }
+    labels = examples.spread(len(vectors) // 2).labels or ()
+    cosines = (vectors[0::2] * vectors[1::2]).sum(1)
+    return {"similarities": cosines, "scores": _scores(labels)}
 
 
 def _scores(labels: Sequence[str | float]) -> Floats:
