@@ -86,7 +86,7 @@ def test_what_is_chosen_fits_the_engine(
     model = saved(tmp_path, worthless=(0, 1))
     scores = scored(model)
     if by == "plan":
-        planned = headprune.plan(model, scores=scores, keep=12, targets=targets)
+        planned = headprune.prune(model, dry_run=True, scores=scores, keep=12, targets=targets)
         plan, share = planned.plan, planned.kept_of_free
         assert (share is None) == (not targets) and (share or 0) <= 1
     else:
@@ -102,7 +102,9 @@ def test_even_counts_divide_hidden_size(tmp_path: Path) -> None:
     asked = {"scores": scored(model), "keep": 19, "dry_run": True}
     found = headprune.prune(model, targets=["anywhere"], **asked)
     assert kept(found.plan) == [4, 4, 4, 4] and found.shape is Shape.NATIVE
-    planned = headprune.plan(model, scores=asked["scores"], keep=19, targets=["anywhere"])
+    planned = headprune.prune(
+        model, dry_run=True, scores=asked["scores"], keep=19, targets=["anywhere"]
+    )
     assert planned.plan == found.plan
 
 
@@ -110,12 +112,14 @@ def test_budgets_are_kept_to_evenly(tmp_path: Path) -> None:
     model = saved(tmp_path)
     scores, free = scored(model), headprune.inspect(model)
     most = int(0.85 * free.parameters)
-    made = headprune.plan(model, scores=scores, max_params=most, targets=["anywhere"])
+    made = headprune.prune(
+        model, dry_run=True, scores=scores, max_params=most, targets=["anywhere"]
+    )
     assert len(set(kept(made.plan))) == 1
     (spent,) = made.spent.values()
     assert spent[1] <= most
     with pytest.raises(PlanError, match="No plan with the same heads"):
-        headprune.plan(model, scores=scores, max_params=100, targets=["anywhere"])
+        headprune.prune(model, dry_run=True, scores=scores, max_params=100, targets=["anywhere"])
 
 
 @pytest.mark.parametrize(
