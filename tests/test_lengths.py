@@ -18,12 +18,10 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
-from headprune.data.batches import batches, calibration
+from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
-from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.lengths import most_tokens, usable_length
-from headprune.model.loading import load_tokenizer
 from tests import tiny
 
 LONGEST = 128  # of the tiny models
@@ -89,24 +87,16 @@ def test_training_cuts_sequences_with_a_word(
     model(ids)
 
 
-def test_calibration_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
-    model = tiny.model("gpt2")
-    folder, data = tiny.save(model, tmp_path / "model"), DataConfig(source=str(text_file))
+def test_calibration_cuts_sequences_with_a_word(text_file: Path) -> None:
+    net, of, data = tiny.model("gpt2"), tiny.tokenizer(), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        sample = calibration(model, load_tokenizer(folder), data, CalibrationConfig(), "score").fit
-    assert sample.whole()["input_ids"].shape[1] == LONGEST
+        text = calibration(net, of, data, CalibrationConfig(), "score")
+    assert text.fit.whole()["input_ids"].shape[1] == LONGEST
     few = CalibrationConfig(calibration_tokens=64)  # fewer than the model takes: nothing to warn of
-    assert calibration(model, load_tokenizer(folder), data, few, "score").fit.whole()[
-        "input_ids"
-    ].shape == (1, 64)
-
-
-def test_merging_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    data = DataConfig(source=str(text_file))
+    assert calibration(net, of, data, few, "score").fit.whole()["input_ids"].shape == (1, 64)
     config = ConvertConfig(kv_heads=1, merge="lowrank", calibration_tokens=640)
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        assert convert_gqa(folder, tmp_path / "out", config, data).calibration_tokens == 640
+        assert merge_calibration(net, of, data, config).fit.tokens == 640
 
 
 # settings that a record has only where they are used

@@ -21,7 +21,6 @@ from headprune import devices, placements, processes
 from headprune.config import (
     ConvertConfig,
     DataConfig,
-    Dtype,
     HealConfig,
     HealObjective,
     HealOptimizer,
@@ -37,7 +36,7 @@ from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model import sharding
-from headprune.model.open import load
+from headprune.model.open import open_model
 from headprune.model.sharding import refuse_to_shard
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
@@ -270,8 +269,10 @@ def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
     other = ends[1 - killed]
     assert other.returncode == 2, other.stderr
     assert not (folder / name).exists()
-    again = [word for word in long if killed or word != "--shard"]  # in shards or not
-    done = forked.together(2, *again, "--resume", folder=folder)
+    alone = [word for word in long if word != "--shard"]
+    done = forked.together(2, *alone, "--resume", folder=folder)
+    assert done.returncode == 2 and "shard: True then, False now" in " ".join(done.stderr.split())
+    done = forked.together(2, *long, "--resume", folder=folder)
     assert done.returncode == 0, done.stderr
     return " ".join(other.stderr.split())
 
@@ -298,7 +299,6 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
     def long(name: str) -> list[str]:
-        # the optimiser that shards take, as one of them goes on without
         how = (
             "--config",
             "optimizer=adamw",
@@ -325,21 +325,20 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
 
 def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -> None:
     tiny.save(tiny.model("qwen3_moe"), tmp_path)
-    net, _ = load(tmp_path, Dtype.AUTO, weights=False)
     with pytest.raises(HeadpruneError, match="is made of several tensors .* Leave out --shard"):
-        refuse_unmapped(net, tmp_path)
+        refuse_unmapped(open_model(tmp_path))
 
 
 def test_a_tied_weight_that_cannot_be_halved_is_refused(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    net, _ = load(folder / "tied", Dtype.AUTO, weights=False)
+    net = open_model(folder / "tied").skeleton
     monkeypatch.setenv("WORLD_SIZE", "2")
     refuse_uneven_ties(net, folder / "tied")
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(HeadpruneError, match="66 rows cannot be split evenly over 5 processes"):
         refuse_uneven_ties(net, folder / "tied")
-    untied, _ = load(folder / "untied", Dtype.AUTO, weights=False)
+    untied = open_model(folder / "untied").skeleton
     refuse_uneven_ties(untied, folder / "untied")
 
 

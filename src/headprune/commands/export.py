@@ -15,7 +15,7 @@ from headprune.errors import HeadpruneError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.exporting.export import Exported
+    from headprune.formats.export import Exported
 
 
 def _show(console: Console, result: Exported, values: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ def export(
     """Write a model for an engine (llama.cpp, vLLM), proven there or by reading it back."""
     if like is not None and to != "gguf":
         raise HeadpruneError("--like has no effect without --to gguf: give that, or leave it out.")
-    from headprune.exporting.export import export
+    from headprune.formats.export import export
 
     config = build(ExportConfig, to=to, out_dtype=out_dtype, like=like, prove=prove)
     return export(model, Path(output), config, overwrite, context)

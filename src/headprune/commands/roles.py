@@ -63,7 +63,7 @@ def roles(
 ) -> RolesRecord:
     """Say what every head does, such as induction, with controls and intervals."""
     from headprune.exporting.card import rewrite_card
-    from headprune.role.roles import roles
+    from headprune.role.measure import roles
     from headprune.schemas.manifest import read_manifest
 
     config = build(

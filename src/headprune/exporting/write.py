@@ -44,7 +44,7 @@ from headprune.schemas.manifest import (
     write_manifest,
 )
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Done, Merging, Pruning, Refit
+from headprune.schemas.records import Done, Merging, ModelChoice, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.edit import Edit, Tensors, replaced, written
 from headprune.surgery.streamed import cut_pieces
@@ -83,11 +83,13 @@ class Changes:
     Attributes:
         done: The kind of change.
         refit: The refit of W_O, if there was one.
+        choice: The candidates of ``compress``.
         history: The history file of a healing.
     """
 
     done: Done
     refit: Refit | None = None
+    choice: ModelChoice | None = None
     history: Path | None = None
 
 
@@ -385,6 +387,7 @@ def _finished(
         dtype=order.stored.names,
         done=changes.done,
         refit=changes.refit,
+        choice=changes.choice,
         **facts,
     )
     write_card(folder, order.output.name, order.plan, manifest)

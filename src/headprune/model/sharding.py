@@ -1,6 +1,6 @@
-"""A model split over the processes that were started, by FSDP2, as transformers loads it.
+"""A model split over processes by FSDP2, as transformers loads it.
 
-Every process reads and keeps its shard of every weight, and a layer is whole while it runs.
+Every process reads and keeps its shard of every weight; a layer is whole while it runs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SINCE = {"transformers": "5.19", "torch": "2.8"}
 
 
 def refuse_to_shard() -> None:
-    """Refuses to split models where that cannot work, before anything is loaded.
+    """Refuse to split models where that cannot work, before anything is loaded.
 
     Raises:
-        HeadpruneError: Saying what is missing.
+        HeadpruneError: Naming what is missing.
     """
     if processes.count() == 1:
         raise HeadpruneError(
@@ -48,7 +48,7 @@ def refuse_to_shard() -> None:
 
 
 def load_sharded(model: str | Path, **options: Any) -> PreTrainedModel:
-    """Loads the shards of this process.
+    """Load the shards of this process.
 
     Args:
         model: Folder or hub id.

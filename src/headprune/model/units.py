@@ -28,40 +28,21 @@ def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
 
 
 def modules_of(
-    attentions: Sequence[Attention], names: Sequence[str], unit: Unit, units: Sequence[int], of: str
+    attentions: Sequence[Attention], names: Sequence[str], evidence: str
 ) -> list[Attention]:
-    """The attention modules of a model that gates or scores are of.
-
-    Args:
-        attentions: All of them, in order.
-        names: Those that the gates or scores name.
-        unit: What one gate or score stands for.
-        units: How many there are of each module, or in all.
-        of: What they are, for messages: "scores".
+    """Return the attention modules of gates or scores, by path.
 
     Raises:
-        PlanError: If the model has not these modules in this order, or they have other units.
+        PlanError: If the model has no such module.
     """
     present = {attention.path: attention for attention in attentions}
     for name in names:
         if name not in present:
             raise PlanError(
-                f"The {of} are of '{name}', an attention module that this model does not have."
-                f"{did_you_mean(name, list(present))} Give the model they were made on."
+                f"The {evidence} are of '{name}', an attention module that this model does not "
+                f"have.{did_you_mean(name, list(present))} Give the model they were made on."
             )
-    chosen = [attention for attention in attentions if attention.path in set(names)]
-    if [attention.path for attention in chosen] != list(names):
-        raise PlanError(
-            f"The {of} name the attention modules in another order than the model has them: their "
-            "file is damaged. Get it again."
-        )
-    counts = [len(members(unit, attention.group_sizes)) for attention in chosen]
-    if list(units) not in (counts, [sum(counts)]):
-        raise PlanError(
-            f"The {of} are damaged: there are {sum(units)} for units of '{unit.value}', of which "
-            f"the model has {sum(counts)} in these modules. Get their folder again."
-        )
-    return chosen
+    return [present[name] for name in names]
 
 
 def refuse_target(target: float | int | None) -> None:
