@@ -25,6 +25,7 @@ from typing import Annotated
 
 import torch
 import typer
+from headprune.model.forward import eager_attention, run_model
 from rich.console import Console
 
 from headprune.config import DataConfig, Dtype, RolesConfig
@@ -32,7 +33,6 @@ from headprune.context import Context
 from headprune.data.read import read_examples
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
-from headprune.model.forward import eager_attention, run_model
 from headprune.model.loading import load_tokenizer
 from headprune.model.open import load
 from headprune.role.ablation import Out, rises

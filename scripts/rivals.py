@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from headprune.model.forward import run_model
+from headprune.model.streams import OneStream, Stream, in_sequence
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,10 +26,8 @@ from headprune.evidence.criteria import UnitEvidence
 from headprune.evidence.criteria.spec import columns
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import doubled, real_tokens, token_mask
-from headprune.model.forward import run_model
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.loading import task_of
-from headprune.model.streams import OneStream, Stream, in_sequence
 from headprune.planning.choice import equal_shares
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices

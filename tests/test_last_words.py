@@ -23,7 +23,7 @@ from headprune.evaluation.last_words import (
     rows_of,
 )
 from headprune.evaluation.samples import Samples
-from headprune.model.forward import logits_at
+from headprune.model.passes import logits_at
 from tests import tiny
 
 LETTERS = [f"{a}{b}{c}d" for a in "bcdf" for b in "aeio" for c in "lmnr"][: tiny.WORDS]

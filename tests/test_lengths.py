@@ -24,7 +24,7 @@ from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.sweep import sweep
 from headprune.exporting.convert_gqa import convert_gqa
-from headprune.model.lengths import most_tokens, usable_length
+from headprune.model.batch import most_tokens, usable_length
 from headprune.model.loading import load_tokenizer
 from tests import tiny
 

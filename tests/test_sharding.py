@@ -21,7 +21,6 @@ from headprune import devices, placements, processes
 from headprune.config import (
     ConvertConfig,
     DataConfig,
-    Dtype,
     HealConfig,
     HealObjective,
     HealOptimizer,
@@ -36,9 +35,9 @@ from headprune.errors import HeadpruneError
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
-from headprune.model import sharding
-from headprune.model.open import load
-from headprune.model.sharding import refuse_to_shard
+from headprune.model import placement
+from headprune.model.open import open_model
+from headprune.model.placement import refuse_to_shard
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
@@ -318,21 +317,20 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
 
 def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -> None:
     tiny.save(tiny.model("qwen3_moe"), tmp_path)
-    net, _ = load(tmp_path, Dtype.AUTO, weights=False)
     with pytest.raises(HeadpruneError, match="is made of several tensors .* Leave out --shard"):
-        refuse_unmapped(net, tmp_path)
+        refuse_unmapped(open_model(tmp_path))
 
 
 def test_a_tied_weight_that_cannot_be_halved_is_refused(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    net, _ = load(folder / "tied", Dtype.AUTO, weights=False)
+    net = open_model(folder / "tied").skeleton
     monkeypatch.setenv("WORLD_SIZE", "2")
     refuse_uneven_ties(net, folder / "tied")
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(HeadpruneError, match="66 rows cannot be split evenly over 5 processes"):
         refuse_uneven_ties(net, folder / "tied")
-    untied, _ = load(folder / "untied", Dtype.AUTO, weights=False)
+    untied = open_model(folder / "untied").skeleton
     refuse_uneven_ties(untied, folder / "untied")
 
 
@@ -350,10 +348,10 @@ def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder
         with pytest.raises(HeadpruneError, match="--train lora adds others. Use --train attention"):
             heal(folder / "gqa", folder / "model", text, folder / "moved", adapted)
         with monkeypatch.context() as patch:
-            patch.setattr(sharding.transformers, "__version__", "5.18.1")
+            patch.setattr(placement.transformers, "__version__", "5.18.1")
             with pytest.raises(HeadpruneError, match=r"needs transformers 5.19, and 5.18.1 is"):
                 refuse_to_shard()
-            patch.setattr(sharding.transformers, "__version__", "5.19.0.dev0")
+            patch.setattr(placement.transformers, "__version__", "5.19.0.dev0")
             refuse_to_shard()
         gpu = torch.device("cuda")
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)

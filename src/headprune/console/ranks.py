@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.console.tables import folded, module_table
-from headprune.model.head_names import layer_names
+from headprune.model.attention import layer_names
 
 if TYPE_CHECKING:
     from headprune.model.inspection import Inspection

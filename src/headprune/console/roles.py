@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from headprune.console.tables import module_table, narrow, table
-from headprune.model.head_names import layer_names
+from headprune.model.attention import layer_names
 
 if TYPE_CHECKING:
     from headprune.schemas.roles import HeadRoles, ModuleRoles, RoleHead, RoleScore, RolesRecord

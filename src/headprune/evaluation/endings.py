@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.quality import Progress
-from headprune.model.forward import logits_at
+from headprune.model.passes import logits_at
 
 
 @dataclass(frozen=True)

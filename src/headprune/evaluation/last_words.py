@@ -29,7 +29,7 @@ from headprune.data.tokens import around
 from headprune.evaluation.endings import Ending, ending_of, endings_predicted
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.quality import Progress
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import most_tokens
 
 LAST_WORDS = ("last_word_hits", "seen_last_words", "seen_last_word_hits")
 

@@ -37,7 +37,7 @@ from headprune.io.figures import Series, curve, pareto, save
 from headprune.io.outputs import Input, claimed, whole_folder
 from headprune.io.parsing import read_as, read_yaml
 from headprune.io.writing import reserved, write_whole, write_yaml
-from headprune.model.lengths import usable_length
+from headprune.model.batch import usable_length
 from headprune.model.loading import load_tokenizer, task_of
 from headprune.model.open import load
 from headprune.planning.from_evidence import CutRequest

@@ -22,10 +22,10 @@ from headprune.evidence.criteria import Activations, Need, UnitEvidence
 from headprune.evidence.criteria.spec import first_not_finite
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.forward import eager_attention, run_model
 from headprune.model.gating import apply_gate
 from headprune.model.heads import read_output
 from headprune.model.loading import task_of
+from headprune.model.passes import eager_attention, run_model
 from headprune.model.residency import recomputing
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32

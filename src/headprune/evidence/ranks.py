@@ -27,10 +27,10 @@ from headprune.data.text import Text
 from headprune.errors import FamilyError
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.forward import run_model
 from headprune.model.heads import output_rows, read_output
 from headprune.model.loading import load_tokenizer
-from headprune.model.open import load
+from headprune.model.open import open_model
+from headprune.model.passes import run_model
 from headprune.model.refusals import refuse_without_text
 from headprune.runtime.modeling_headprune import Attention, input_dim, width
 from headprune.schemas.ranks import SHARES, HeadRanks, ModuleRanks, Ranks, Widths
@@ -53,7 +53,7 @@ def ranks(model: str, data: DataConfig, config: RanksConfig, context: Context) -
     refuse_missing_file(data.source)
     tokenizer = load_tokenizer(model, trust_remote_code=context.allowed.trust_remote_code)
     context.stage(f"loading '{model}'")
-    net, _ = load(model, config.dtype, context.allowed)
+    net = open_model(model, config.dtype, context.allowed).net
     refuse_without_text(net, "ranks")
     taken = config.part(CalibrationConfig)
     rows, collate, _ = batches(Objective.DISTILL, net, tokenizer, data, taken)

@@ -23,11 +23,10 @@ from headprune.evidence.losses import losses_without
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import real_tokens, token_mask
-from headprune.model.fitting import fitted_gates
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
-from headprune.model.streams import RunsTwice, in_sequence
-from headprune.model.units import default_unit, leaves_ragged
+from headprune.model.passes import RunsTwice, in_sequence
+from headprune.model.units import default_unit, fitted_gates, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import utc_now, versions

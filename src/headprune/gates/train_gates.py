@@ -46,14 +46,14 @@ from headprune.gates.trainer import (
 )
 from headprune.io.outputs import whole_folder
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
+from headprune.model.batch import most_tokens
 from headprune.model.embedding import head_of
 from headprune.model.gating import gated
-from headprune.model.lengths import most_tokens
 from headprune.model.loading import CLASSIFIERS, load_tokenizer, task_of
 from headprune.model.losses import OWN_SHARE, recompute_activations
 from headprune.model.open import load
+from headprune.model.placement import refuse_to_shard
 from headprune.model.refusals import refuse_without_text
-from headprune.model.sharding import refuse_to_shard
 from headprune.model.units import (
     default_unit,
     head_budget,

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headprune.model.batch import Batch
+from headprune.model.batch import Batch, Task
 from headprune.model.embedding import Head, tokens_seen
-from headprune.model.loading import Task
 from headprune.model.placement import is_sharded
 
 OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both; the most
@@ -32,15 +31,16 @@ _OTHER_LOGITS = (
 
 
 def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
-    """Return how far a model's outputs are from another's, averaged over real tokens.
+    """Return the divergence of a model's outputs from another's, averaged over real tokens.
+
+    Squared error for regression, KL for classes, one KL per label for multi-label, and the relative
+    error of the last hidden states, at the pooled positions, for a model without a head.
 
     Args:
         got: The outputs of the model.
-        wanted: Those of the model to match.
-        batch: What both were given.
-        head: What the outputs are for. Numbers are compared by their squared error, classes by
-            KL, labels that do not exclude each other by a KL each, and the last hidden states of
-            a model without a head by their relative error where its embedding looks at them.
+        wanted: The outputs to match.
+        batch: The inputs of both.
+        head: The task of both.
     """
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     if "decoder_input_ids" in batch:  # then the logits are those of the target
@@ -80,15 +80,15 @@ def _binary_kl(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def own_share(before: float) -> float:
-    """Share of a language model's own loss where it begins ``before`` nats from the original.
+    """Return the share of a language model's own loss, ``before`` nats from the original.
 
-    What is near the original has little to catch up on, and would learn the text beside.
+    A model near the original has little to regain, and would learn the text instead.
     """
     return min(OWN_SHARE, before)
 
 
 def blended(got: Any, wanted: Any, batch: Batch, head: Head, own: float) -> Tensor:
-    """The divergence of a model's outputs from another's, a share of it replaced by its own loss.
+    """Return the divergence, with a share of it replaced by the model's own loss.
 
     As in Hinton et al. 2015 (arXiv:1503.02531, section 2), at a temperature of 1.
     """
@@ -101,7 +101,7 @@ def kl_divergence(
     target: Float[Tensor, "batch length classes"],
     mask: Tensor,
 ) -> Float[Tensor, ""]:
-    """KL(target || logits) in nats, averaged over the positions where ``mask`` is not 0."""
+    """Return KL(target || logits) in nats, averaged over positions with ``mask`` not 0."""
     log_p = F.log_softmax(target.float(), dim=-1)
     log_q = F.log_softmax(logits.float(), dim=-1)
     per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
@@ -114,7 +114,7 @@ def relative_error(
     target: Float[Tensor, "batch length hidden"],
     mask: Tensor,
 ) -> Float[Tensor, ""]:
-    """Squared error over squared norm of the target, over the positions where ``mask`` is not 0."""
+    """Return squared error over squared norm of the target, at positions with ``mask`` not 0."""
     weight = mask[..., None].to(states.device, torch.float32)
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import FamilyError
 from headprune.model.batch import Batch, token_mask
-from headprune.model.forward import eager_attention, run_model
+from headprune.model.passes import eager_attention, run_model
 from headprune.role.contribution import Contributions
 from headprune.role.inputs import Input
 from headprune.role.spec import Attended, Counted, Hidden, Parsed, Role

@@ -14,7 +14,7 @@ from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.endings import endings_predicted
 from headprune.evaluation.needle import Needle, needles
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import most_tokens
 from headprune.model.loading import task_of, vocabulary_of
 from headprune.role.inputs import Input
 from headprune.role.spec import Hidden

@@ -16,8 +16,7 @@ from headprune.data.batches import batches
 from headprune.data.text import Text
 from headprune.data.tokens import around
 from headprune.errors import DataError
-from headprune.model.batch import Batch
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import Batch, most_tokens
 from headprune.model.loading import task_of
 from headprune.role.spec import Hidden, Parsed
 

@@ -15,8 +15,7 @@ from headprune.config import RolesConfig
 from headprune.data.text import evenly
 from headprune.data.trees import Tree, belonging, read_trees
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.model.batch import Batch
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import Batch, most_tokens
 from headprune.role.collection import Tallies, Watched
 from headprune.role.inputs import Input
 from headprune.role.spec import Parsed

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune.model.forward import run_model
 from headprune.model.heads import output_rows, read_output
 from headprune.model.loading import task_of
+from headprune.model.passes import run_model
 from headprune.model.residency import present
 from headprune.role.inputs import Input
 from headprune.runtime.modeling_headprune import Attention
