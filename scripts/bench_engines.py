@@ -25,22 +25,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import headprune
+import llama_cpp_graph
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.read import read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.engines.model import open_exported, run_by_engine
-from headprune.engines.spec import MODEL
 from headprune.evaluation.evaluate import run as evaluated
 from headprune.evaluation.loaded import load
 from headprune.evaluation.report import Report
+from headprune.exporting.source import built
+from headprune.formats import onnx, openvino
+from headprune.formats.run import MODEL, open_graphs, run_by_engine
 from headprune.model.attention import attention_of, identity
 from headprune.model.cost import model_cost
-from headprune.model.loading import load_config, load_tokenizer, native_of
-from headprune.model.skeleton import without_weights
+from headprune.model.loading import load_config, load_tokenizer
 from headprune.model.units import default_unit
-from headprune.runtime.modeling_headprune import pruned_class
 from headprune.schemas.plan import AttentionPlan, Plan
-from llama_cpp_graph import LlamaCppGraph
 
 FORMATS = {"onnxruntime": "onnx", "openvino": "openvino"}
 GREEDY, CONTEXT = 64, 2048
@@ -128,13 +127,16 @@ def per_second(report: Report, name: str) -> list[str]:
     return [f"{rate:,.0f}", f"{rate / base:.2f}"]
 
 
+def open_exported(folder: Path, engine: str) -> PreTrainedModel:
+    """Load an exported model into an engine, to be called as its class in transformers is."""
+    form = {"onnxruntime": onnx, "openvino": openvino}[engine]
+    return run_by_engine(built(load_config(folder)), open_graphs(folder, form.FILE, form.load))
+
+
 def in_llama_cpp(folder: Path) -> PreTrainedModel:
     """A GGUF file that is called as its class in transformers is."""
-    config = load_config(folder)
-    native = native_of(config)
-    cls = native if getattr(config, "headprune", None) is None else pruned_class(native)
-    graph = LlamaCppGraph(folder / "model.gguf")
-    return run_by_engine(without_weights(cls, config), {MODEL: graph})
+    graph = llama_cpp_graph.load(folder / "model.gguf")
+    return run_by_engine(built(load_config(folder)), {MODEL: graph})
 
 
 def measured_as(
@@ -308,9 +310,11 @@ def llama_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[str
         with torch.no_grad():
             wanted = headprune.from_pretrained(folder, dtype=torch.float32)(input_ids=probe).logits
         found = in_llama_cpp(place)(input_ids=probe).logits
-        graph = LlamaCppGraph(place / "model.gguf")
+        file = place / "model.gguf"
         ids = torch.randint(0, 49_152, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
-        once = min((graph.times(ids, 32) for _ in range(2)), key=lambda one: one.decode)
+        once = min(
+            (llama_cpp_graph.times(file, ids, 32) for _ in range(2)), key=lambda one: one.decode
+        )
         cost = model_cost(in_llama_cpp(place))
         predicted = cost.kv_heads * 2 * 64 * 2  # K and V of 64 numbers in float16
         rate, read = 32 / once.decode, 4 * cost.parameters + CONTEXT * predicted

@@ -35,10 +35,9 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.loading import load_tokenizer
 from headprune.model.open import load
-from headprune.role.ablation import Out, rises
-from headprune.role.effects import head_means
+from headprune.role.ablation import Out, head_means, rises
 from headprune.role.inputs import loss_batches, text_input
-from headprune.role.roles import roles
+from headprune.role.measure import roles
 from headprune.schemas.roles import RolesRecord
 
 console = Console()

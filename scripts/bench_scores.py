@@ -44,9 +44,9 @@ from headprune.data.sequences import tokenized_rows
 from headprune.data.text import Sequences
 from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
-from headprune.evidence.collection import collect
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import gather, needs_of, scores_of
+from headprune.evidence.statistics import collect
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.data.text import Sequences
-from headprune.evidence.criteria import UnitEvidence
-from headprune.evidence.criteria.spec import columns
+from headprune.evidence.criteria import columns
 from headprune.evidence.losses import example_losses
+from headprune.evidence.statistics import Statistics
 from headprune.model.batch import doubled, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.loading import task_of
@@ -55,7 +55,7 @@ class Rival:
 
 Gates = list[Tensor]
 Compensate = Callable[
-    [PreTrainedModel, Sequence[Attention], Gates, Sequences, Sequence[UnitEvidence]],
+    [PreTrainedModel, Sequence[Attention], Gates, Sequences, Sequence[Statistics]],
     tuple[Gates, AbstractContextManager[Any]],
 ]
 
@@ -112,12 +112,11 @@ def mean_for_gone(
     attentions: Sequence[Attention],
     gates: Gates,
     examples: Sequences,
-    evidence: Sequence[UnitEvidence],
+    evidence: Sequence[Statistics],
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """FLAP's bias compensation: what a removed head gives in the mean is added as a bias."""
     handles = []
     for attention, gate, seen in zip(attentions, gates, evidence, strict=True):
-        assert seen.activations is not None
         mean = (seen.activations.sums / max(seen.activations.tokens, 1)).float()
         heads, _ = read_output(attention)
         bias = torch.einsum("hod,hd,h->o", heads, mean, (gate == 0).float())
@@ -134,7 +133,7 @@ def tuned_masks(
     attentions: Sequence[Attention],
     gates: Gates,
     examples: Sequences,
-    evidence: Sequence[UnitEvidence],
+    evidence: Sequence[Statistics],
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """Kwon et al.'s mask tuning: one factor per kept head, least squares, layer after layer."""
     batch = examples.whole()

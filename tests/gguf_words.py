@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from headprune.exporting.llama_cpp.tokenizer import RULES
+from headprune.formats.gguf_tokenizer import RULES
 from tests.tiny import SPECIAL
 
 SIZE = 310  # of the embeddings of a model that takes them

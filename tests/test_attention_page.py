@@ -263,7 +263,7 @@ def test_a_module_that_attends_to_other_places_is_named(
 ) -> None:
     place = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     monkeypatch.setattr(
-        "headprune.role.collection._weights", lambda outputs, attention: torch.ones(1, 6, 3, 3)
+        "headprune.role.watch._weights", lambda outputs, attention: torch.ones(1, 6, 3, 3)
     )
     with pytest.raises(FamilyError, match=r"'model.layers.0.self_attn' attends to other places"):
         read_sentence(place, TEXT)

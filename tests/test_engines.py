@@ -1,23 +1,21 @@
-"""Models as graphs, and what runs them instead of torch."""
+"""export --to onnx and openvino: models as graphs, and the engines that run them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import headprune
 from headprune import packages
-from headprune.engines.model import open_exported, run_by_engine
-from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.exporting.formats.graph import prove, write_graphs
-from headprune.exporting.graphs import Graph, graphs_of
+from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.exporting.source import open_source
+from headprune.formats.export import FORMATS
+from headprune.formats.graphs import Graph, compare, graphs_of, write_graphs
+from headprune.formats.run import LoadedGraph, run_by_engine
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.skeleton import without_weights
 from headprune.proof.equivalence import difference
@@ -30,20 +28,19 @@ ENGINES = {"onnx": "onnxruntime", "openvino": "openvino"}
 CASES = ("llama-gqa", "gpt2", "gemma2", "opt", "bert-mlm", "bert-base", "distilbert", "t5", "bart")
 
 
-class InTorch:
-    """A graph that nothing was made of yet."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.inputs = {
-            name: tuple(None if i in graph.dims[name] else size for i, size in enumerate(one.shape))
-            for name, one in graph.inputs.items()
-        }
+def in_torch(graph: Graph) -> LoadedGraph:
+    """A graph before an exporter takes it."""
 
     @torch.no_grad()
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        given = (inputs[name] for name in self.graph.inputs)
-        return dict(zip(self.graph.outputs, self.graph.module(*given), strict=True))
+    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results = graph.module(*(inputs[name] for name in graph.inputs))
+        return dict(zip(graph.module.outputs, results, strict=True))
+
+    shapes = {
+        name: tuple(None if i in graph.dims[name] else size for i, size in enumerate(one.shape))
+        for name, one in graph.inputs.items()
+    }
+    return LoadedGraph(shapes, run)
 
 
 def cut(case: str, *empty: int) -> torch.nn.Module:
@@ -53,11 +50,10 @@ def cut(case: str, *empty: int) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("case", tiny.present(*CASES))
-def test_graphs_compute_what_the_model_does(case: str) -> None:
+def test_graphs_compute_as_the_model_does(case: str) -> None:
     model = cut(case, 0, 2)
-    graphs = graphs_of(model)
-    loaded = {graph.name: InTorch(graph) for graph in graphs}
-    net = run_by_engine(without_weights(type(model), model.config), loaded)
+    graphs = {graph.name: in_torch(graph) for graph in graphs_of(model)}
+    net = run_by_engine(without_weights(type(model), model.config), graphs)
     inputs = probe_inputs(model)
     wanted = probe(model, inputs)
     assert difference(wanted, probe(net, inputs)) < 2e-6
@@ -70,14 +66,14 @@ def test_a_cache_is_named_as_optimum_does_and_has_each_layers_size() -> None:
     (graph,) = graphs_of(cut("llama-gqa", 0))
     names = [f"past_key_values.{i}.{part}" for i in (1, 2, 3) for part in ("key", "value")]
     assert list(graph.inputs) == ["input_ids", "attention_mask", "position_ids", *names]
-    assert graph.outputs == ["logits", *(n.replace("past_key_values", "present") for n in names)]
+    presents = [name.replace("past_key_values", "present") for name in names]
+    assert graph.module.outputs == ["logits", *presents]
     assert [graph.inputs[name].shape[1] for name in names[::2]] == [1, 1, 1]
     (whole,) = graphs_of(tiny.model("llama-gqa"))
     assert whole.inputs["past_key_values.0.key"].shape[1] == 3
 
 
 def engine(form: str) -> pytest.ParameterSet:
-    """A format that is tested where its engine is installed."""
     name = ENGINES[form]
     why = f"the engine {name} is not installed: pip install '.[{form}]'"
     return pytest.param(form, marks=pytest.mark.skipif(find_spec(name) is None, reason=why))
@@ -91,25 +87,26 @@ def test_a_cut_decoder_is_proven_in_its_engine(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a layer without heads; the proof fails on weights that were changed."""
+    """With a layer without heads; the proof fails on changed weights."""
     monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
     model = cut("llama-gqa", 1)
     folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
-    code, said, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
+    code, shown, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
     assert code == 0, err
-    proof = json.loads(said)["proof"]
+    proof = json.loads(shown)["proof"]
     assert proof["how"] == "engine" and 0 < proof["difference"] < 2e-6
     assert "decoded with cache" in proof["compared"]
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight[0, 0] += 0.1
-    other = tiny.save(model, tmp_path / "other")
-    assert not prove(open_source(other), out, ENGINES[form]).passed
+    changed = open_source(tiny.save(model, tmp_path / "changed"))
+    config = headprune.export.options(model=folder, output=out, to=form)
+    assert not FORMATS[form].prove(changed, out, config).passed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["bert-base", "t5", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("form", [engine("onnx"), engine("openvino")])
+@pytest.mark.parametrize("form", [*map(engine, ENGINES)])
 def test_encoders_encoder_decoders_and_experts_are_proven_in_their_engine(
     form: str, case: str, tmp_path: Path
 ) -> None:
@@ -118,64 +115,38 @@ def test_encoders_encoder_decoders_and_experts_are_proven_in_their_engine(
     assert result.record.proof.difference < 2e-6
 
 
-def test_an_engine_that_stops_at_a_graph_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stops(folder: Path, engine: str) -> None:
-        raise RuntimeError("no\nkernel")
-
-    monkeypatch.setattr("headprune.exporting.formats.graph.open_exported", stops)
-    monkeypatch.setattr("headprune.exporting.formats.graph.write_graphs", lambda *_: ())
-    monkeypatch.setattr(packages, "find_spec", lambda name: object())
-    folder, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "out"
-    code, _, err = run(capsys, "export", folder, "--to", "openvino", "--output", out)
-    assert code == 1 and not out.exists()
-    assert f"openvino cannot run what was written of '{folder}' (no kernel)" in err
-
-
 @pytest.mark.parametrize(
     "error",
     [
         MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: unspecified launch failure"),
+        RuntimeError("no\nkernel"),
     ],
 )
 def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path
 ) -> None:
-    def full(*arguments: object) -> None:
+    def fails(*_: object) -> None:
         raise error
 
-    def fails(*arguments: object) -> None:
-        raise RuntimeError("no kernel")  # which is one
-
+    limit = isinstance(error, RuntimeError) and "kernel" in str(error)
+    message = r"\(no kernel\)" if limit else None
     source = open_source(tiny.save(tiny.model("llama-gqa"), tmp_path / "model"))
-    for save, told in ((full, type(error)), (fails, PlanError)):
-        with pytest.raises(told):
-            write_graphs(source, tmp_path / "out", save, lambda *_: None)
-    for opened, told in ((full, type(error)), (fails, ProofError)):
-        monkeypatch.setattr("headprune.exporting.formats.graph.open_exported", opened)
-        with pytest.raises(told):
-            prove(source, tmp_path / "out", "openvino")
-
-
-def test_what_cannot_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    with pytest.raises(CheckpointError, match="holds no model.onnx, so onnxruntime cannot run it"):
-        open_exported(folder, "onnxruntime")
-    (folder / "model.onnx").touch()
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    with pytest.raises(HeadpruneError, match="needs onnxruntime: pip install onnxruntime"):
-        open_exported(folder, "onnxruntime")
+    with pytest.raises(PlanError if limit else type(error), match=message):
+        write_graphs(source, fails)
+    with pytest.raises(ProofError if limit else type(error), match=message):
+        compare(source, fails, "openvino")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ENGINES)
-def test_models_of_images_are_refused(
+def test_models_of_images_and_missing_engines_are_refused(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda name: object())
     tiny.model("vit").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(packages, "find_spec", lambda name: object())
     with pytest.raises(PlanError, match="takes pixel_values; models of text alone fit"):
+        headprune.export(tmp_path / "model", tmp_path / "out", to=form)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(HeadpruneError, match=f"^to {form} needs .*{ENGINES[form]}"):
         headprune.export(tmp_path / "model", tmp_path / "out", to=form)
     assert not (tmp_path / "out").exists()

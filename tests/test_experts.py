@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headprune.exporting.experts import _all_experts, run_all_experts
+from headprune.formats.experts import _all_experts, run_all_experts
 from headprune.model.probes import probe_inputs
 from tests import tiny
 

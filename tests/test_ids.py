@@ -180,11 +180,13 @@ def test_ids_of_scores(home: Path, tmp_path: Path) -> None:
     edit(folder / "scores.json", lambda m: m.update(created="", model={**m["model"], "name": "x"}))
     assert read_scores(folder).id == before.id
     edit(folder / "scores.json", lambda m: m["calibration"].update(seed=1))
-    assert read_scores(folder).id != before.id
+    with pytest.raises(CheckpointError, match="not as they were written"):
+        read_scores(folder)
     edit(folder / "scores.json", lambda m: m["calibration"].update(seed=SMALL.seed))
     assert read_scores(folder).id == before.id
     flip(folder / "scores.safetensors")
-    assert read_scores(folder).id != before.id
+    with pytest.raises(CheckpointError, match="not as they were written"):
+        read_scores(folder)
 
 
 def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
@@ -202,12 +204,14 @@ def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
     edit(moved / "gates.json", lambda m: m.update(data="text that lies elsewhere"))
     assert now(moved) == trained.id
     edit(moved / "gates.json", lambda m: m.update(seed=4))
-    assert now(moved) != trained.id
+    with pytest.raises(CheckpointError, match="not as they were written"):
+        now(moved)
     edit(moved / "gates.json", lambda m: m.update(seed=3))
     tensors = load_file(moved / "gates.safetensors")
     tensors["value"][0] += 0.01
     save_file(tensors, moved / "gates.safetensors")
-    assert now(moved) != trained.id
+    with pytest.raises(CheckpointError, match="not as they were written"):
+        now(moved)
 
 
 def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:

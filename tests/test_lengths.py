@@ -16,16 +16,12 @@ from headprune.config import (
     EvaluateConfig,
     HealConfig,
     Objective,
-    SweepConfig,
     TrainGatesConfig,
 )
-from headprune.data.batches import batches, calibration
+from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.sweep import sweep
-from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.batch import most_tokens, usable_length
-from headprune.model.loading import load_tokenizer
 from tests import tiny
 
 LONGEST = 128  # of the tiny models
@@ -91,24 +87,16 @@ def test_training_cuts_sequences_with_a_word(
     model(ids)
 
 
-def test_calibration_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
-    model = tiny.model("gpt2")
-    folder, data = tiny.save(model, tmp_path / "model"), DataConfig(source=str(text_file))
+def test_calibration_cuts_sequences_with_a_word(text_file: Path) -> None:
+    net, of, data = tiny.model("gpt2"), tiny.tokenizer(), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        sample = calibration(model, load_tokenizer(folder), data, CalibrationConfig(), "score").fit
-    assert sample.whole()["input_ids"].shape[1] == LONGEST
+        text = calibration(net, of, data, CalibrationConfig(), "score")
+    assert text.fit.whole()["input_ids"].shape[1] == LONGEST
     few = CalibrationConfig(calibration_tokens=64)  # fewer than the model takes: nothing to warn of
-    assert calibration(model, load_tokenizer(folder), data, few, "score").fit.whole()[
-        "input_ids"
-    ].shape == (1, 64)
-
-
-def test_merging_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    data = DataConfig(source=str(text_file))
+    assert calibration(net, of, data, few, "score").fit.whole()["input_ids"].shape == (1, 64)
     config = ConvertConfig(kv_heads=1, merge="lowrank", calibration_tokens=640)
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        assert convert_gqa(folder, tmp_path / "out", config, data).calibration_tokens == 640
+        assert merge_calibration(net, of, data, config).fit.tokens == 640
 
 
 # settings that a record has only where they are used
@@ -126,12 +114,3 @@ def test_a_report_names_the_length_that_was_used(
     asked = EvaluateConfig(speed=False, resamples=100, seq_len=LONGEST)
     assert cut.provenance.settings == asked.model_dump(mode="json", exclude=LATER)
     assert cut.model == evaluate(folder, data, asked).model
-
-
-def test_a_sweep_cuts_sequences_with_a_word(text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    data = DataConfig(source=str(text_file))
-    small = SweepConfig(calibration_tokens=1024, keep=[0.5], criterion="magnitude")
-    with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
-        found = sweep(folder, data, tmp_path / "sweep", small)
-    assert [point.keep for point in found.points] == [0.5]

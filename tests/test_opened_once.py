@@ -20,7 +20,7 @@ from headprune.config import (
     DataConfig,
     ScoreConfig,
 )
-from headprune.evidence.score import score
+from headprune.evidence.score import score, scores_on
 from headprune.exporting import write as writing
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
@@ -91,6 +91,28 @@ def test_prune_opens_its_model_once(
     small = CalibrationConfig(seq_len=16)
     prune(folder, tmp_path / "refit", CutRequest(scores=scores, keep=0.5), data, small)
     assert seen(calls) == {**ONCE, **PROOF}
+
+
+def test_three_criteria_take_one_pass(
+    folder: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forward pass over the text, and one backward."""
+    model = open_model(folder)
+    texts: list[int] = []
+    backwards: list[object] = []
+    model.net.model.layers[0].register_forward_pre_hook(lambda _, args: texts.append(len(args[0])))
+    real = torch.Tensor.backward
+    monkeypatch.setattr(
+        torch.Tensor, "backward", lambda *args: (backwards.append(None), real(*args))[1]
+    )
+    criteria = ("fisher", "compensated", "reconstruction")
+    config = ScoreConfig(criterion=criteria, seq_len=16, calibration_tokens=512)
+    scores = scores_on(model, config, data)
+    assert set(scores.scores) == set(criteria)
+    assert sum(texts) * 16 == scores.metadata.tokens and len(backwards) == len(texts)
+    texts.clear()
+    scores_on(model, ScoreConfig(criterion=("wanda",), seq_len=16, calibration_tokens=512), data)
+    assert sum(texts) * 16 == scores.metadata.tokens and len(backwards) < 2 * len(texts)
 
 
 def test_convert_gqa_opens_its_model_once(

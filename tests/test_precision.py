@@ -34,9 +34,9 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
 from headprune.exporting import prune as pruning
 from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.export import export
 from headprune.exporting.prune import prune
 from headprune.exporting.write import Pruned
+from headprune.formats.export import export
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
 from headprune.model.attention import attention_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -34,8 +34,9 @@ from headprune.reports.charts import quality_charts
 from headprune.reports.report import read_evaluation, report
 from headprune.reports.view import Quality, ShownInterval, ShownRun
 from headprune.reports.words import compared
-from headprune.schemas.gates import GatesMetadata, write_gates
+from headprune.schemas.gates import GatesMetadata, read_gates, read_metadata, write_gates
 from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.browser import Browser, started
@@ -205,9 +206,10 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["small"]
     assert runs[0].histories and runs[0].head_map
 
-    tensors = load_file(tmp_path / "gates" / "gates.safetensors")
-    tensors["value"][tensors["kept"]] += 0.01
-    save_file(tensors, tmp_path / "gates" / "gates.safetensors")
+    folder = tmp_path / "gates"
+    gates = read_gates(folder, read_metadata(folder).model)
+    tensors = {"log_alpha": gates.log_alpha, "kept": gates.kept, "value": gates.value + 0.01}
+    write_gates(folder, gates.metadata, tensors, gates.weights)
     runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
     assert [run.name for run in runs] == ["small", "gates"]
     assert not runs[0].histories
@@ -290,14 +292,12 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     gates = json.loads((place / "cut" / "gates" / "gates.json").read_text())
     units = sum(len(sizes) for sizes in gates["group_sizes"])
     scores = tmp_path / "scores"
-    scores.mkdir()
     counts = [len(sizes) for sizes in gates["group_sizes"]]
     metadata = {name: gates[name] for name in ("model", "unit", "modules", "query_heads")}
     metadata |= {"created": "", "versions": {}, "criteria": {"taylor": ""}, "units": counts}
     metadata |= {"data": None, "calibration": {}, "tokens": 0}
-    (scores / "scores.json").write_text(json.dumps(metadata))
-    values = torch.arange(units, dtype=torch.float32)
-    save_file({"taylor": values}, scores / "scores.safetensors")
+    values = {"taylor": torch.arange(units, dtype=torch.float32)}
+    write_scores(scores, Scores(ScoresMetadata.model_validate_json(json.dumps(metadata)), values))
     (run,) = report([place / "cut", scores], tmp_path / "a.html").runs
     assert run.head_map is not None
     assert dict(run.head_map.layers[1].cells[0].facts)["score taylor"] == "3"
@@ -315,8 +315,8 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     prune(str(place / "cut" / "small"), tmp_path / "again", CutRequest(plan=tmp_path / "plan.json"))
     (run,) = report([tmp_path / "again", scores], tmp_path / "again.html").runs
     assert run.head_map is not None and run.head_map.evidence is None  # they are of the original
-    save_file({"taylor": values[:-1]}, scores / "scores.safetensors")
-    with pytest.raises(CheckpointError, match="damaged: taylor has 11 scores for 12 units"):
+    save_file({"taylor": values["taylor"][:-1]}, scores / "scores.safetensors")
+    with pytest.raises(CheckpointError, match="not as they were written"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
 
 

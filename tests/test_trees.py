@@ -8,20 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.data.read import digest_of_data
-from headprune.data.trees import belonging, read_trees
 from headprune.errors import CheckpointError, DataError, HeadpruneWarning
 from headprune.model.attention import attention_of
-from headprune.role import ROLES
-from headprune.role.collection import watch
-from headprune.role.parsed import baselines, parsed_input
-from headprune.role.roles import roles
-from headprune.role.spec import Attended, Parsed
-from headprune.role.syntactic import VARIANTS, syntactic
+from headprune.role import ROLES, table
+from headprune.role.attended import Attended
+from headprune.role.inputs import trees_input
+from headprune.role.measure import roles
+from headprune.role.table import DIRECTED, offset_control
+from headprune.role.trees import read_trees
+from headprune.role.watch import watch
 from headprune.schemas.roles import HeadRoles
 from tests import planted, tiny
 from tests.test_cli import run
@@ -73,30 +73,29 @@ def _tokenizer(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
     """Trained on the spot, with a vocabulary so small that words fall apart."""
     special = ["<pad>", "<s>", "[UNK]"]
     if kind == "byte-level BPE":
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.post_processor = processors.ByteLevel(trim_offsets=False)  # the space counts
-        made.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # the space counts
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
             vocab_size=262, special_tokens=special, initial_alphabet=alphabet
         )
     elif kind == "WordPiece":
-        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         trainer = trainers.WordPieceTrainer(vocab_size=40, special_tokens=special)
     else:
-        made = Tokenizer(models.Unigram())
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         trainer = trainers.UnigramTrainer(
             vocab_size=50, special_tokens=special, unk_token="[UNK]", show_progress=False
         )
-    made.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     if kind == "WordPiece":
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 1)]
         )
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>")
 
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "WordPiece", "SentencePiece"])
@@ -106,19 +105,18 @@ def test_tokens_belong_to_the_words_whose_letters_they_hold(kind: str, tmp_path:
     pieces = 0
     for tree in trees:
         offsets = tokenizer(tree.text, return_offsets_mapping=True)["offset_mapping"]
-        found = belonging(tree, offsets)
-        assert found.any(0).all()  # of every word
+        belongs = tree.belonging(offsets)
+        assert belongs.any(0).all()  # of every word
         for word, (start, end) in enumerate(tree.spans):
-            letters = {at for t in found[:, word].nonzero()[0] for at in range(*offsets[t])}
+            tokens = belongs[:, word].nonzero().flatten().tolist()
+            letters = {at for token in tokens for at in range(*offsets[token])}
             assert set(range(start, end)) <= letters
-            of_one = [t for t in found[:, word].nonzero()[0] if found[t].sum() == 1]
-            for token in of_one:  # nothing but spaces before it
-                assert not tree.text[offsets[token][0] : start].strip()
-        special = [token for token, (start, end) in enumerate(offsets) if start == end]
-        assert not found[special].any()
-        shifted = belonging(tree, [(a + 3, b + 3) for a, b in offsets])
-        assert (shifted != found).any()
-        pieces += int((found.sum(0) > 1).sum())
+            for token in tokens:  # nothing but spaces before it
+                if belongs[token].sum() == 1:
+                    assert not tree.text[offsets[token][0] : start].strip()
+        assert not belongs[[start == end for start, end in offsets]].any()  # special tokens
+        assert (tree.belonging([(a + 3, b + 3) for a, b in offsets]) != belongs).any()
+        pieces += int((belongs.sum(0) > 1).sum())
     assert pieces  # words of several tokens
 
 
@@ -126,22 +124,19 @@ def test_attention_to_a_word_is_that_to_all_its_tokens() -> None:
     # three words; the last is of two tokens, and looks at the first, of two tokens as well
     belongs = torch.tensor([[[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1]]]).bool()
     rows = [[1.0, 0, 0, 0, 0]] * 3 + [[0.2, 0.2, 0.3, 0.3, 0], [0.3, 0.2, 0.4, 0, 0.1]]
-    parsed = Parsed(
-        belongs,
-        heads=torch.tensor([[2, 2, -1]]),
-        relations=torch.tensor([[VARIANTS.index("nsubj-head"), VARIANTS.index("obj-head"), -1]]),
-        ranks=torch.zeros(1, 5, dtype=torch.long),
-    )
+    facts = {
+        "belongs": belongs,
+        "heads": torch.tensor([[2, 2, -1]]),
+        "relations": torch.tensor([[DIRECTED.index("nsubj-head"), DIRECTED.index("obj-head"), -1]]),
+    }
 
     def measured(weights: list[list[float]]) -> dict[str, float]:
-        all_of = torch.ones(1, 5, dtype=torch.bool)
-        ids = torch.arange(5)[None]
-        given = torch.tensor([[weights]])
-        seen = Attended(given, all_of, all_of, ids, causal=True, classes={}, parsed=parsed)
-        sums, counts = syntactic.measure(seen)
+        all_of, ids = torch.ones(1, 5, dtype=torch.bool), torch.arange(5)[None]
+        attn = Attended(torch.tensor([[weights]]), all_of, all_of, ids, True, {}, facts=facts)
+        sums, counts = ROLES["syntactic"].measure(attn)
         assert int(counts.sum()) == 2  # what words before them depend on is not in view
         return {
-            name: float(sums[0, 0, VARIANTS.index(name)]) for name in ("head-nsubj", "head-obj")
+            name: float(sums[0, 0, DIRECTED.index(name)]) for name in ("head-nsubj", "head-obj")
         }
 
     assert measured(rows) == {"head-nsubj": 1, "head-obj": 0}
@@ -207,13 +202,12 @@ def test_a_planted_syntactic_head_is_told_and_one_that_looks_at_an_offset_is_not
 def test_a_head_that_looks_at_rare_tokens_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ROLES["rare-token"].measure.__globals__
-    monkeypatch.setitem(settings, "_FREQUENT", 30)
+    monkeypatch.setattr(table, "FREQUENT", 30)
     heads = _told(_planted(), tmp_path)  # w30 to w59 are the rarest words
     assert heads[2].scores["rare-token"].score == pytest.approx(1)
     assert heads[0].scores["rare-token"].state == "under"
     assert heads[3].scores["rare-token"].state == "under"
-    monkeypatch.setitem(settings, "_FREQUENT", 500)
+    monkeypatch.setattr(table, "FREQUENT", 500)
     assert "rare-token" not in _told(_planted(), tmp_path)[2].scores
 
 
@@ -221,19 +215,18 @@ def test_a_head_that_looks_at_rare_tokens_is_told(
 def test_sentences_do_not_depend_on_their_batch(case: str, tmp_path: Path) -> None:
     model, trees = tiny.model(case), _written(tmp_path, _sentences(20))
     on_trees = {name: role for name, role in ROLES.items() if role.on == "trees"}
-    found = []
-    for size in (1, 2):
+    alone, together = [], []
+    for size, sums in ((1, alone), (2, together)):
         config = RolesConfig(batch_size=size, trees=trees)
-        given = parsed_input(model, tiny.tokenizer(), config)
-        assert given is not None
-        assert len(given.batches) == -(-20 // (8 * size))
-        seen = watch(model, attention_of(model), given, on_trees, {})
-        found.append({**seen.found, **baselines(seen, given)})
-    assert found[0].keys() == found[1].keys()
-    for key, (sums, counts) in found[0].items():
-        torch.testing.assert_close(sums, found[1][key][0])
-        torch.testing.assert_close(counts, found[1][key][1])
-    assert any(float(sums.sum()) > 0 for sums, _ in found[0].values())
+        reading = trees_input(model, tiny.tokenizer(), config)
+        assert len(reading.batches) == -(-20 // (8 * size))
+        watched = watch(model, attention_of(model), reading, on_trees, {})
+        sums += watched.sums.items()
+        sums += [(c, offset_control(reading.facts, c)) for c in {*watched.causal.values()}]
+    for (key, one), (again, two) in zip(alone, together, strict=True):
+        assert key == again
+        torch.testing.assert_close(one, two)
+    assert any(float(sums.sum()) > 0 for _, (sums, _) in alone)
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm"))
@@ -241,29 +234,24 @@ def test_a_random_model_has_no_syntax(case: str, tmp_path: Path) -> None:
     assert {head.role for head in _told(tiny.model(case), tmp_path)} == {None}
 
 
-def test_a_tokenizer_without_offsets_leaves_syntax_out(tmp_path: Path) -> None:
-    config, slow = RolesConfig(trees=_written(tmp_path)), SimpleNamespace(is_fast=False)
-    with pytest.warns(HeadpruneWarning, match="SimpleNamespace does not say where tokens stand"):
-        assert parsed_input(tiny.model("llama-gqa"), slow, config) is None
-
-
-def test_sentences_that_a_model_has_no_room_for_are_refused(tmp_path: Path) -> None:
+def test_slow_tokenizers_leave_syntax_out_and_small_models_refuse_it(tmp_path: Path) -> None:
     model, config = tiny.model("llama-gqa"), RolesConfig(trees=_written(tmp_path, _sentences(4)))
+    with pytest.warns(HeadpruneWarning, match="SimpleNamespace does not say where tokens stand"):
+        assert trees_input(model, SimpleNamespace(is_fast=False), config) is None
     model.config.max_position_embeddings = 3
     with pytest.raises(DataError, match=r"0 of 4 sentences fit into the 3 tokens"):
-        parsed_input(model, tiny.tokenizer(), config)
+        trees_input(model, tiny.tokenizer(), config)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("Once upon a time\n", "line 1 has 1 columns between tabs, not 10"),
+        ("Once upon a time\n", "'Once upon a time' has 1 columns"),
         ("# text = a\n", "no sentence with '# text = '"),
-        ("", "no sentence with '# text = '"),
         (None, "trees.conllu"),
     ],
 )
-def test_a_file_without_trees_is_refused_in_a_sentence(
+def test_a_file_without_trees_is_refused(
     content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -279,12 +267,11 @@ def test_a_file_without_trees_is_refused_in_a_sentence(
 
 def test_numbers_that_no_sentence_has_are_none(tmp_path: Path) -> None:
     digits = "9" * 5000
-    damaged = SENTENCES.replace("2\tnsubj\t", f"{digits}\tnsubj\t").replace(
-        "2-3\t", f"2-{digits}\t"
-    )
-    (first, second) = read_trees(_written(tmp_path, damaged))
-    assert first == read_trees(_written(tmp_path))[0]
-    assert second.heads[0] == -1 != read_trees(_written(tmp_path))[1].heads[0]
+    whole = read_trees(_written(tmp_path))
+    damaged = read_trees(_written(tmp_path, SENTENCES.replace("2\tnsubj\t", f"{digits}\tnsubj\t")))
+    assert damaged[0] == whole[0]
+    assert damaged[1].heads[0] == -1 != whole[1].heads[0]
+    assert read_trees(_written(tmp_path, SENTENCES.replace("2-3\t", f"2-{digits}\t"))) == whole[1:]
 
 
 def test_trees_in_the_output_are_refused(tmp_path: Path) -> None:

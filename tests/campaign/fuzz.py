@@ -74,7 +74,7 @@ def _roles() -> object:
 
 
 def _trees() -> object:
-    from headprune.data.trees import read_trees
+    from headprune.role.trees import read_trees
 
     return read_trees("trees.conllu")
 

@@ -273,7 +273,7 @@ def _strange(tree: Any, above: str = "") -> Iterator[str]:
     if isinstance(tree, dict):
         for key, value in tree.items():
             # of a refit, no ridge where W_O stays as it is
-            if key != "ridges" and not (value is None and key in _MAY_BE_NULL):
+            if not (value is None and key in _MAY_BE_NULL):
                 yield from _strange(value, f"{above}.{key}")
     elif isinstance(tree, list):
         for value in tree:

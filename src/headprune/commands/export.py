@@ -13,7 +13,7 @@ from headprune.declaration import Chapter, Command, declare
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.exporting.export import Exported
+    from headprune.formats.export import Exported
 
 
 class ExportOptions(Replacing, Trust, ExportConfig):
@@ -25,7 +25,7 @@ class ExportOptions(Replacing, Trust, ExportConfig):
 
 def run(options: ExportOptions, context: Context) -> Exported:
     """Writes and proves it."""
-    from headprune.exporting.export import export
+    from headprune.formats.export import export
 
     return export(
         options.model,

@@ -43,7 +43,7 @@ class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Loading, Placed):
 def run(options: RolesOptions, context: Context) -> RolesRecord:
     """Measures them."""
     from headprune.exporting.card import rewrite_card
-    from headprune.role.roles import roles
+    from headprune.role.measure import roles
     from headprune.schemas.manifest import read_manifest
 
     if options.card:

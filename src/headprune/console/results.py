@@ -14,9 +14,9 @@ from headprune.schemas.plan import Shape
 if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import Converted, KvPreview
-    from headprune.exporting.export import Exported
     from headprune.exporting.preview import Preview, ShapeCost
     from headprune.exporting.write import Pruned
+    from headprune.formats.export import Exported
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan
     from headprune.proof.verify import Verification

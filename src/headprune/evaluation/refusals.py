@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from headprune.config import EvaluateConfig
 from headprune.data.read import Examples
 from headprune.data.tokens import around
-from headprune.engines.model import is_exported
 from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.formats.format import is_exported, read_export
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
-from headprune.schemas.exports import read_export
 
 
 def refuse_exported(model: str) -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from headprune.errors import DataError
-from headprune.evidence.criteria import Units
 from headprune.model.batch import Batch, token_mask
 from headprune.model.embedding import embedding
 from headprune.model.gating import fixed, gated
@@ -27,7 +26,7 @@ BY_EMBEDDING = ("features", *UNMEASURED)
 def losses_without(
     model: PreTrainedModel,
     attentions: Sequence[Attention],
-    units: Sequence[Units],
+    units: Sequence[Sequence[Sequence[int]]],
     batches: Sequence[Batch],
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,

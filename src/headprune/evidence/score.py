@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,16 +15,13 @@ from headprune.data.batches import calibration
 from headprune.data.read import digest_of_data, refuse_missing_file
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
-from headprune.evidence.collection import collect
-from headprune.evidence.criteria import CRITERIA, Need, UnitEvidence
-from headprune.evidence.criteria.spec import Units, first_not_finite
+from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.losses import losses_without
+from headprune.evidence.statistics import Need, Statistics, collect, first_not_finite
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.model.batch import real_tokens, token_mask
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
-from headprune.model.passes import RunsTwice, in_sequence
 from headprune.model.units import default_unit, fitted_gates, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
@@ -33,7 +29,6 @@ from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.surgery.refit import refuse_singular
-from headprune.tensors.least_squares import outer_sum
 from headprune.tensors.units import Unit, members
 
 NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "curvature", "losses"})
@@ -122,8 +117,8 @@ def scores_on(
     evidence = gather(net, attentions, config, examples, context=context)
     if gates is not None:
         sizes = [len(members(unit, a.group_sizes)) for a in attentions]
-        parts = trained.split(sizes)
-        evidence = [replace(e, gates=part) for e, part in zip(evidence, parts, strict=True)]
+        for statistics, part in zip(evidence, trained.split(sizes), strict=True):
+            statistics.collected["gates"] = part
     values = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
     metadata = ScoresMetadata(
         created=utc_now(),
@@ -141,7 +136,7 @@ def scores_on(
         calibration=config.part(CalibrationConfig),
         tokens=examples.tokens if examples is not None else 0,
         ragged=leaves_ragged(attentions, unit),
-        refits=examples is not None and refits(net, examples),
+        refits=examples is not None and refits(evidence, examples),
     )
     return Scores(metadata, values)
 
@@ -163,114 +158,77 @@ def gather(
     config: ScoreConfig,
     examples: Sequences | None,
     context: Context = Context(),
-) -> list[UnitEvidence]:
-    """Measures what some criteria need, in one streaming pass, and one more for each that asks.
+) -> list[Statistics]:
+    """Collect the statistics of some criteria: one pass, and one more per unit for "losses".
 
     Args:
         net: The model.
         attentions: The modules to score.
-        config: By which criteria, and what one score stands for.
+        config: Criteria, unit and seed.
         examples: The data.
-        context: What it runs in.
+        context: Progress.
     """
     needs = needs_of(config.criterion)
     context.stage("scoring")
-    asked = needs if examples else needs - NEEDS_DATA
-    batches = context.each(examples.batches()) if examples else ()
-    special_ids = examples.special_ids if examples else ()
-    streamed = collect(net, attentions, batches, asked, special_ids, config.seed)
-    if examples is not None and "gram" in needs:
-        context.stage("scoring (reconstruction)")
-        streamed = _with_grams(net, attentions, config, streamed, examples, context)
-    if examples is not None and "losses" in needs:
+    if examples is None:
+        return collect(net, attentions, (), needs - NEEDS_DATA, seed=config.seed)
+    batches = examples.batches()
+    passes = context.each(batches)
+    needs |= {"activations"}  # whose counts of tokens and runs say whether W_O can be refitted
+    statistics = collect(net, attentions, passes, needs, examples.special_ids, config.seed)
+    if "gram" in needs:
+        needing = [name for name in config.criterion if "gram" in CRITERIA[name].needs]
+        for part, attention in zip(statistics, attentions, strict=True):
+            width = attention.query_heads * attention.head_dim
+            if part.runs:
+                tokens, instead = part.activations.tokens, f"leave out {_listed(needing)}"
+                refuse_singular(attention, tokens, width, instead)
+    if "losses" in needs:
         context.stage("leaving heads out")
         unit = config.unit or default_unit(attentions)
         units = [members(unit, a.group_sizes) for a in attentions]
-        losses = losses_without(
-            net, attentions, units, examples.batches(), config.seed, context.step
-        )
-        streamed = [replace(e, losses=part) for e, part in zip(streamed, losses, strict=True)]
-    return streamed
+        losses = losses_without(net, attentions, units, batches, config.seed, context.step)
+        for part, rises in zip(statistics, losses, strict=True):
+            part.collected["losses"] = rises
+    return statistics
 
 
 def scores_of(
-    name: str, evidence: Sequence[UnitEvidence], attentions: Sequence[Attention], unit: Unit
+    name: str, statistics: Sequence[Statistics], attentions: Sequence[Attention], unit: Unit
 ) -> Tensor:
-    """The scores of all units by one criterion.
+    """Score all units by one criterion.
 
     Raises:
         DataError: If a score is not finite; its module is named.
     """
     parts = []
-    for part, attention in zip(evidence, attentions, strict=True):
-        units: Units = members(unit, attention.group_sizes)
-        if not units:
-            scores = torch.zeros(0).double()
-        elif "gram" in CRITERIA[name].needs:  # scored as its module was passed, if it runs at all
-            scores = part.scored.get(name, torch.zeros(len(units))).double()
-        else:
-            scores = CRITERIA[name].score(part, units).double()
+    for part, attention in zip(statistics, attentions, strict=True):
+        units, where = members(unit, attention.group_sizes), f"of '{attention.path}'"
+        idle = "gram" in CRITERIA[name].needs and not part.runs
+        try:
+            scores = CRITERIA[name].score(part, units) if units and not idle else None
+        except ValueError as error:
+            raise DataError(
+                f"The input of the output projection {where} cannot be used: {error}. Try --dtype "
+                "float32."
+            ) from None
+        scores = torch.zeros(len(units)) if scores is None else scores
         wrong = first_not_finite(scores)
         if wrong is not None:
             raise DataError(
-                f"The {name} score of unit {wrong[0]} of '{attention.path}' is not finite: the "
-                "model overflows in this dtype or its weights are damaged. Try --dtype float32."
+                f"The {name} score of unit {wrong[0]} {where} is not finite: the model overflows "
+                "in this dtype or its weights are damaged. Try --dtype float32."
             )
-        parts.append(scores)
+        parts.append(scores.double())
     return torch.cat(parts)
 
 
-def refits(net: PreTrainedModel, examples: Sequences) -> bool:
-    """Whether the examples are enough to refit W_O on, and every W_O is in one place."""
-    attentions = attention_of(net)
-    width = max((a.query_heads * a.head_dim for a in attentions), default=0)
-    if len(examples.rows) < 2 or examples.tokens < width:
-        return False
-    try:
-        in_sequence(net, attentions, examples.first(), lambda attention, x: x)
-    except RunsTwice:
-        return False
-    return True
-
-
-def _with_grams(
-    net: PreTrainedModel,
-    attentions: Sequence[Attention],
-    config: ScoreConfig,
-    evidence: list[UnitEvidence],
-    examples: Sequences,
-    context: Context,
-) -> list[UnitEvidence]:
-    """Scores by the criteria that need x x^T of what enters an output projection.
-
-    One pass over all examples, in which the matrix of a module is dropped once it is scored.
-    """
-    batch, found = examples.whole(), dict[str, dict[str, Tensor]]()
-    unit = config.unit or default_unit(attentions)
-    needing = [name for name in config.criterion if "gram" in CRITERIA[name].needs]
-    by_path = {a.path: position for position, a in enumerate(attentions)}
-
-    def enter(attention: Attention, x: Tensor) -> Tensor:
-        position = by_path[attention.path]
-        rows = real_tokens(x, token_mask(batch, attention.kind))
-        refuse_singular(attention, len(rows), rows.shape[1], f"leave out {_listed(needing)}")
-        part = replace(evidence[position], gram=outer_sum(rows, rows))
-        units = members(unit, attention.group_sizes)
-        try:
-            found[attention.path] = {n: CRITERIA[n].score(part, units) for n in needing}
-        except ValueError as error:
-            raise DataError(
-                f"What enters the output projection of '{attention.path}' cannot be used: {error}. "
-                "Try --dtype float32."
-            ) from None
-        context.step(len(found), len(attentions))
-        return x
-
-    try:
-        in_sequence(net, attentions, batch, enter)
-    except RunsTwice as error:
-        raise PlanError(f"{error} Score it by fisher, gradient or wanda.") from None
-    return [replace(e, scored=found.get(e.path, {})) for e in evidence]
+def refits(statistics: Sequence[Statistics], examples: Sequences) -> bool:
+    """Return whether the examples suffice to refit W_O, and every W_O is in one place."""
+    heads = [part.output_weight.shape for part in statistics]
+    width = max((shape[0] * shape[2] for shape in heads), default=0)
+    enough = len(examples.rows) >= 2 and examples.tokens >= width
+    return enough and all(part.runs <= 1 for part in statistics)
 
 
 def _trained_gates(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -18,9 +18,8 @@ from headprune.io.parsing import read_json
 from headprune.model.loading import uneven_heads_are_known
 from headprune.runtime import RUNTIME, modeling_headprune
 
-if TYPE_CHECKING:  # a format imports this
-    from headprune.exporting.formats.spec import OnStep
-
+OnStep = Callable[..., None]
+"""Called with the amount written and the total."""
 _SHARD = 2**30  # bytes, and so about the memory that writing takes
 
 

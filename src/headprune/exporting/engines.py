@@ -1,53 +1,23 @@
-"""The commands that serve a result, of the engines that hold its shape."""
+"""The commands that serve a result, for each engine that holds its shape."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from headprune.config import Target
-from headprune.engines.targets import EMPTY, EVEN, RAGGED, TARGETS, EngineShapes, shapes_of
 from headprune.errors import HeadpruneError
-from headprune.exporting.llama_cpp.tokenizer import vocabulary
-from headprune.exporting.source import ExportSource, open_source
+from headprune.exporting.source import open_source
 from headprune.io.shell import command
+from headprune.planning.targets import EMPTY, EVEN, RAGGED, TARGETS, shapes_of
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Heads
 
 
-def _vllm(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
-    quoted = shlex.quote(str(folder))
-    if shapes == {EVEN}:
-        return f"vllm serve {quoted}"
-    flags = "--model-impl transformers --trust-remote-code"
-    if not shapes & {RAGGED, EMPTY}:
-        return f"vllm serve {quoted} {flags}"
-    out = folder.with_name(f"{folder.name}-vllm")
-    export = command("export", folder, to="vllm", output=out)
-    return f"{export} && vllm serve {shlex.quote(str(out))} {flags}"
-
-
-def _llama_cpp(source: ExportSource, folder: Path, shapes: frozenset[str]) -> str:
-    like = None
-    try:
-        vocabulary(source, like)
-    except HeadpruneError:  # its tokenizer is none that is recognised
-        like = "ORIGINAL.gguf"
-    out = folder.with_name(f"{folder.name}-gguf")
-    export = command("export", folder, to="gguf", output=out, like=like)
-    return f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
-
-
-SERVERS: tuple[tuple[EngineShapes, Callable[[ExportSource, Path, frozenset[str]], str]], ...] = (
-    (TARGETS[Target.LLAMA_CPP], _llama_cpp),
-    (TARGETS[Target.VLLM], _vllm),
-)
-
-
 def shapes_in(manifest: Manifest) -> frozenset[str]:
-    """What an engine must be able to hold for a result."""
+    """Return the shapes that an engine must hold for a result."""
     groups = [_groups(heads) for heads in manifest.layout.values()]
     return shapes_of(groups, manifest.shape is Shape.NATIVE)
 
@@ -60,20 +30,35 @@ def _groups(heads: Heads) -> tuple[int, ...]:
 
 
 def serving(manifest: Manifest, folder: Path, called: Path) -> Iterator[tuple[str, str]]:
-    """Engines that take a result that generates text, each with the command that serves it.
+    """Yield the engines that serve a result which generates text, each with its command.
 
     Args:
-        manifest: Its record.
-        folder: Where it lies.
-        called: What the command calls it.
+        manifest: The record of the result.
+        folder: The folder of the result.
+        called: The folder as the command names it.
     """
     if manifest.auto_class != "AutoModelForCausalLM":
         return
     try:
-        source = open_source(folder)
+        net = open_source(folder).net
     except HeadpruneError:  # it needs code of its own, which no engine here was tried with
         return
     shapes = shapes_in(manifest)
-    for engine, line in SERVERS:
-        if shapes <= engine.holds(source.net):
-            yield engine.name.partition(" (")[0].partition(",")[0], line(source, called, shapes)
+    if shapes <= TARGETS[Target.LLAMA_CPP].holds(net):
+        out = called.with_name(f"{called.name}-gguf")
+        export = command("export", called, to="gguf", output=out)
+        yield "llama.cpp", f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
+    if shapes <= TARGETS[Target.VLLM].holds(net):
+        yield "vLLM", _vllm(called, shapes)
+
+
+def _vllm(folder: Path, shapes: frozenset[str]) -> str:
+    quoted = shlex.quote(str(folder))
+    if shapes == {EVEN}:
+        return f"vllm serve {quoted}"
+    flags = "--model-impl transformers --trust-remote-code"
+    if not shapes & {RAGGED, EMPTY}:
+        return f"vllm serve {quoted} {flags}"
+    out = folder.with_name(f"{folder.name}-vllm")
+    export = command("export", folder, to="vllm", output=out)
+    return f"{export} && vllm serve {shlex.quote(str(out))} {flags}"

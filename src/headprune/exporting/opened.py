@@ -12,7 +12,6 @@ from headprune.context import Context
 from headprune.data.batches import calibration, merge_calibration
 from headprune.data.read import refuse_missing_file
 from headprune.data.text import Sequences
-from headprune.engines.targets import EMPTY
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import CLASSIFIERS, task_of
@@ -20,6 +19,7 @@ from headprune.model.open import Model
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
+from headprune.planning.targets import EMPTY
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.merges.merger import Merger
 

@@ -78,7 +78,6 @@ def judged_refit(
         modules=len(modules),
         error_before=sum(m.before for m in modules) / max(len(modules), 1),
         error_after=sum(m.after for m in modules) / max(len(modules), 1),
-        ridges={m.path: m.ridge for m in modules if math.isfinite(m.ridge)},  # the others stay
         seed=seed,
     )
     if not text.choose.rows or not modules:

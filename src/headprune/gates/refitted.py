@@ -21,6 +21,7 @@ from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
+from headprune.evidence.statistics import collect
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import open_elsewhere
@@ -33,8 +34,11 @@ ENOUGH = 4096  # tokens to choose and refit on without being asked to
 
 
 def can_refit(net: PreTrainedModel, examples: Sequences) -> bool:
-    """Whether there is text enough, and every W_O in one place, to refit without being asked to."""
-    return examples.tokens >= ENOUGH and refits(net, examples)
+    """Return whether there is text enough, and every W_O in one place, to refit by default."""
+    if examples.tokens < ENOUGH:
+        return False
+    first = collect(net, attention_of(net), [examples.first()], frozenset({"activations"}))
+    return refits(first, examples)
 
 
 def original_of(net: PreTrainedModel, changed: Iterable[nn.Parameter]) -> nn.Module | None:

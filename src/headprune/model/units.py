@@ -1,4 +1,4 @@
-"""Units of removal and head budgets, and gates and scores matched to a model's modules."""
+"""Units of removal, head budgets, and the modules of gates and scores."""
 
 from __future__ import annotations
 
@@ -37,76 +37,36 @@ def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
 def fitted_gates(
     net: PreTrainedModel, source: ModelIdentity, folder: Path
 ) -> tuple[TrainedGates, list[Attention]]:
-    """Read the gates of a model, and the modules that they gate.
+    """Read the gates of a model, and return them with their modules.
 
     Raises:
         CheckpointError: If the folder holds no finished gates.
         PlanError: If they do not fit the model.
     """
     trained = read_gates(folder, source)
-    metadata = trained.metadata
-    count = [trained.kept.numel()]
-    attentions = _modules_of(attention_of(net), metadata.modules, metadata.unit, count, "gates")
-    for attention, *recorded in zip(attentions, metadata.heads, metadata.group_sizes, strict=True):
-        if recorded != [attention.query_ids, attention.group_sizes]:
-            raise PlanError(
-                f"The gates are of other heads of '{attention.path}' than the model has. Give the "
-                "model they were trained on."
-            )
-    parameters = dict(net.named_parameters())
-    for name, value in (trained.weights or {}).items():
-        shape = list(parameters[name].shape) if name in parameters else "none"
-        if shape != list(value.shape):
-            raise PlanError(
-                f"The gates come with a trained weight '{name}' of shape {list(value.shape)}; the "
-                f"model has {shape} of that name. Give the model they were trained on."
-            )
-    return trained, attentions
+    return trained, _modules_of(attention_of(net), trained.metadata.modules, "gates")
 
 
 def fitted_scores(net: PreTrainedModel, scores: Scores) -> list[Attention]:
-    """Return the modules that scores are of.
+    """Return the modules of scores.
 
     Raises:
         PlanError: If they do not fit the model.
     """
-    metadata = scores.metadata
-    attentions = _modules_of(
-        attention_of(net), metadata.modules, metadata.unit, metadata.units, "scores"
-    )
-    heads = sum(attention.query_heads for attention in attentions)
-    if metadata.query_heads != heads:
-        raise PlanError(
-            f"The scores are of {metadata.query_heads} query heads, and the model has {heads} in "
-            "these modules: their file is damaged. Get it again."
-        )
-    return attentions
+    return _modules_of(attention_of(net), scores.metadata.modules, "scores")
 
 
 def _modules_of(
-    attentions: Sequence[Attention], names: Sequence[str], unit: Unit, units: Sequence[int], of: str
+    attentions: Sequence[Attention], names: Sequence[str], evidence: str
 ) -> list[Attention]:
-    """Return the modules of some names; ``units`` is their number by module, or in all."""
     present = {attention.path: attention for attention in attentions}
     for name in names:
         if name not in present:
             raise PlanError(
-                f"The {of} are of '{name}', an attention module that this model does not have."
-                f"{did_you_mean(name, list(present))} Give the model they were made on."
+                f"The {evidence} are of '{name}', an attention module that this model does not "
+                f"have.{did_you_mean(name, list(present))} Give the model they were made on."
             )
-    chosen = [attention for attention in attentions if attention.path in set(names)]
-    if [attention.path for attention in chosen] != list(names):
-        raise PlanError(
-            f"The {of} name the modules in another order than the model has them: their file is "
-            "damaged. Get it again."
-        )
-    counts = [len(members(unit, attention.group_sizes)) for attention in chosen]
-    if list(units) not in (counts, [sum(counts)]):
-        raise PlanError(
-            f"The {of} are damaged: there are {sum(units)} for units of '{unit.value}', of which "
-            f"the model has {sum(counts)} in these modules. Get their folder again."
-        )
-    return chosen
+    return [present[name] for name in names]
 
 
 def refuse_target(target: float | int | None) -> None:
@@ -128,8 +88,8 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
     """Return the number of query heads to keep.
 
     Args:
-        target: A fraction (float), rounded to the nearest count that whole units reach, or a count
-            (int), which they must reach exactly.
+        target: A share (a float up to 1.0), rounded to the nearest count that whole units reach,
+            or a count (an int), which they must reach exactly.
         sizes: Query heads per unit.
 
     Raises:
@@ -146,7 +106,8 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
         above = min(c for c in counts if c > target)
         held = " or ".join(map(str, sorted(set(sizes))))
         raise PlanError(
-            f"A count of {target} cannot be kept exactly: the units hold {held} query heads each. "
-            f"The nearest counts are {below} and {above}; --unit head removes single heads."
+            f"A count of {target} cannot be kept exactly: the units hold {held} query "
+            f"heads each. The nearest counts are {below} and {above}; --unit head removes single "
+            "heads."
         )
     return target

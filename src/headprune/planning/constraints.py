@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from headprune.config import LayoutOption, Target
-from headprune.engines.targets import (
+from headprune.errors import PlanError
+from headprune.planning.targets import (
     EMPTY,
     KV_COUNTS,
     QUERY_COUNTS,
@@ -17,7 +18,6 @@ from headprune.engines.targets import (
     TARGETS,
     shapes_of,
 )
-from headprune.errors import PlanError
 from headprune.schemas.plan import Shape
 from headprune.surgery.cut import Cut, result_shape
 

@@ -22,7 +22,7 @@ from headprune.config import ConvertConfig
 from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
-from headprune.evidence.collection import collect
+from headprune.evidence.statistics import collect
 from headprune.model.batch import Batch
 from headprune.model.heads import HeadWeights
 from headprune.planning.constraints import Constraints
@@ -315,8 +315,4 @@ def _curvature(
         special_ids=examples.special_ids,
         seed=seed,
     )
-    found = {}
-    for part in evidence:
-        assert part.curvature is not None
-        found[part.path] = part.curvature
-    return found
+    return {part.path: part.curvature for part in evidence}

@@ -259,11 +259,6 @@ def _worst(shares: Sequence[float]) -> float:
     return float("nan") if any(share != share for share in shares) else max(shares)
 
 
-def largest_output(outputs: Outputs) -> float:
-    """Largest absolute output."""
-    return max(float(output.abs().max()) for output in outputs.values())
-
-
 def difference_from_stored(stored: Sample, outputs: Outputs) -> float:
     """As ``difference``, at the positions that were kept; infinite if an output is missing."""
     shares = []
@@ -447,7 +442,6 @@ def conclude(expected: Expectation, reloaded: Outputs) -> Proof:
         )
     return Proof(
         gated_vs_reloaded=difference(wanted, reloaded),
-        largest_output=largest_output(wanted),
         control=None if control is None else difference_in(wanted, control),
         rounding=expected.rounding.outputs,
         tolerance=expected.tolerance,

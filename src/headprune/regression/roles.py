@@ -13,8 +13,8 @@ from headprune.model.placement import alone_on_device
 from headprune.regression.limits import Limit
 from headprune.regression.verdicts import Judged, judge
 from headprune.role import ROLES
-from headprune.role.against import changes
-from headprune.role.roles import roles_of
+from headprune.role.measure import roles_of
+from headprune.role.scores import changes
 from headprune.schemas.roles import ModuleRoles
 
 

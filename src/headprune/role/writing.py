@@ -1,69 +1,112 @@
-"""What heads would write of the tokens of a run, as logits of these tokens."""
+"""What heads write: its norm beside the residual, and the logits of tokens it makes likelier.
+
+    contribution    mean over tokens of |W_O,h z_h| / |residual|
+
+z_h is the head's output, the residual what enters its layer. A head that looks somewhere and writes
+nothing has no part in what the model computes (Kobayashi et al. 2020, arXiv 2004.10102).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headprune.model.attention import layer_of
+from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.heads import output_rows, read_output
 from headprune.model.loading import task_of
 from headprune.model.passes import run_model
 from headprune.model.residency import present
-from headprune.role.inputs import Input
+from headprune.role.inputs import Reading
 from headprune.runtime.modeling_headprune import Attention
 
 
-class Written:
-    """Keeps the values of a module until its attention is known.
+class Contributions:
+    """Sums up the contributions of heads during a pass."""
 
-    Args:
-        net: A language model.
-        given: The input, whose first run is looked at.
-    """
+    batch: Batch
 
-    def __init__(self, net: PreTrainedModel, given: Input) -> None:
-        self._net, self._given = net, given
-        self._values: dict[str, Tensor] = {}
-        self._rows: dict[str, Tensor] = {}
-        self._looked_up: tuple[Tensor, Tensor] | None = None
-        self._scale = _final_scale(net, given)
+    def __init__(self, net: PreTrainedModel, attentions: Sequence[Attention]) -> None:
+        self._net, self._attentions = net, attentions
+        self._residual: dict[str, Tensor] = {}
+        self._sums: list[Tensor] = [torch.zeros(a.query_heads).double() for a in attentions]
+        self._tokens = [0 for _ in attentions]
 
-    def attach(self, stack: ExitStack, attention: Attention) -> None:
-        """Puts a hook on the projection that makes the values, where the model copies to logits."""
-        embedding = self._net.get_output_embeddings()
-        if task_of(self._net) != "causal-lm" or embedding is None or not attention.query_heads:
-            return
-        for projection in attention.projections:
-            rows = output_rows(attention, projection).get("v")
-            if rows is not None:
-                self._rows[attention.path] = rows
-                handle = projection.module.register_forward_hook(self._hook(attention.path))
+    def attach(self, stack: ExitStack) -> None:
+        """Put hooks on layers and output projections."""
+        for position, attention in enumerate(self._attentions):
+            if attention.query_heads:
+                weight = read_output(attention)[0]
+                gram = torch.einsum("hod,hoe->hde", weight, weight)
+                hook = partial(self._writes, position, gram)
+                handle = attention.output_projection.register_forward_pre_hook(hook)
                 stack.callback(handle.remove)
+        for path in {layer_of(a.path): None for a in self._attentions if a.query_heads}:
+            layer, hook = self._net.get_submodule(path), partial(self._enters, path)
+            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def _hook(self, path: str) -> Any:
-        run = slice(self._given.start, self._given.start + self._given.period)
+    def of(self, position: int) -> list[float | None]:
+        """Return the contribution of every head of a module; None where nothing was seen."""
+        tokens = self._tokens[position]
+        return [total / tokens if tokens else None for total in self._sums[position].tolist()]
 
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            rows = self._rows[path].to(output.device)
-            self._values[path] = output[:, run].float()[..., rows]
+    def _enters(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        states = args[0] if args else kwargs["hidden_states"]
+        self._residual[path] = states.float().norm(dim=-1, keepdim=True)
 
-        return hook
+    def _writes(self, position: int, gram: Tensor, module: nn.Module, args: Any) -> None:
+        attention = self._attentions[position]
+        residual = self._residual.get(layer_of(attention.path))
+        heads = args[0].float().unflatten(-1, (attention.query_heads, -1))
+        squares = torch.einsum("...hd,hde,...he->...h", heads, gram.to(heads), heads)
+        if residual is None or residual.shape[:-1] != squares.shape[:-1]:
+            return  # a module outside of layers, or one that lays tokens out otherwise
+        share = squares.clamp(min=0).sqrt() / residual.clamp(min=1e-12)
+        tokens = real_tokens(share, token_mask(self.batch, attention.kind))
+        self._sums[position] += tokens.sum(0).cpu().double()
+        self._tokens[position] += len(tokens)
+
+
+class Written:
+    """Logits of the tokens of the first run by what heads write of them, for ``copying``."""
+
+    def __init__(
+        self, net: PreTrainedModel, attentions: Sequence[Attention], reading: Reading
+    ) -> None:
+        self._net, self._attentions = net, attentions
+        self._run = slice(reading.start, reading.start + reading.period)
+        self._values: dict[str, Tensor] = {}
+        self._scale = _final_scale(net, reading.batches[0])
+
+    def attach(self, stack: ExitStack) -> None:
+        """Put hooks on the projections of values, where the model predicts the next token."""
+        if task_of(self._net) != "causal-lm" or self._net.get_output_embeddings() is None:
+            return
+        for attention in self._attentions:
+            for projection in attention.projections if attention.query_heads else ():
+                rows = output_rows(attention, projection).get("v")
+                if rows is not None:
+                    hook = partial(self._keep, attention.path, rows)
+                    stack.callback(projection.module.register_forward_hook(hook).remove)
+
+    def _keep(self, path: str, rows: Tensor, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._values[path] = output[:, self._run].float()[..., rows.to(output.device)]
 
     def logits(self, attention: Attention, ids: Tensor) -> Tensor | None:
-        """Shape (sequences, heads, tokens of the run, tokens of the run); None without values.
-
-        Args:
-            attention: The module.
-            ids: Token ids of the input.
-        """
+        """Shape (sequences, heads, tokens of the run, tokens of the run); None without values."""
         values = self._values.pop(attention.path, None)
         if values is None:
             return None
-        rows, output = self._embedded(ids), read_output(attention)[0]
+        with present(head := self._net.get_output_embeddings()):
+            weight = head.get_parameter("weight")
+            rows = weight[ids[:, self._run].to(weight.device)]
+        output = read_output(attention)[0]
         if rows.shape[-1] != output.shape[1]:  # with a projection between
             return None
         likely = rows.to(values) * self._scale.to(values)
@@ -74,37 +117,25 @@ class Written:
         reads = torch.einsum("sto,hod->shtd", likely, output.to(values))
         return torch.einsum("snhd,shtd->shnt", values, reads)
 
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """Rows of the head for the tokens of a run, which is the same for all modules of a pass."""
-        run = ids[:, self._given.start : self._given.start + self._given.period]
-        if self._looked_up is None or not torch.equal(self._looked_up[0], run):
-            with present(head := self._net.get_output_embeddings()):
-                weight = head.get_parameter("weight")
-                self._looked_up = run, weight[run.to(weight.device)]
-        return self._looked_up[1]
-
 
 @torch.no_grad()
-def _final_scale(net: PreTrainedModel, given: Input) -> Tensor:
+def _final_scale(net: PreTrainedModel, batch: Batch) -> Tensor:
     """The factors of the norm in front of W_U, whatever it makes of its weights; 1 without one."""
-    made: list[tuple[nn.Module, Tensor]] = []
-
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            made.append((module, output))
-
+    outputs: list[tuple[nn.Module, Any]] = []
     with ExitStack() as stack:
         for module in net.base_model.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, Tensor) and weight.dim() == 1:
-                stack.callback(module.register_forward_hook(keep).remove)
-        states = run_model(net, given.batches[0])[0]
-    norms = [module for module, output in made if output is states]
+                hook = module.register_forward_hook(
+                    lambda m, a, output: outputs.append((m, output))
+                )
+                stack.callback(hook.remove)
+        states = run_model(net, batch)[0]
+    norms = [module for module, output in outputs if output is states]
     if not norms:
         return torch.ones(1)
     # of mean 0 and variance 1, which no norm changes
-    signs = torch.ones_like(states[0, 0]).unflatten(0, (-1, 2)) * torch.tensor([1, -1]).to(states)
-    signs = signs.flatten()
+    signs = torch.tensor([1, -1]).to(states).repeat(states.shape[-1] // 2)
     with present(norms[-1]):
         factors: Tensor = (norms[-1](signs) - norms[-1](-signs)) / 2 * signs
     return factors

@@ -16,7 +16,6 @@ class Proof(BaseModel):
 
     Attributes:
         gated_vs_reloaded: Gated original against the cut model read back from disk.
-        largest_output: Largest absolute output of the gated original.
         control: Gated original against itself with every gate shifted by one head or, where that
             changes nothing, without the first head of every module; None where no heads are left.
         rounding: Gated original against itself with every gate moved by one bit: how much the
@@ -33,7 +32,6 @@ class Proof(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gated_vs_reloaded: float
-    largest_output: float
     control: float | None
     rounding: float
     tolerance: float

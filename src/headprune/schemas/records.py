@@ -200,7 +200,6 @@ class Refit(_Part):
         error_before: Mean squared error of their outputs with the old W_O, relative to what a refit
             aims at (see ``surgery.refit``).
         error_after: The same, with the new one.
-        ridges: Per module path, how much the old W_O weighed.
         seed: Seed of the sample.
         held_out: What it is worth on other text; None where the text had no more sequences.
     """
@@ -210,7 +209,6 @@ class Refit(_Part):
     modules: Count
     error_before: Finite
     error_after: Finite
-    ridges: dict[str, Finite | None]
     seed: Count
     held_out: RefitWorth | None = None
 

@@ -1,4 +1,4 @@
-"""roles.json: what the heads of a model do, as ``headprune roles`` saw it."""
+"""roles.json: what the heads of a model do, as ``headprune roles`` measured it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,12 @@ ROLES_FILE = "roles.json"
 State = Literal["over", "nearly", "under"]
 
 
-class RoleFacts(BaseModel):
-    """A role as it was measured.
-
-    Attributes:
-        definition: What its score is.
-        line: The score from which on a head has it.
-        sign: Its letter in the table.
-        source: Where definition and line are taken from.
-        on: The input: the text, random tokens that come twice, or parsed sentences.
-        control: What scores are held against.
-        attribute: Whether it is told beside the role.
-        beyond: Whether the line is on how far a score is over its control.
-    """
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RoleFacts(_Record):
+    """A role as it was measured; the attributes are those of ``Role``."""
 
     definition: str
     line: float
@@ -43,21 +34,17 @@ class RoleFacts(BaseModel):
     beyond: bool = False
 
 
-class RoleScore(BaseModel):
+class RoleScore(_Record):
     """The score of a head for a role.
 
     Attributes:
-        score: On all sequences.
-        low: Lower end of its interval.
-        high: Upper end.
+        score: On all sequences, with the ends of its interval.
         control: The score of the control; None where the role has none.
         state: over: the interval is over the line, and the control under it. nearly: the interval
             straddles the line. under: everything else.
-        variant: The offset, the kind of token, or the relation and direction, with that score.
+        variant: The offset, kind of token, or relation and direction with that score.
         others: Further relations over their line, and their scores.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     score: float
     low: float
@@ -68,51 +55,33 @@ class RoleScore(BaseModel):
     others: dict[str, float] = {}
 
 
-class Rise(BaseModel):
-    """By how much the loss rises.
-
-    Attributes:
-        nats: On all sequences; below 0 where it falls.
-        low: Lower end of its interval.
-        high: Upper end.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Rise(_Record):
+    """The rise of the loss in nats, with its interval; below 0 where the loss falls."""
 
     nats: float
     low: float
     high: float
 
 
-class HeadEffect(BaseModel):
-    """What the loss says of a head.
-
-    Attributes:
-        zero: With its output set to zero, as a cut does.
-        mean: With its output set to its mean over the text.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class HeadEffect(_Record):
+    """The rise with a head's output set to zero, as by a cut, and to its mean over the text."""
 
     zero: Rise
     mean: Rise
 
 
-class HeadRoles(BaseModel):
+class HeadRoles(_Record):
     """What a head does.
 
     Attributes:
-        head: Its id: its number in the original model.
-        role: The role whose line it passes by the largest factor; None if there is none.
+        head: Its number in the original model.
+        role: The role whose line it passes by the largest factor.
         nearly: Roles whose line its interval straddles.
-        attributes: What else is over its line.
+        attributes: Attributes that are over their line.
         scores: By role; those that the module cannot have are left out.
-        effect: What the loss says of it; None where that was not asked for.
-        contribution: Norm of what it writes, as a share of that of what its layer reads; None where
-            that is not known.
+        effect: Rise of the loss without it; None where that was not measured.
+        contribution: Norm of what it writes, as a fraction of that of the residual.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     head: Count
     role: str | None
@@ -123,21 +92,12 @@ class HeadRoles(BaseModel):
     contribution: float | None = None
 
     def has(self, role: str) -> bool:
-        """Whether it is over the line of a role."""
+        """Return whether it is over the line of a role."""
         return role in self.scores and self.scores[role].state == "over"
 
 
-class ModuleRoles(BaseModel):
-    """The heads of an attention module.
-
-    Attributes:
-        path: Its path.
-        kind: Its kind.
-        heads: Those that it has.
-        kv_groups: Of every KV head that several of them share, their ids.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ModuleRoles(_Record):
+    """The heads of an attention module, and the ids of those that share a KV head."""
 
     path: str
     kind: str
@@ -145,31 +105,22 @@ class ModuleRoles(BaseModel):
     kv_groups: tuple[tuple[Count, ...], ...] = ()
 
 
-class RoleHead(BaseModel):
-    """A head that a change is about.
-
-    Attributes:
-        path: Path of its attention module.
-        head: Its id.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class RoleHead(_Record):
+    """A head: the path of its attention module, and its id."""
 
     path: str
     head: Count
 
 
-class RoleChange(BaseModel):
-    """A role in the original and now.
+class RoleChange(_Record):
+    """A role in the original and in the cut model.
 
     Attributes:
-        kept: Heads that were over the line and are.
+        kept: Heads that are over the line in both.
         lost: Heads that were over it and are gone, or no longer surely over it.
-        moved: Heads that were under it and are over it now.
+        moved: Heads that are over it now only.
         is_lost: Whether the original had heads with the role, and none is left.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kept: tuple[RoleHead, ...]
     lost: tuple[RoleHead, ...]
@@ -177,24 +128,22 @@ class RoleChange(BaseModel):
     is_lost: bool
 
 
-class SetEffect(BaseModel):
-    """What the loss says of all heads with a role at once, set to their means.
+class SetEffect(_Record):
+    """The rise with all heads of a role set to their means.
 
     Attributes:
-        heads: How many they are.
-        rise: Of the loss without them.
+        heads: Number of heads.
+        rise: Without them.
         random: Without as many random heads of the same layers, draw by draw, in nats; empty where
             these layers have no others.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     heads: Count
     rise: Rise
     random: tuple[float, ...]
 
 
-class RolesRecord(BaseModel):
+class RolesRecord(_Record):
     """What the heads of a model do.
 
     Attributes:
@@ -202,19 +151,17 @@ class RolesRecord(BaseModel):
         versions: Of headprune, torch and transformers.
         model: The model.
         data: Where the text came from.
-        data_sha256: Digest of these files; None of data of the hub.
-        trees_sha256: Digest of the file of trees; None without one.
+        data_sha256: Digest of its files; None for data of the hub.
+        trees_sha256: Digest of the treebank; None without one.
         settings: How it was measured.
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.
         modules: The attention modules, first layer first.
-        sets: By role, what the loss says of its heads together; empty where it was not asked.
+        sets: By role, the effect of its heads together; empty without ablation.
         against: The original that it was compared with.
         original: What its heads do; empty without one.
         changes: By role, what became of it; empty without an original.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     created: str
@@ -233,20 +180,15 @@ class RolesRecord(BaseModel):
     changes: dict[str, RoleChange] = {}
 
     def heads(self, role: str) -> set[tuple[str, int]]:
-        """Paths and ids of the heads that are over the line of a role."""
-        return {
-            (module.path, head.head)
-            for module in self.modules
-            for head in module.heads
-            if head.has(role)
-        }
+        """Return paths and ids of the heads over the line of a role."""
+        return {(m.path, head.head) for m in self.modules for head in m.heads if head.has(role)}
 
 
 def read_roles(place: Path, model: ModelIdentity | None = None) -> RolesRecord:
-    """Reads the record that ``headprune roles`` wrote.
+    """Read the record that ``headprune roles`` wrote.
 
     Args:
-        place: The file, or the folder that it lies in.
+        place: The file, or its folder.
         model: The model that it must be of; None for any.
 
     Raises:

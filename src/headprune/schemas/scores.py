@@ -6,12 +6,12 @@ scores.json          which model, unit and modules; data and settings behind the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +24,6 @@ from headprune.io.tensors import described, read_tensors
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.values import Count, Digest
-from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
 TENSORS, METADATA = "scores.safetensors", "scores.json"
@@ -70,14 +69,6 @@ class ScoresMetadata(BaseModel):
     ragged: bool = False
     refits: bool = True
     id: Digest | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ScoresMetadata:
-        if len(set(self.modules)) != len(self.modules):
-            raise ValueError("modules names one twice")
-        if len(self.units) != len(self.modules):
-            raise ValueError(f"units has {len(self.units)} entries for {len(self.modules)} modules")
-        return self
 
 
 @dataclass(frozen=True)
@@ -152,23 +143,15 @@ def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
             f"'{folder}' is no scores folder (it has no {METADATA}); headprune score writes one."
         )
     metadata, tensors = read_as(ScoresMetadata, path), read_tensors(folder / TENSORS)
-    if set(tensors) != set(metadata.criteria):
-        raise CheckpointError(f"'{folder}' is damaged: its two files name different criteria.")
-    for name, values in tensors.items():
-        if values.shape != (sum(metadata.units),) or not values.is_floating_point():
-            raise CheckpointError(
-                f"'{folder}' is damaged: {name} has {values.numel()} scores for "
-                f"{sum(metadata.units)} units, as {dtype_name(values.dtype)}."
-            )
-        if not bool(values.isfinite().all()):
-            at = int((~values.isfinite()).nonzero()[0])
-            raise CheckpointError(
-                f"The {name} score of unit {at} in '{folder}' is not finite. Score again."
-            )
+    scores = Scores(metadata, tensors)
+    if scores.id != metadata.id:
+        raise CheckpointError(
+            f"The scores in '{folder}' are damaged: they are not as they were written. Score again."
+        )
     if model is not None and metadata.model.fingerprint != model.fingerprint:
         raise PlanError(
             f"The scores in '{folder}' are of '{metadata.model.name}' (fingerprint "
             f"{metadata.model.fingerprint}), not of '{model.name}' (fingerprint "
             f"{model.fingerprint}). Score this model, or give the one that was scored."
         )
-    return Scores(metadata, {name: tensors[name] for name in metadata.criteria})
+    return replace(scores, scores={name: tensors[name] for name in metadata.criteria})

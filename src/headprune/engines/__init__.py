@@ -1,1 +1,0 @@
-"""Engines that run exported models: each is a file, and a row of ``spec.ENGINES``."""

@@ -1,1 +1,0 @@
-"""llama.cpp: the names, keys and order that its files have, and the engine itself."""

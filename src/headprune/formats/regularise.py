@@ -1,0 +1,111 @@
+"""Zero heads for engines without empty layers and ragged groups.
+
+The model computes the same: a query head with zero columns in W_O adds nothing. Ragged groups get
+zero query heads up to the largest group, at no cost in KV cache. An empty layer gets one query head
+and one KV head of zeros, which the cache then holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+
+from torch import Tensor
+
+from headprune.errors import PlanError
+from headprune.exporting.source import ExportSource, built
+from headprune.exporting.weights import Weights
+from headprune.model.attention import family_of
+from headprune.planning.padding import zero_heads_said
+from headprune.planning.targets import zero_heads_refusal
+from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
+from headprune.surgery.cut import layer_overrides
+from headprune.tensors.zero_heads import Slots, padded, spread
+
+
+def regularise(
+    source: ExportSource,
+    may_be_empty: Callable[[int], bool] = lambda layer: False,
+) -> tuple[ExportSource, tuple[str, ...]]:
+    """Add zero heads where a model needs some.
+
+    Args:
+        source: The model.
+        may_be_empty: Return whether a layer without heads may stay so.
+
+    Returns:
+        The model, the same object where it needs none; and the additions, a sentence each.
+
+    Raises:
+        PlanError: If its family has more tensors with a part per head than projections.
+    """
+    added = {
+        layer: attention
+        for layer, attention in enumerate(source.attentions)
+        if len(set(attention.group_sizes)) > 1 or not (attention.query_heads or may_be_empty(layer))
+    }
+    if not added:
+        return source, ()
+    reason = zero_heads_refusal(source.net)
+    if reason is not None:
+        raise PlanError(f"{reason[0].upper()}{reason[1:]} Cut it with --for vllm.")
+    family = family_of(source.config)
+    config = copy.deepcopy(source.config)
+    moves: dict[str, tuple[Slots, int, int]] = {}
+    for attention in added.values():
+        queries, kv_heads = padded(attention.group_sizes, max(attention.group_sizes, default=1))
+        config.headprune["layout"][attention.path] = _entry(attention, queries, kv_heads)
+        for p in attention.projections:
+            slots = {"q": queries, "k": kv_heads, "v": kv_heads, "o": queries}[p.holds]
+            dim = input_dim(p.module)
+            moves[f"{p.path}.weight"] = slots, p.head_dim, dim if p.holds == "o" else 1 - dim
+            if p.holds != "o":
+                moves[f"{p.path}.bias"] = slots, p.head_dim, 0
+    regular = replace(source, config=config, net=built(config), weights=_Moved(source, moves))
+    if config.per_layer_config is not None:
+        config.per_layer_config = None
+        config.per_layer_config = {
+            layer: layer_overrides(attention, family)
+            for layer, attention in enumerate(regular.attentions)
+        }
+    ragged = [layer for layer, attention in added.items() if attention.query_heads]
+    empty = {layer: 2 * a.head_dim for layer, a in added.items() if not a.query_heads}
+    return regular, tuple(zero_heads_said(ragged, empty))
+
+
+def _entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, list[int]]:
+    """Return the entry of the layout; zero heads get unused ids."""
+    size = len(queries) // len(kv_heads)
+    ids = _ids(attention.query_ids, queries), _ids(attention.kv_ids, kv_heads)
+    return layout_entry(*ids, [size] * len(kv_heads))
+
+
+def _ids(present: Sequence[int], slots: Slots) -> list[int]:
+    unused = (number for number in count() if number not in present)
+    return [next(unused) if slot is None else present[slot] for slot in slots]
+
+
+class _Moved(Weights):
+    """Weights with zero heads in some tensors."""
+
+    def __init__(self, source: ExportSource, moves: dict[str, tuple[Slots, int, int]]) -> None:
+        self._weights, self._moves = source.weights, moves
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._weights[name]
+        return spread(tensor, *self._moves[name]) if name in self._moves else tensor
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield the rows of a tensor, some at a time."""
+        if name in self._moves:
+            yield self[name]
+        else:
+            yield from self._weights.pieces(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)

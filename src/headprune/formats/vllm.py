@@ -1,0 +1,92 @@
+"""A folder that vLLM serves with different heads per layer, by its transformers backend."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from headprune.config import ExportConfig
+from headprune.errors import PlanError, ProofError
+from headprune.exporting.checkpoint import OnStep, write_checkpoint
+from headprune.exporting.source import ExportSource, open_source
+from headprune.exporting.weights import WithFused
+from headprune.formats.format import ExportProof, Format
+from headprune.formats.regularise import regularise
+from headprune.model.probes import probe, probe_inputs
+from headprune.planning.targets import generates_none
+from headprune.proof.equivalence import difference
+from headprune.runtime.modeling_headprune import REPEATING
+
+
+def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
+    reason = generates_none(source.net)
+    if reason is not None:
+        return reason
+    if not source.net.is_backend_compatible():
+        return (
+            "vLLM's backend puts its own attention where transformers' attention interface is "
+            f"called, and a {source.config.model_type} does not call it."
+        )
+    if getattr(source.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return "its keys and values are made of one latent (MLA), which the backend does not cache."
+    missing = WithFused(source.weights, source.folder, source.net).missing
+    if missing:
+        return f"its folder has no '{missing[0]}'. It is incomplete or damaged; get it again."
+    try:
+        regularise(source)
+    except PlanError as error:
+        return str(error)
+    return None
+
+
+def _write(
+    source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
+) -> tuple[str, ...]:
+    regular, changes = regularise(source)
+    write_checkpoint(regular, folder, on_step)
+    return changes
+
+
+def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
+    """Run the folder in transformers, and repeat vLLM's checks of a folder."""
+    written = open_source(folder, source.trust_remote_code)
+    _refuse_unserved(written)
+    net = source.load()
+    inputs = probe_inputs(net)
+    wanted = probe(net, inputs)
+    del net
+    return ExportProof(
+        how="read back",
+        engine=f"transformers {metadata.version('transformers')}",
+        why_not="vLLM is not run here",
+        compared="outputs, relative to the largest, after vLLM's checks of config and shapes,",
+        difference=difference(wanted, probe(written.load(), inputs)),
+        tolerance=1e-5,
+    )
+
+
+def _refuse_unserved(written: ExportSource) -> None:
+    """Raise ProofError where vLLM's transformers backend stops."""
+    config = written.config.get_text_config(decoder=True)
+    per_layer = getattr(config, "per_layer_config", None)
+    for layer, attention in enumerate(written.attentions):
+        shown = getattr(attention.module, "config", config)
+        if not attention.query_heads or shown._attn_implementation == REPEATING:
+            raise ProofError(f"{attention.path} does not go through the attention interface.")
+        stated = config if per_layer is None else per_layer[layer]
+        heads = stated.num_attention_heads
+        counts = heads, getattr(stated, "num_key_value_heads", heads)  # as vLLM counts them
+        if counts != (attention.query_heads, attention.kv_heads):
+            raise ProofError(
+                f"{attention.path} has {attention.query_heads} query heads and "
+                f"{attention.kv_heads} KV heads, and the config says {counts[0]} and {counts[1]}."
+            )
+
+
+FORMAT = Format(
+    what="a folder for vLLM's transformers backend (--model-impl transformers)",
+    refusal=_refusal,
+    write=_write,
+    prove=_prove,
+    serve="vllm serve {} --model-impl transformers --trust-remote-code",
+)
